@@ -21,6 +21,7 @@
     ├── OwnerError
     │   ├── OwnedError               wait, or take over: a live process holds the run directory
     │   └── FencedError              stop: another process has taken the run directory over
+    ├── RankError                    look at the rank that is named: it died, failed or hung; a retry starts a new gang
     ├── NoProgressError              look at the failures: attempt after attempt commits nothing
     └── SiteError                    look at its log, then start again: a server, worker or deployment did not come up
 """
@@ -43,6 +44,7 @@ __all__ = [
     "OwnedError",
     "OwnerError",
     "ProgramError",
+    "RankError",
     "RunMismatchError",
     "SiteError",
     "StateError",
@@ -209,6 +211,10 @@ class OwnedError(OwnerError):
 
 class FencedError(OwnerError):
     """Another process has taken the run directory over: this one must stop, and has touched nothing since."""
+
+
+class RankError(CkptError):
+    """A rank of a gang has died, failed or hung, and the others were ended; a retry starts a new gang."""
 
 
 class NoProgressError(CkptError):

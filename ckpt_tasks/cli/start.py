@@ -44,6 +44,9 @@ StepsOption = Annotated[int, option("--steps", "N", "train until this step")]
 BatchStepsOption = Annotated[
     int | None, option("--batch-steps", "N", "steps in one Prefect task [default: as many as take 30 s]")
 ]
+RanksOption = Annotated[
+    int, option("--ranks", "N", "processes of this host that train together, for a program with DDP, FSDP or the like")
+]
 ForkOption = Annotated[str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run")]
 WhichOption = Annotated[
     str,
@@ -101,6 +104,7 @@ def train(
     params: ParamsOption = "{}",
     seed: SeedOption = None,
     batch_steps: BatchStepsOption = None,
+    ranks: RanksOption = 1,
     fork_from: ForkOption = None,
     as_json: JsonOption = False,
     named: ProgramOption = None,
@@ -117,15 +121,21 @@ def train(
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
         if of_gang := gang_rank():
             raise ConfigError(
-                f"{of_gang}, and ckpt train trains in one process",
-                hint="Start it without torchrun, or use a Checkpointer in a script of your own.",
+                f"{of_gang}, and ckpt train starts its ranks itself",
+                hint="Start it without torchrun (--ranks N), or use a Checkpointer in a script of your own.",
             )
         config, given = config_of(settings, name), params_of(param, params, seed)
         with importing_prefect():
             from ckpt_tasks.flows.console import Training, train_in_terminal
 
         training = Training(
-            program=name, config=config, steps=steps, params=given, batch_steps=batch_steps, fork_from=fork_from
+            program=name,
+            config=config,
+            steps=steps,
+            params=given,
+            batch_steps=batch_steps,
+            ranks=ranks,
+            fork_from=fork_from,
         )
         done = train_in_terminal(training, again=shlex.join(repeated_command(ctx)), stderr=as_json)
         out.answer(done.facts())

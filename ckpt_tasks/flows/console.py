@@ -26,7 +26,7 @@ from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, lives_here
-from ckpt_tasks.orchestration.config import BatchLength, position_of_run
+from ckpt_tasks.orchestration.config import BatchLength, check_ranks, position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
 from ckpt_tasks.reading.reading import run_of
@@ -45,13 +45,14 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A request of the command line: train a program to `steps`, in tasks of `batch_steps` steps or 30 s."""
+    """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s."""
 
     program: str
     config: CheckpointConfig
     steps: int
     params: Mapping[str, Any]
     batch_steps: int | None = None
+    ranks: int = 1
     fork_from: str | None = None
 
     def check(self) -> None:
@@ -60,6 +61,7 @@ class Training:
         Raises CkptError. Also makes the fork, if one is requested.
         """
         BatchLength(steps=self.batch_steps)
+        check_ranks(self.ranks)
         check_program(self.config, self.program)
         factory = find_program(self.program)
         if self.fork_from is not None:
@@ -107,6 +109,7 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
                         program=training.program,
                         params=dict(training.params),
                         batch_steps=training.batch_steps,
+                        ranks=training.ranks,
                     )
                 [result] = evaluate(
                     run_key=str(config.run_key),
@@ -148,7 +151,8 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
     """Print the run's position; if the run is complete, return the recorded evaluation of its newest checkpoint."""
     run_key = training.config.run_key
     if start < training.steps:
-        out.print(f"Run {run_key}: {f'goes on from step {start}' if start else 'from the beginning'}.")
+        on = f", on {training.ranks} ranks" if training.ranks > 1 else ""
+        out.print(f"Run {run_key}: {f'goes on from step {start}' if start else 'from the beginning'}{on}.")
         return None
     out.print(f"Run {run_key} is complete: step {start} of {training.steps} is committed.")
     run = run_of(training.config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from prefect.runtime import flow_run
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.config import BatchLength, config_of_run
+from ckpt_tasks.orchestration.config import BatchLength, check_ranks, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.orchestration.endings import (
@@ -28,6 +29,7 @@ from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params, roll_back
 from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.session.session import ProgramSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ def train(
     fork_from: str | None = None,
     rollback_to: int | None = None,
     skip_batches: str | None = None,
+    ranks: int = 1,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -68,9 +71,11 @@ def train(
     ends, another one with the same `run_key` and directory continues from the newest good checkpoint; it crashes, so
     that it is resumed, where the store or Prefect's API does not answer. A new run begins with the checkpoint
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and leaves out `skip_batches` ("401-410", or how
-    many). `early_stop` suspends the flow run at the end of a batch.
+    many). `early_stop` suspends the flow run at the end of a batch. With `ranks` above 1 as many processes of this host
+    train the program together (docs/RANKS.md).
     """
     keep_log_readers_out()
+    check_ranks(ranks)
     with crashes_while_the_api_is_away():
         stay_as_decided()
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
@@ -86,12 +91,11 @@ def train(
         delivers_events(),
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
-        Checkpointer(config, flow_run_id=flow_run.id) as ckpt,
-        RunPages(ckpt, run_key, total_steps) as pages,
+        _session(config, program, params, ranks) as session,
+        RunPages(session, run_key, total_steps, ranks) as pages,
     ):
-        announce(ckpt, run_key, program=program, params=params)
-        stopping = EarlyStopping(ckpt, early_stop)
-        session = LocalSession(ckpt, program, params)
+        announce(session, run_key, program=program, params=params)
+        stopping = EarlyStopping(session, early_stop)
         batch_task = step_batch(session, retries=retries, retry_delay_seconds=retry_delay_seconds)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
@@ -100,8 +104,21 @@ def train(
                 break
     with crashes_while_the_api_is_away():
         stopping.suspend()
-    step, why = ckpt.position if stopping.why else total_steps, stopping.why
+    step, why = session.position if stopping.why else total_steps, stopping.why
     return TrainResult(run_key=run_key, step=step, trained=trained, metrics=session.metrics, stopped_because=why)
+
+
+@contextmanager
+def _session(config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int) -> Iterator[ProgramSession]:
+    """Open the session of a program: on one rank in this process, on more in processes of their own."""
+    if ranks == 1:
+        with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
+            yield LocalSession(ckpt, program, params)
+        return
+    from ckpt_tasks.gang.session import GangSession
+
+    with GangSession(config, program, params, ranks=ranks, flow_run_id=flow_run.id) as session:
+        yield session
 
 
 def _begin(

@@ -28,7 +28,6 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 from pydantic import ValidationError
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.history import Head
@@ -38,6 +37,7 @@ from ckpt_tasks.reading.reading import Run, run_of
 from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.report import in_markdown, make_report, to_markdown
 from ckpt_tasks.report.words import clock, fine_span, number, printable
+from ckpt_tasks.session.session import TrainedRun
 from ckpt_tasks.upkeep.upkeep import plan_prune
 
 __all__ = ["RunPages", "artifact_key"]
@@ -61,8 +61,8 @@ class RunPages:
     the store ended it; a block that completed tries again for some seconds.
     """
 
-    def __init__(self, ckpt: Checkpointer, run_key: str, total_steps: int):
-        self._ckpt, self._key, self._total = ckpt, run_key, total_steps
+    def __init__(self, ckpt: TrainedRun, run_key: str, total_steps: int, ranks: int = 1):
+        self._ckpt, self._key, self._total, self._ranks = ckpt, run_key, total_steps, ranks
         self._ids: dict[str, UUID] = {}
         self._run: Run | None = None
         self._timeline: Timeline | None = None
@@ -164,6 +164,7 @@ class RunPages:
         """Return the line below the progress bar: step, first metric, speed and time left."""
         parts = [f"step {self._step:,} of {self._total:,}"]
         parts += [f"{in_markdown(name)} {number(self._metrics[name])}" for name in sort_metrics(self._metrics)[:1]]
+        parts += [f"{self._ranks} ranks"] if self._ranks > 1 else []
         (since_s, first), (until_s, last) = self._paces[0], self._paces[-1]
         if last > first:
             pace_s = (until_s - since_s) / (last - first)

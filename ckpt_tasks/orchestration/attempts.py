@@ -5,7 +5,7 @@ Prefect's own state hooks cannot do this: they swallow exceptions, and run a sec
 
 Invariants
 
-1. A task's body runs only when the live state is the state of `ckpt.position`.
+1. A task's body runs only when the live state is the state of the session's position.
 2. An attempt succeeds only after the state that it produced is committed.
 3. The first body of a run begins only after a checkpoint exists, so that a retry can restore.
 """
@@ -27,7 +27,6 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_logger, get_run_logger
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import (
     CkptError,
     ConfigError,
@@ -117,7 +116,7 @@ class Attempts:
 
     def _run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         number = _attempt_number()
-        attempt = Attempt(number, self.session.ckpt.position, self._failure if number > 1 else None)
+        attempt = Attempt(number, self.session.position, self._failure if number > 1 else None)
         try:
             attempt = self._before(attempt)
             result = body(*args, **kwargs)
@@ -134,49 +133,47 @@ class Attempts:
         return result
 
     def _before(self, attempt: Attempt) -> Attempt:
-        ckpt = self.session.ckpt
-        hold_signals(ckpt, True)
+        self.session.hold_signals(True)
         if not self.session.clean:  # a clean session has just committed, so it made progress
             self.session.restore()
             self._check_progress()
-        attempt = replace(attempt, position=ckpt.position)
+        attempt = replace(attempt, position=self.session.position)
         _call(self._hooks.before_attempt, attempt)
         return attempt
 
     def _check_progress(self) -> None:
-        stalled = self.session.ckpt.run.head().state.stalled_attempts
+        stalled = self.session.head().state.stalled_attempts
         if stalled >= self._max_stalled:
             raise NoProgressError(
                 f"{stalled} starts and failures in a row, and no new step was committed",
-                step=self.session.ckpt.position,
+                step=self.session.position,
                 hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
             )
 
     def _after(self, attempt: Attempt) -> None:
-        ckpt = self.session.ckpt
-        moved = ckpt.position != attempt.position
+        position = self.session.position
+        moved = position != attempt.position
         if moved or self._counted:
-            self.session.save(ckpt.position if moved else ckpt.position + 1)
+            self.session.save(position if moved else position + 1)
         self._failure = None
-        _call(self._hooks.after_attempt, replace(attempt, position=ckpt.position))
+        _call(self._hooks.after_attempt, replace(attempt, position=self.session.position))
 
     def _failed(self, attempt: Attempt, why: str, error: Exception | None = None) -> None:
-        ckpt = self.session.ckpt
         self._failure = why
         if error is not None:
             _clear_frames(error)
         self.session.discard()
         if _is_retryable(error):
             log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
-            log.warning("Attempt %d failed at step %d: %s", attempt.number, ckpt.position, why)
+            log.warning("Attempt %d failed at step %d: %s", attempt.number, self.session.position, why)
         if not isinstance(error, OwnerError):  # a fenced process must not write, not even its failure
             self._note(attempt, why, error)
-        _call(self._hooks.after_failure, replace(attempt, position=ckpt.position, failure=why))
-        hold_signals(ckpt, False)  # the next attempt may be a minute away, and nothing trains until then
+        _call(self._hooks.after_failure, replace(attempt, position=self.session.position, failure=why))
+        self.session.hold_signals(False)  # the next attempt may be a minute away, and nothing trains until then
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
-            self.session.ckpt.record_failure(attempt=attempt.number, step=self.session.ckpt.position, why=why[:2000])
+            self.session.record_failure(attempt=attempt.number, step=self.session.position, why=why[:2000])
         except CkptError as record_error:
             if error is not None:
                 error.add_note(f"The failure could not be recorded in the ledger: {record_error}")

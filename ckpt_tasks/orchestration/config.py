@@ -11,7 +11,7 @@ from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.secrets import secret_options
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
-__all__ = ["BatchLength", "config_of_run", "position_of_run"]
+__all__ = ["BatchLength", "check_ranks", "config_of_run", "position_of_run"]
 
 _log = logging.getLogger("ckpt_tasks")
 _FIRST_STEPS = 10  # no step has been timed before the first batch
@@ -48,6 +48,12 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
         if checkpoint.step < total_steps or not verify_checkpoint(run.history.store, checkpoint):
             return checkpoint.step
     return 0
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise ConfigError if a number of ranks is none."""
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r:.80}")
 
 
 @dataclass(frozen=True, kw_only=True)

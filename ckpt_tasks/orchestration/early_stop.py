@@ -23,13 +23,13 @@ from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Suspended
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.ledger.history import History, newest_first
 from ckpt_tasks.orchestration.endings import end_flow_run
 from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.reading.reading import run_of
+from ckpt_tasks.session.session import TrainedRun
 
 __all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
 
@@ -72,7 +72,7 @@ class EarlyStopping:
     `why` is the reason for the stop; None if the run was not stopped.
     """
 
-    def __init__(self, ckpt: Checkpointer, rule: EarlyStop | None):
+    def __init__(self, ckpt: TrainedRun, rule: EarlyStop | None):
         self.why: str | None = None
         self._ckpt = ckpt
         self._rule = rule

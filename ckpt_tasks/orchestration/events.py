@@ -23,12 +23,12 @@ from prefect.events.worker import EventsWorker
 from prefect.exceptions import Abort, EventTooLarge
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.session.session import TrainedRun
 
 __all__ = ["announce", "announce_evaluation", "asset_key", "delivers_events"]
 
@@ -42,7 +42,7 @@ _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 
 
 def announce(
-    ckpt: Checkpointer, run_key: str, *, program: str | None = None, params: Mapping[str, Any] | None = None
+    ckpt: TrainedRun, run_key: str, *, program: str | None = None, params: Mapping[str, Any] | None = None
 ) -> None:
     """Send an event for every commit, failed save and restore of this Checkpointer; call it in the flow.
 

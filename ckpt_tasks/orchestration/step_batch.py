@@ -11,7 +11,7 @@ from prefect.logging import get_run_logger
 
 from ckpt_tasks.orchestration.attempts import Attempts, attempted_task
 from ckpt_tasks.orchestration.config import BatchLength, position_of_run
-from ckpt_tasks.session.local import LocalSession
+from ckpt_tasks.session.session import ProgramSession
 
 __all__ = ["BatchResult", "run_in_batches", "step_batch"]
 
@@ -29,23 +29,26 @@ class BatchResult:
     commit_s: float
 
 
-def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
+def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
     """Make the task that trains from one step to another; call it, do not submit it, so that signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
     def steps(start: int, end: int) -> BatchResult:
         started = time.perf_counter()
         attempts.run(session.run, end)
-        commit = session.ckpt.last_commit
+        commit = session.last_commit
         done = BatchResult(
             start=start,
-            end=session.ckpt.position,
+            end=session.position,
             metrics=session.metrics,
             seconds=time.perf_counter() - started,
             commit_s=commit.cost_s if commit else 0.0,
         )
+        on = f" on {session.ranks} ranks" if session.ranks > 1 else ""
         report = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
-        get_run_logger().info("Step %d committed after %.1f s: %s", done.end, done.seconds, report or "no metrics")
+        get_run_logger().info(
+            "Step %d committed%s after %.1f s: %s", done.end, on, done.seconds, report or "no metrics"
+        )
         return done
 
     name = "steps {start} to {end}"  # Prefect's page of a run drops every dash but ASCII's
@@ -55,10 +58,10 @@ def step_batch(session: LocalSession, *, retries: int, retry_delay_seconds: floa
 
 
 def run_in_batches(
-    batch: Task[[int, int], BatchResult], session: LocalSession, total_steps: int, length: BatchLength
+    batch: Task[[int, int], BatchResult], session: ProgramSession, total_steps: int, length: BatchLength
 ) -> Iterator[BatchResult]:
     """Train to `total_steps`, one task per batch; a batch after a successful one restores nothing."""
-    position, last = position_of_run(session.ckpt.config, total_steps), None
+    position, last = position_of_run(session.config, total_steps), None
     while position < total_steps:
         end = length.end(position, total_steps, step_s=session.step_s, last=last)
         done = batch(position, end)

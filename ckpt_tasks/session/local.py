@@ -15,7 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.session.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.session.parameters import params_before
@@ -110,9 +113,28 @@ class StateSession:
         """What is saved and restored."""
         return self._state
 
+    @property
+    def position(self) -> int:
+        """The steps completed: as restored, or as last reported."""
+        return self.ckpt.position
+
+    def head(self) -> Head:
+        """Return the run's newest ledger entry and what is true after it."""
+        return self.ckpt.run.head()
+
+    def record_failure(self, **fields: Any) -> None:
+        """Record a failed attempt in the run's history."""
+        self.ckpt.record_failure(**fields)
+
+    def hold_signals(self, hold: bool) -> None:
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+        hold_signals(self.ckpt, hold)
+
     def restore(self) -> int:
         """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
+        if not self.ckpt.checkpoints():
+            self.ckpt.wait()  # a snapshot from memory may be the first one: then no rank saves another
         if not self.ckpt.checkpoints():
             self.ckpt.save(step, self.state)
         self.clean = True
@@ -145,6 +167,9 @@ class LocalSession(StateSession):
         self._program: Program | None = None
         self._fresh: Settings | None = None
         self._step_s: deque[float] = deque(maxlen=_PACE_STEPS)
+        self.ranks = 1
+        self.config, self.checkpoints = ckpt.config, ckpt.checkpoints
+        self.note, self.listen = ckpt.note, ckpt.listen
 
     @property
     def program(self) -> Program:
@@ -168,6 +193,11 @@ class LocalSession(StateSession):
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the last step."""
         return self._metrics or {}
+
+    @property
+    def last_commit(self) -> Checkpoint | None:
+        """The checkpoint that was committed last."""
+        return self.ckpt.last_commit
 
     def restore(self) -> int:
         """Restore as any session does, and record the program and its parameters.

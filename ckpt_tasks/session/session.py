@@ -1,7 +1,7 @@
 """A session: live training state that the flow restores, trains, saves and discards.
 
-The flow knows nothing else of who computes. `local.py` has the session of one process; many ranks in processes of their
-own can offer the same methods.
+The flow knows nothing else of who computes. `local.py` has the session of one process, whose calls are direct;
+`ckpt_tasks/gang/` has that of many ranks in processes of their own.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.saving.listening import Listener
 
-__all__ = ["Progress", "Session", "Watcher", "watcher"]
+__all__ = ["ProgramSession", "Progress", "Session", "TrainedRun", "Watcher", "watcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +37,41 @@ Watcher = Callable[[Progress], None]
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 
+class TrainedRun(Protocol):
+    """The run that a flow trains, as pages, events and the early stop see it; a Checkpointer is one."""
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """Its options."""
+
+    @property
+    def position(self) -> int:
+        """The steps completed: as restored, or as last reported."""
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """List the live checkpoints, newest commit first."""
+
+    def note(self, what: str, **fields: Any) -> None:
+        """Write an event into the run's history."""
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener after every commit, failed save and restore from now on."""
+
+
 class Session(Protocol):
     """Hold the live state of one run between attempts.
 
-    `clean` says that the live state is the one of `ckpt.position`: no restore is needed.
+    `clean` says that the live state is the one of `position`: no restore is needed.
     """
 
-    ckpt: Checkpointer
     clean: bool
+
+    @property
+    def position(self) -> int:
+        """The steps completed: as restored, or as last reported."""
+
+    def head(self) -> Head:
+        """Return the run's newest ledger entry and what is true after it."""
 
     def restore(self) -> int:
         """Restore the newest good checkpoint and return its step; without one, save the live state as the first."""
@@ -52,3 +81,32 @@ class Session(Protocol):
 
     def discard(self) -> None:
         """Discard the live state of a failed attempt, and free its memory."""
+
+    def record_failure(self, **fields: Any) -> None:
+        """Record a failed attempt in the run's history."""
+
+    def hold_signals(self, hold: bool) -> None:
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+
+
+class ProgramSession(Session, TrainedRun, Protocol):
+    """Hold a program's live state on one rank or on many."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the last step."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of the last steps, without saves; None before the first step."""
+
+    @property
+    def last_commit(self) -> Checkpoint | None:
+        """The checkpoint that was committed last."""
+
+    def run(self, until: int) -> None:
+        """Train from the position to step `until`."""

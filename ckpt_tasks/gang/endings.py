@@ -1,0 +1,57 @@
+"""How the processes of ranks have ended, in words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt_tasks.gang.processes import RankProcess
+
+__all__ = ["ending_of", "oom_kills", "some", "table_of"]
+
+_MOST_ROWS = 32
+_MOST_NAMED = 3
+
+
+def ending_of(rank: RankProcess, oom_kills_before: int) -> str:
+    """Say how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
+    memory = rank.status == -signal.SIGKILL and oom_kills() > oom_kills_before
+    return f"rank {rank.rank} {_ending(rank)}" + (": the memory of its cgroup was exhausted" if memory else "")
+
+
+def _ending(rank: RankProcess) -> str:
+    if rank.status is None:
+        return "is stopped" if rank.is_stopped else "runs"
+    if rank.status >= 0:
+        return f"ended by itself with exit status {rank.status}, in the middle of its work"
+    try:
+        return f"was killed by {signal.Signals(-rank.status).name}"
+    except ValueError:
+        return f"was killed by signal {-rank.status}"
+
+
+def table_of(ranks: Sequence[RankProcess]) -> str:
+    """Return a table of the ranks as they are before the agent ends them; of many alike only the first rows."""
+    rows = [f"{rank.rank:4}  {rank.pid:7}  {rank.step:9}  {_ending(rank)}" for rank in ranks[:_MOST_ROWS]]
+    more = [f"and {len(ranks) - _MOST_ROWS} more"] if len(ranks) > _MOST_ROWS else []
+    return "\n".join(["rank  process  last step", *rows, *more])
+
+
+def some(words: Sequence[str]) -> str:
+    """Join what is said of several ranks."""
+    return "; ".join(
+        [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
+    )
+
+
+def oom_kills() -> int:
+    """Return how many processes of this cgroup the kernel has killed for want of memory; 0 if it does not say."""
+    with suppress(OSError, ValueError):
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
+        for place in (f"/sys/fs/cgroup{own}", "/sys/fs/cgroup"):  # as the host names it, or within a container
+            events = Path(place, "memory.events")
+            if events.exists():
+                return int(dict(line.split() for line in events.read_text().splitlines()).get("oom_kill", "0"))
+    return 0

@@ -1,0 +1,234 @@
+"""What the agent of a gang and its ranks say to each other: typed values, a line of JSON each; nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tasks.errors import CkptError, ConfigError, RankError
+from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ranks.meeting import opened, sealed
+from ckpt_tasks.reading.restore import RestoreReport
+from ckpt_tasks.session.session import Progress
+from ckpt_tasks.storage.answers import answer_of
+from ckpt_tasks.storage.locations import Location
+
+__all__ = [
+    "Begin",
+    "Channel",
+    "Done",
+    "Failed",
+    "Logged",
+    "Message",
+    "Order",
+    "Stepped",
+    "Stop",
+    "Told",
+    "read_config",
+    "read_progress",
+    "read_report",
+    "write_config",
+    "write_progress",
+]
+
+_BLOCK_BYTES = 1 << 16
+_MOST_TRACEBACK = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A message; every field is JSON data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Message):
+    """To a rank, first of all: what it trains, and where the ranks meet (`port`)."""
+
+    size: int
+    port: int
+    config: Mapping[str, Any]
+    program: str
+    params: Mapping[str, Any]
+    flow_run_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order(Message):
+    """To a rank: do this, and answer Done or Failed."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Message):
+    """To a rank that trains: commit the step and release the run, as after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Message):
+    """From a rank: the order is carried out; `stopped` by this signal before its end."""
+
+    position: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step_s: float | None = None
+    commit: Mapping[str, Any] | None = None
+    stopped: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped(Message):
+    """From a rank: steps that it has completed since the last such message; of a rank other than 0 only the last."""
+
+    steps: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Message):
+    """From rank 0: what a listener of its Checkpointer is told."""
+
+    event: str
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Message):
+    """From a rank: a record of its log."""
+
+    logger: str
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """From a rank: an exception has ended its work after `step`, at this time of the host's clock."""
+
+    error: str
+    ours: bool
+    answer: tuple[int | None, str]  # of a store, if the exception is because of one
+    trace: str
+    at_s: float
+    step: int
+
+    @classmethod
+    def of(cls, error: BaseException, step: int = 0) -> Failed:
+        """Describe an exception."""
+        ours = isinstance(error, CkptError)
+        said = sealed(error).decode() if ours else f"{type(error).__name__}: {error}"[:2000]
+        trace = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+        return cls(error=said, ours=ours, answer=answer_of(error), trace=trace, at_s=time.monotonic(), step=step)
+
+    def exception(self, rank: int) -> CkptError:
+        """Return the exception to raise in the agent: one of ours as it is, any other as a RankError."""
+        error: CkptError = RankError(f"rank {rank} failed after step {self.step}: {self.error}")
+        if self.ours:
+            try:
+                opened(self.error.encode(), rank or None)
+            except CkptError as same:
+                error = same
+                error.__cause__ = _Answer(*self.answer) if self.answer[1] or self.answer[0] else None
+        error.add_note(f"In rank {rank}:\n{self.trace}")
+        return error
+
+
+class _Answer(Exception):  # noqa: N818 (not raised: the cause of an error)
+    """What a store answered to a rank, as `answer_of` reads it."""
+
+    def __init__(self, status: int | None, code: str):
+        super().__init__(f"the store answered {status} {code}")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
+
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Begin, Order, Stop, Done, Stepped, Told, Logged, Failed)
+}
+
+
+class Channel:
+    """One end of a socket pair. `closed` once the other end is: all that it had said has been received then."""
+
+    def __init__(self, end: socket.socket):
+        self.closed = False
+        self._socket = end
+        self._sending = threading.Lock()
+        self._rest = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send a message; if the other end is closed, do nothing: whoever receives sees that."""
+        line = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+        with self._sending, suppress(OSError):
+            self._socket.sendall(line)
+
+    def receive(self) -> list[Message]:
+        """Wait for messages and return those that have come; none if the other end is closed."""
+        while not self.closed:
+            try:
+                data = self._socket.recv(_BLOCK_BYTES)
+            except ConnectionError:
+                data = b""
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self.closed = not data
+            if lines:
+                return [_read(line) for line in lines]
+        return []
+
+    def close(self) -> None:
+        """Close this end."""
+        self.closed = True
+        self._socket.close()
+
+
+def _read(line: bytes) -> Message:
+    kind, fields = json.loads(line)
+    return _KINDS[kind](**fields)
+
+
+def write_config(config: CheckpointConfig) -> dict[str, Any]:
+    """Return a configuration as JSON data. Raises ConfigError if its store has options that are none."""
+    fields = {**vars(config), "checkpoint_dir": vars(config.location)}
+    fields |= {name: os.fspath(fields[name]) for name in ("memory_dir", "local_dir") if fields[name] is not None}
+    try:
+        json.dumps(fields)
+    except TypeError as error:
+        raise ConfigError(
+            f"storage_options cannot be given to other processes: {error}", hint="Use numbers, texts, lists and dicts."
+        ) from error
+    return fields
+
+
+def read_config(fields: Mapping[str, Any]) -> CheckpointConfig:
+    """Read what `write_config` returned."""
+    return CheckpointConfig(**{**fields, "checkpoint_dir": Location(**fields["checkpoint_dir"])})
+
+
+def write_progress(progress: Progress) -> dict[str, Any]:
+    """Return a step as JSON data."""
+    return {**vars(progress), "commit": checkpoint_item(progress.commit) if progress.commit else None}
+
+
+def read_progress(fields: Mapping[str, Any]) -> Progress:
+    """Read what `write_progress` returned."""
+    commit: Checkpoint | None = read_checkpoint(fields["commit"]) if fields["commit"] else None
+    return Progress(**{**fields, "commit": commit})
+
+
+def read_report(fields: Mapping[str, Any]) -> RestoreReport:
+    """Read a restore's report: JSON has lists for tuples."""
+    report: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return RestoreReport(**{**report, "skipped": tuple((step, why) for step, why in report["skipped"])})

@@ -1,0 +1,222 @@
+"""A rank of a gang: a process that joins the others, builds the program and carries out the agent's orders."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.records import checkpoint_item
+from ckpt_tasks.gang.messages import (
+    Begin,
+    Channel,
+    Done,
+    Failed,
+    Logged,
+    Order,
+    Stepped,
+    Stop,
+    Told,
+    read_config,
+    write_progress,
+)
+from ckpt_tasks.gang.parallel import is_parallel
+from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.session.local import LocalSession
+from ckpt_tasks.session.session import Progress, watcher
+
+__all__ = ["STACKS", "main"]
+
+STACKS = signal.SIGUSR1  # a rank writes the stacks of its threads then
+_HOST = "127.0.0.1"
+_JOIN_S = 120.0
+_TELL_EVERY_S = 0.05
+_log = logging.getLogger("ckpt_tasks")
+
+
+class _StoppedError(BaseException):
+    """A signal was delivered: the step is committed, and the run released."""
+
+
+def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = None) -> None:
+    """Be a rank until the agent says that it is over; `listening_fd` is where rank 0 lets the others meet."""
+    faulthandler.enable(stacks_fd)
+    faulthandler.register(STACKS, stacks_fd, all_threads=True)
+    channel = Channel(socket.socket(fileno=agent_fd))
+    os.register_at_fork(after_in_child=channel.close)  # a DataLoader's worker must not keep this rank alive
+    _Rank(rank, channel).be(listening_fd)
+
+
+class _Rank:
+    def __init__(self, rank: int, channel: Channel):
+        self._rank = rank
+        self._channel = channel
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._steps: list[dict[str, Any]] = []
+        self._told_s = 0.0
+
+    def be(self, listening_fd: int | None) -> None:
+        """Carry out orders; an exception is told to the agent, which kills this process."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's
+        signal.signal(signal.SIGTERM, _stopped)
+        [begin, *more] = self._channel.receive()
+        assert isinstance(begin, Begin)
+        watcher.set(self._watch)
+        logging.getLogger().addHandler(_Forward(self._rank, self._channel))
+        _log.setLevel(logging.INFO if self._rank == 0 else logging.WARNING)
+        threading.Thread(target=self._listen, args=(more,), name="ckpt-orders", daemon=True).start()
+        try:
+            _join(self._rank, begin, listening_fd)
+            with Checkpointer(read_config(begin.config), flow_run_id=begin.flow_run_id) as ckpt:
+                if self._rank == 0:
+                    ckpt.listen(self._listener())
+                self._serve(LocalSession(ckpt, begin.program, begin.params), begin.size)
+            dist.destroy_process_group()
+        except _StoppedError:
+            pass
+        except BaseException as error:  # noqa: BLE001 (told to the agent; also a program's own exit)
+            self._fail(error, 0)
+        self._channel.send(Done(position=0))
+
+    def _serve(self, session: LocalSession, size: int) -> None:
+        """Carry out orders until the order to close; raises _StoppedError if the memory is to be kept then."""
+        carried_out: dict[str, Callable[..., object]] = {
+            "restore": lambda: self._restore(session, size),
+            "run": session.run,
+            "save": session.save,
+            "note": lambda what, fields: session.note(what, **fields),
+        }
+        while True:
+            order = self._orders.get()
+            if order.name == "close":
+                if order.arguments["keep"]:
+                    raise _StoppedError
+                return
+            stopped = None
+            try:
+                carried_out[order.name](**order.arguments)
+            except _StoppedError as stop:
+                stopped = int(stop.args[0])
+            except BaseException as error:  # noqa: BLE001 (told to the agent)
+                # Here: the end of the Checkpointer's block would wait for the other ranks.
+                self._fail(error, session.position)
+            self._tell_steps()
+            commit = session.last_commit
+            self._channel.send(
+                Done(
+                    position=session.position,
+                    metrics=session.metrics,
+                    step_s=session.step_s,
+                    commit=checkpoint_item(commit) if commit else None,
+                    stopped=stopped,
+                )
+            )
+
+    def _restore(self, session: LocalSession, size: int) -> None:
+        if not is_parallel(session.program):
+            raise ConfigError(
+                f"the program holds no DistributedDataParallel, FSDP or DTensor: {size} ranks would train the same",
+                hint="Wrap its model (DistributedDataParallel, fully_shard), or train with one rank.",
+            )
+        session.restore()
+
+    def _fail(self, error: BaseException, step: int) -> NoReturn:
+        """Tell the agent, and wait until it ends this process."""
+        self._channel.send(Failed.of(error, step))
+        while True:
+            with suppress(_StoppedError):
+                signal.pause()
+
+    def _listen(self, messages: list[Any]) -> None:
+        """Receive orders, in a thread of its own, which ends this process when the agent has ended."""
+        while not self._channel.closed:
+            for message in messages:
+                if isinstance(message, Stop):
+                    # To the main thread: a call that waits there returns for the handler.
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+                else:
+                    self._orders.put(message)
+            messages = self._channel.receive()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _watch(self, progress: Progress) -> None:
+        """Tell the agent of a step, at most every 50 ms: with what came since."""
+        if self._rank != 0:
+            self._steps.clear()
+        self._steps.append(write_progress(progress))
+        if time.monotonic() - self._told_s > _TELL_EVERY_S:
+            self._tell_steps()
+
+    def _tell_steps(self) -> None:
+        if self._steps:
+            self._channel.send(Stepped(steps=self._steps))
+        self._steps, self._told_s = [], time.monotonic()
+
+    def _listener(self) -> Listener:
+        def tell(event: str, value: dict[str, Any]) -> None:
+            self._channel.send(Told(event=event, value=value))
+
+        return Listener(
+            committed=lambda checkpoint: tell("committed", checkpoint_item(checkpoint)),
+            failed=lambda step, why: tell("failed", asdict(Failed.of(why, step))),
+            restored=lambda report: tell("restored", asdict(report)),
+        )
+
+
+class _Forward(logging.Handler):
+    """Give the agent what this rank logs; it says which rank it was, of another than 0."""
+
+    def __init__(self, rank: int, channel: Channel):
+        super().__init__()
+        self._prefix = f"rank {rank}: " if rank else ""
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; in a forked child the channel is closed."""
+        if not self._channel.closed:
+            text = self._prefix + self.format(record)
+            self._channel.send(Logged(logger=record.name, level=record.levelno, text=text))
+
+
+def _stopped(number: int, frame: FrameType | None) -> NoReturn:
+    raise _StoppedError(number)
+
+
+def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
+    """Join the process group of the ranks: NCCL if each of them has a device, else Gloo."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": begin.size, "LOCAL_WORLD_SIZE": begin.size}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(begin.port)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one host: nobody else may connect
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // begin.size))
+    devices = torch.cuda.device_count() >= begin.size
+    if devices:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+        _HOST,
+        begin.port,
+        begin.size,
+        is_master=rank == 0,
+        master_listen_fd=listening_fd,
+        timeout=timedelta(seconds=_JOIN_S),
+        wait_for_workers=False,
+    )
+    backend = "cuda:nccl,cpu:gloo" if devices else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=begin.size)

@@ -1,0 +1,345 @@
+"""The session of a gang: a program on many ranks, driven by the flow's process, which holds no state and no ownership.
+
+An order to all ranks is a message over socket pairs; each rank is a `LocalSession`. The first thing that goes wrong
+ends the gang: gloo lets the ranks that are left wait for a dead one. The next restore starts a new gang.
+
+Invariants
+
+1. An order is carried out by every rank, or the gang is killed and `clean` is False.
+2. A run that a killed gang has owned is released by the agent, or taken over by the next gang.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, OwnedError, RankError, StateError
+from ckpt_tasks.format.records import Checkpoint, read_checkpoint
+from ckpt_tasks.gang.endings import ending_of, oom_kills, some, table_of
+from ckpt_tasks.gang.messages import (
+    Begin,
+    Done,
+    Failed,
+    Logged,
+    Message,
+    Order,
+    Stepped,
+    Stop,
+    Told,
+    read_progress,
+    read_report,
+    write_config,
+)
+from ckpt_tasks.gang.processes import Gang, RankProcess
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.reading.reading import Run, run_of
+from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.session.session import Progress, watcher
+
+__all__ = ["GangSession"]
+
+_LOOK_S = 0.05
+_STACKS_S = 2.0
+_EXIT_S = 10.0
+_LONGER = 3  # a restore or a save may take so many times as long as a step: its ranks see to it themselves
+_log = logging.getLogger("ckpt_tasks")
+
+
+class GangSession:
+    """Hold a program's live state in `ranks` processes of this host; a `ProgramSession`.
+
+    As a context manager it holds SIGTERM and Ctrl-C back, as a Checkpointer does, and leaves no process behind. A rank
+    that completes no step for `flush_timeout_s` counts as hung.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        program: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        ranks: int,
+        flow_run_id: str | None = None,
+    ):
+        self.config = config
+        self.ranks = ranks
+        self.clean = False
+        self.position = 0
+        self.metrics: Mapping[str, float] = {}
+        self.step_s: float | None = None
+        self.last_commit: Checkpoint | None = None
+        self._begin: dict[str, Any] = {
+            "size": ranks,
+            "config": write_config(config),
+            "program": program,
+            "params": dict(params or {}),
+            "flow_run_id": flow_run_id,
+        }
+        self._flow_run_id = flow_run_id
+        self._gang = Gang(ranks)
+        self._interrupt = Interrupt()
+        self._listeners: list[Listener] = []
+        self._run: Run | None = None
+        self._owner_pid = 0  # of the last gang's rank 0, which may have owned the run
+        self._oom_kills = 0
+
+    def __enter__(self) -> Self:
+        self._interrupt.install()
+        self._gang.prepare()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._interrupt.install()  # hold_signals may have uninstalled it; a second signal waits for the release
+        try:
+            self._end(keep=error is not None or self._interrupt.pending is not None)
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"The ranks could not end in order either: {second}")
+        finally:
+            self._gang.close()
+            with suppress(CkptError):
+                self._release()
+            self._interrupt.uninstall()
+            self._interrupt.deliver()
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """List the live checkpoints, newest commit first."""
+        with suppress(CheckpointNotFoundError):
+            return self._opened().checkpoints()
+        return []
+
+    def head(self) -> Head:
+        """Return the run's newest ledger entry and what is true after it."""
+        return self._opened().head()
+
+    def listen(self, listener: Listener) -> None:
+        """Call a listener after every commit, failed save and restore from now on, while an order is carried out."""
+        self._listeners.append(listener)
+
+    def note(self, what: str, **fields: Any) -> None:
+        """Write an event into the run's history."""
+        self._carry_out("note", self._gang.ranks[:1], what=what, fields=fields)
+
+    def restore(self) -> int:
+        """Restore the newest good checkpoint in every rank, of a new gang unless there is one; see `LocalSession`."""
+        try:
+            if not self._gang.ranks:
+                self._start()
+            self._order("restore")
+        except OwnedError as error:
+            if error.same_flow_run:
+                leave_flow_run(self._flow_run_id, error)
+            raise
+        self.clean = True
+        return self.position
+
+    def run(self, until: int) -> None:
+        """Train from the position to step `until` in every rank."""
+        self._order("run", until=until)
+
+    def save(self, step: int) -> None:
+        """Commit the live state as `step`, if that is not committed yet."""
+        self._order("save", step=step)
+
+    def discard(self) -> None:
+        """End the gang; the next restore starts another one."""
+        self.clean = False
+        self._gang.kill()
+        self._gang.prepare()
+
+    def record_failure(self, **fields: Any) -> None:
+        """Record a failed attempt in the run's history, which this process takes for that, and release the run."""
+        with self._taken() as ckpt:
+            ckpt.note("failure", **fields)
+
+    def hold_signals(self, hold: bool) -> None:
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+        if hold:
+            self._let_through()
+            self._interrupt.install()
+        else:
+            self._interrupt.uninstall()
+            self._interrupt.deliver()
+
+    def _start(self) -> None:
+        self._oom_kills = oom_kills()
+        port = self._gang.start()
+        self._owner_pid = self._gang.ranks[0].pid
+        begin = Begin(port=port, **self._begin)
+        for rank in self._gang.ranks:
+            rank.channel.send(begin)
+
+    def _order(self, name: str, **arguments: Any) -> None:
+        """Have an order carried out by all ranks, and let a signal through after it; if that returns, go on."""
+        while self._carry_out(name, self._gang.ranks, **arguments):
+            self._interrupt.deliver()  # the ranks have committed and released the run
+        self._let_through()
+
+    def _let_through(self) -> None:
+        """Release the run and deliver a pending signal; nothing has been trained since the last commit."""
+        if self._interrupt.pending is not None:
+            self.clean = False
+            self._end(keep=True)
+            self._interrupt.deliver()
+
+    def _end(self, *, keep: bool) -> None:
+        """Have the ranks commit what is under way, release the run, and end."""
+        if self._gang.ranks:
+            self._carry_out("close", self._gang.ranks, keep=keep)
+            self._gang.await_end(_EXIT_S)
+            self._gang.kill()
+
+    def _carry_out(self, name: str, ranks: list[RankProcess], **arguments: Any) -> bool:
+        """Have an order carried out; return True if a signal has stopped it. Raises what a rank raises."""
+        done: dict[int, Done] = {}
+        try:
+            for rank in ranks:
+                rank.channel.send(Order(name=name, arguments=arguments))
+            self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
+        except BaseException:  # a signal, too: the ranks are in the middle of a step
+            self.clean = False
+            self._gang.kill()
+            raise
+        if name == "close":
+            return False
+        first = done[0]
+        self.position, self.metrics, self.step_s = first.position, first.metrics, first.step_s
+        self.last_commit = read_checkpoint(first.commit) if first.commit else None
+        stopped = next((each.stopped for each in done.values() if each.stopped), None)
+        if stopped and self._interrupt.pending is None:
+            self._interrupt.pending = stopped  # somebody told a rank to end
+        return stopped is not None
+
+    def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
+        """Hear the ranks until each of them is `done`; `moved_s` says when each has last said that it goes on."""
+        stopping, patience_s = False, self.config.flush_timeout_s * (1 if name == "run" else _LONGER)
+        while len(done) < len(moved_s):
+            if name == "run" and self._interrupt.pending is not None and not stopping:
+                for rank in self._gang.ranks:
+                    rank.channel.send(Stop())
+                stopping = True
+            heard = self._hear()
+            if any(isinstance(message, Failed) for _, message in heard):
+                heard += self._hear()  # if a rank fails because another one has ended, that is to be said
+            for rank, message in heard:
+                moved_s[rank.rank] = time.monotonic()
+                if isinstance(message, Done):
+                    done[rank.rank] = message
+            self._check([(rank, message) for rank, message in heard if rank.rank not in done])
+            silent = [rank for rank, at_s in moved_s.items() if rank not in done]
+            silent = [rank for rank in silent if time.monotonic() - moved_s[rank] > patience_s]
+            if silent and not heard:
+                raise self._hung(silent, patience_s)
+
+    def _hear(self) -> list[tuple[RankProcess, Message | None]]:
+        heard = self._gang.hear(_LOOK_S)
+        for rank, message in heard:
+            self._take(rank, message)
+        return heard
+
+    def _check(self, heard: list[tuple[RankProcess, Message | None]]) -> None:
+        """Raise if a rank has ended or failed: the first of them, since others fail because of it."""
+        ended = {rank.rank: rank for rank, message in heard if message is None}
+        if ended:
+            for rank in ended.values():
+                self._gang.await_status(rank)
+            words = [ending_of(rank, self._oom_kills) for rank in ended.values()]
+            error = RankError(some(words), step=self.position, hint="The other ranks were ended.")
+            error.add_note(table_of(self._gang.ranks))
+            for rank in ended.values():
+                if stacks := rank.written_stacks():
+                    error.add_note(f"Rank {rank.rank} wrote:\n{stacks}")
+            raise error
+        failed = [(rank, message) for rank, message in heard if isinstance(message, Failed)]
+        if failed:
+            rank, why = min(failed, key=lambda pair: pair[1].at_s)
+            self.position = why.step or self.position
+            raise why.exception(rank.rank)
+
+    def _take(self, rank: RankProcess, message: Message | None) -> None:
+        if isinstance(message, Logged):
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        elif isinstance(message, Stepped):
+            rank.step = message.steps[-1]["step"]
+            for progress in map(read_progress, message.steps if rank.rank == 0 else []):
+                self._stepped(progress)
+        elif isinstance(message, Told):
+            for listener in self._listeners:
+                try:
+                    _tell(listener, message)
+                except Exception:  # noqa: BLE001 (logged: a listener must not stop training)
+                    _log.exception("A listener failed after an event %r; the run goes on", message.event)
+
+    def _stepped(self, progress: Progress) -> None:
+        self.position, self.metrics = progress.step, progress.metrics
+        if watch := watcher.get():
+            watch(progress)
+
+    def _hung(self, silent: list[int], patience_s: float) -> RankError:
+        """Log the stacks of the ranks that run, and return the error."""
+        stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
+        for rank in self._gang.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)
+        end_s = time.monotonic() + _STACKS_S
+        running = [rank for rank in self._gang.ranks if rank.rank not in stopped]
+        while time.monotonic() < end_s and not all(rank.written_stacks() for rank in running):
+            time.sleep(_LOOK_S)
+        for rank in running:
+            _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written_stacks() or "it wrote none")
+        hung = ", ".join(map(str, stopped or silent))
+        why = "is stopped (SIGSTOP, or a debugger)" if stopped else "goes on with nothing"
+        error = RankError(
+            f"rank {hung} {why}: no step for {patience_s:.0f} s",
+            step=self.position,
+            hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
+        )
+        error.add_note(table_of(self._gang.ranks))
+        return error
+
+    def _opened(self) -> Run:
+        if self._run is None:
+            self._run = run_of(self.config)
+        return self._run
+
+    def _release(self) -> None:
+        """Release the run if a gang that was killed still owns it."""
+        with suppress(StateError, CheckpointNotFoundError), self._taken():
+            pass
+
+    def _taken(self) -> Checkpointer:
+        """Take the run over from rank 0 of a gang that has ended, so that it is released at the end of a block.
+
+        Raises StateError if that does not own it.
+        """
+        owner = self.head().state.owner
+        if owner is None or owner.released or owner.pid != self._owner_pid or self._gang.ranks:
+            raise StateError("the ranks that have ended do not hold the run directory")
+        config = replace(self.config, memory_dir=None, local_dir=None)  # the ranks' own, which the next gang needs
+        ckpt = Checkpointer(config, take_over=True, flow_run_id=self._flow_run_id)
+        ckpt.acquire()
+        return ckpt
+
+
+def _tell(listener: Listener, message: Told) -> None:
+    value = message.value
+    if message.event == "committed" and listener.committed:
+        listener.committed(read_checkpoint(value))
+    elif message.event == "restored" and listener.restored:
+        listener.restored(read_report(value))
+    elif message.event == "failed" and listener.failed:
+        listener.failed(value["step"], Failed(**value).exception(0))

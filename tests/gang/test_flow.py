@@ -1,0 +1,85 @@
+"""The train flow on two ranks, against a real server: retries, pages, evaluations, rollbacks and forks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
+
+from ckpt_tasks import open_run
+from ckpt_tasks.errors import ConfigError, RankError
+from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.train import TrainResult, train
+from tests.support.agents import PARALLEL, trained
+
+pytestmark = pytest.mark.usefixtures("harness")
+
+
+def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
+    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None}
+    defaults = {"run_key": "gang", "checkpoint": checkpoint, "program": PARALLEL, "batch_steps": 5, "ranks": 2}
+    result: TrainResult = train(total_steps=total_steps, **{**defaults, **options})
+    return result
+
+
+def task_runs() -> list[TaskRun]:
+    """Return the task runs of the newest flow run, oldest first."""
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[newest.id])))
+    return sorted(found, key=lambda one: str(one.start_time))
+
+
+def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
+    """A batch whose rank is killed is retried by Prefect, with a new gang; the end is that of an undisturbed flow.
+
+    Its sharded checkpoint is evaluated in one process, and a later flow run goes on from it.
+    """
+    result = run(tmp_path / "whole", 12, params={"kind": "fsdp"})
+    assert (result.step, result.trained, list(result.metrics)) == (12, 12, ["loss"])
+    params = {"kind": "fsdp", "plan": [(7, 1, "kill")], "folder": str(tmp_path)}
+    for total in (8, 12):
+        assert run(run_dir, total, params=params, retry_delay_seconds=0).step == total
+        runs = task_runs()
+        counts = [(one.name, one.run_count, one.state_name) for one in runs]
+        assert counts[-1] == (("steps 5 to 8", 2, "Completed") if total == 8 else ("steps 10 to 12", 1, "Completed"))
+    assert trained(run_dir, kind="fsdp")[:2] == trained(tmp_path / "whole", kind="fsdp")[:2]
+    [evaluated] = evaluate(run_key="gang", checkpoint_dir=str(run_dir), program=PARALLEL, params={"kind": "fsdp"})
+    assert (evaluated.step, evaluated.outcome) == (12, "recorded")
+
+
+def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path, tmp_path: Path) -> None:
+    """When the retries end, Prefect shows the rank's number, its exception and its traceback, and the run is free."""
+    params = {"plan": [(3, 1, "raise")], "folder": str(tmp_path)}
+    with pytest.raises(RankError, match="rank 1 failed after step 2: RuntimeError: injected in step 3"):
+        run(run_dir, 5, params=params, retries=0)
+    [batch] = task_runs()
+    assert batch.state is not None
+    assert "rank 1 failed after step 2: RuntimeError: injected in step 3" in str(batch.state.message)
+    owner = open_run(str(run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released
+
+
+def test_rollbacks_and_forks(run_dir: Path, tmp_path: Path) -> None:
+    """A rollback and a fork with another learning rate work as on one rank."""
+    run(run_dir, 10)
+    assert run(run_dir, 10, rollback_to=5).trained == 5
+    forked = tmp_path / "forked"
+    result = run(forked, 7, run_key="forked", fork_from=f"{run_dir}@5", params={"lr": 0.5})
+    assert (result.step, result.trained) == (7, 2)
+    assert open_run(str(forked)).head().state.params == {"lr": 0.5}
+    assert trained(forked)[1] != trained(run_dir)[1]
+
+
+@pytest.mark.parametrize("ranks", [0, -2])
+def test_a_number_of_ranks_is_checked(run_dir: Path, ranks: Any) -> None:
+    """A number of ranks that is none is refused by its name, before anything is written."""
+    with pytest.raises(ConfigError, match="ranks must be a whole number from 1 on"):
+        run(run_dir, 5, ranks=ranks)
+    assert not run_dir.exists()

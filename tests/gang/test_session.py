@@ -1,0 +1,126 @@
+"""A gang of two ranks: what it trains, what ends it, and what goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks.errors import ConfigError, RankError
+from ckpt_tasks.gang.session import GangSession
+from ckpt_tasks.reading.reading import open_run
+from tests.support.agents import MARK, config_of, left, main, train, trained
+from tests.support.children import Child
+
+TOTAL = 18
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], list[str]]:
+    """Return what a gang of two that nobody disturbs has trained."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert train(config_of(run_dir), {}, TOTAL) == []
+    return trained(run_dir)
+
+
+@pytest.fixture
+def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Mark the processes that this test starts."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    return str(tmp_path)
+
+
+def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
+    run_dir: Path, tmp_path: Path, marked: str, whole: tuple[int, dict[str, Any], list[str]]
+) -> None:
+    """A rank that raises, is killed, exits or crashes ends the gang at once, by its name; the next gang goes on.
+
+    The end is bit-equal to that of a gang that nobody disturbed, metrics of every step included; no process is left.
+    """
+    plan = [(3, 1, "raise"), (7, 0, "kill"), (9, 1, "exit"), (12, 1, "segv"), (14, 1, "kill")]
+    failures = train(config_of(run_dir), {"plan": plan, "folder": str(tmp_path)}, TOTAL)
+    wanted = (
+        r"rank 1 failed after step 2: RuntimeError: injected in step 3",
+        r"rank 0 was killed by SIGKILL",
+        r"rank 1 failed after step 8: SystemExit: 0",
+        r"rank 1 was killed by SIGSEGV",
+        r"rank 1 was killed by SIGKILL",
+    )
+    assert [type(failure) for failure in failures] == [RankError] * 5
+    assert [text for text, failure in zip(wanted, failures, strict=True) if not re.match(text, str(failure))] == []
+    assert "_interfere" in failures[0].__notes__[0]
+    table, stacks = failures[3].__notes__
+    assert re.fullmatch(r"rank  process  last step\n   0 +\d+ +\d+  runs\n   1 +\d+ +\d+  was killed by SIGSEGV", table)
+    assert "Segmentation fault" in stacks
+    assert trained(run_dir) == whole
+    notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "failure"]
+    assert [note["attempt"] for note in notes] == [5, 4, 3, 2, 1]
+    assert left(marked) == []
+
+
+def test_a_rank_that_is_stopped_is_found(
+    run_dir: Path, tmp_path: Path, marked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that completes no step within `flush_timeout_s` ends the gang; the log has the stacks of the others."""
+    config = config_of(run_dir, flush_timeout_s=4.0)
+    [failure] = train(config, {"plan": [(3, 1, "stop")], "folder": str(tmp_path)}, 5)
+    assert str(failure).startswith("rank 1 is stopped (SIGSTOP, or a debugger): no step for 4 s")
+    [stacks] = [record.getMessage() for record in caplog.records if "stacks of rank 0" in record.getMessage()]
+    assert "train_step" in stacks
+    assert trained(run_dir)[0] == 5
+    assert left(marked) == []
+
+
+def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
+    """A program that is started on two ranks and shares nothing between them is refused before anything is written."""
+    with (
+        GangSession(config_of(run_dir), "tests.support.parallel:Alone", ranks=2) as session,
+        pytest.raises(ConfigError, match="the program holds no DistributedDataParallel, FSDP or DTensor: 2 ranks"),
+    ):
+        session.restore()
+    assert not run_dir.exists()
+
+
+def agent(run_dir: Path, **params: Any) -> Child:
+    options = {"run": str(run_dir), "mark": str(run_dir), "params": params, "total": TOTAL}
+    return Child(main, [json.dumps(options)], run_dir.with_name("agent.log"))
+
+
+def until_nothing_is_left(mark: str) -> None:
+    end_s = time.monotonic() + 20
+    while left(mark):
+        assert time.monotonic() < end_s, left(mark)
+        time.sleep(0.01)
+
+
+def test_no_rank_outlives_its_agent(
+    run_dir: Path, tmp_path: Path, whole: tuple[int, dict[str, Any], list[str]]
+) -> None:
+    """After SIGKILL of the agent its ranks end; the next agent goes on at once, from memory, to a bit-equal end."""
+    with agent(run_dir, plan=[(7, 1, "agent")], folder=str(tmp_path), step_s=0.01) as killed:
+        assert killed.wait() == -signal.SIGKILL
+    until_nothing_is_left(str(run_dir))
+    assert train(config_of(run_dir), {}, TOTAL) == []
+    assert trained(run_dir) == whole
+
+
+@pytest.mark.parametrize("what", ["terminate", pytest.param("term", marks=pytest.mark.slow)])
+def test_a_signal_is_one_commit_at_one_step(
+    run_dir: Path, tmp_path: Path, what: str, whole: tuple[int, dict[str, Any], list[str]]
+) -> None:
+    """SIGTERM to the agent, or to one rank: all ranks commit one step and release the run; the agent ends by it."""
+    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=0.1) as told:
+        assert told.wait() == -signal.SIGTERM
+    until_nothing_is_left(str(run_dir))
+    run = open_run(str(run_dir))
+    owner = run.head().state.owner
+    assert owner is not None
+    assert owner.released
+    assert 3 <= run.find("latest").step < TOTAL
+    assert train(config_of(run_dir), {}, TOTAL) == []
+    assert trained(run_dir) == whole

@@ -1,0 +1,94 @@
+"""A small program on many ranks, which fails where a test wants it to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+class Parallel:
+    """Fit noise with a net that has dropout, in a DistributedDataParallel or sharded; each rank has its own batches.
+
+    `plan` has [step, rank, what]: before the optimizer step of this step the rank does that, once in all: "raise",
+    "exit", "kill", "stop", "segv" or "term" (itself), "agent" (kill it) or "terminate" (SIGTERM to the agent). Each
+    leaves a file in `folder`, with the time of the host's clock.
+    """
+
+    recorded_params = ("kind", "plan", "folder")
+    unit = "rows"
+
+    def __init__(
+        self,
+        *,
+        kind: str = "ddp",
+        seed: int = 0,
+        lr: float = 1e-2,
+        plan: Sequence[tuple[int, int, str]] = (),
+        folder: str = "",
+        step_s: float = 0.0,
+    ):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
+        self.model: nn.Module = net
+        if dist.is_initialized() and kind == "ddp":
+            self.model = nn.parallel.DistributedDataParallel(net)
+        elif dist.is_initialized() and kind == "fsdp":
+            fully_shard(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "steps": 0}
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed + self._rank)
+        self._plan = {step: what for step, rank, what in plan if rank == self._rank}
+        self._folder, self._step_s = Path(folder), step_s
+
+    def train_step(self) -> dict[str, float]:
+        time.sleep(self._step_s)
+        loss = self.model(torch.randn(16, 4)).square().mean()
+        self.state["steps"] += 1
+        if what := self._plan.get(self.state["steps"]):
+            self._interfere(what)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss.item(), "rows": 16.0}
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.model.eval()
+            value = self.model(torch.randn(64, 4)).square().mean().item()
+            self.model.train()
+        return {"heldout_loss": value, "suite": float(len(suite))}
+
+    def _interfere(self, what: str) -> None:
+        done = self._folder / f"{self.state['steps']}-{self._rank}-{what}"
+        if done.exists():
+            return
+        done.write_text(str(time.monotonic()))
+        if what == "raise":
+            raise RuntimeError(f"injected in step {self.state['steps']}")
+        if what == "exit":
+            sys.exit(0)
+        agent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
+        if what in numbers:
+            os.kill(os.getpid(), numbers[what])
+        else:
+            os.kill(agent, signal.SIGKILL if what == "agent" else signal.SIGTERM)
+
+
+class Alone(Parallel):
+    """The same, which never asks for ranks."""
+
+    def __init__(self, **options: Any):
+        super().__init__(kind="none", **options)
