@@ -189,7 +189,7 @@ def main(arguments: Sequence[str]) -> None:
         home = folder / which
         (home / "memory").mkdir(parents=True, exist_ok=True)
         statuses.append(_fork(job, partial(Leg, home, log, json.loads(options), moment, int(number)), moment))
-        lines = log.read_text().rpartition("\n")[0]  # a kill may cut the last one
+        lines = log.read_text().rpartition("\n")[0] if log.exists() else ""  # a kill may come before the first one
         logs.append([json.loads(line) for line in lines.splitlines()])
     (folder / "found.json").write_text(json.dumps([logs[0], logs[1:], statuses]))
 
