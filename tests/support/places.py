@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,11 @@ from ckpt_tasks.storage.port import Store
 from tests.servers.s3 import S3Server
 
 _numbers = count()
+
+
+def _raise_unless_damaged(error: OSError) -> None:
+    if error.errno != errno.EBADMSG:
+        raise error
 
 
 class Place(Protocol):
@@ -70,7 +77,11 @@ class LocalPlace:
         return LocalStore(self.path)
 
     def names(self) -> set[str]:
-        return {str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file()}
+        """List every file; a directory that the file system found damaged has none."""
+        found = os.walk(self.path, onerror=_raise_unless_damaged)
+        return {
+            os.path.relpath(os.path.join(directory, name), self.path) for directory, _, names in found for name in names
+        }
 
     def everything(self) -> dict[str, bytes]:
         return {name: self.get(name) for name in self.names()}
