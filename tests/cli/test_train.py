@@ -135,5 +135,5 @@ def test_a_mistake_is_told_before_torch_is_waited_for(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = ckpt("train", "m:P", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
-    assert "rank 0 of 2, and ckpt train trains in one process" in answer.data["error"]["message"]
+    assert "rank 0 of 2, and ckpt train starts its ranks itself" in answer.data["error"]["message"]
     assert [*tmp_path.iterdir()] == []
