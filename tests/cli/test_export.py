@@ -134,14 +134,13 @@ def test_a_checkpoint_that_is_pruned_meanwhile(tmp_path: Path, run_dir: Path, mo
 
 
 @pytest.mark.parametrize("out", ["l", pytest.param("l.pt", marks=pytest.mark.slow)])
-def test_it_needs_no_torch_and_little_memory(tmp_path: Path, out: str) -> None:
-    """P57: exporting 96 MiB in one tensor takes less than 48 MiB of memory of its own, and imports no torch."""
+def test_it_needs_little_memory(tmp_path: Path, out: str) -> None:
+    """P57: exporting 96 MiB in one tensor takes less than 48 MiB of its own; a file for torch needs torch."""
     small = save(tmp_path / "small", {"model": nn.Linear(1, 1)})
     large = save(tmp_path / "large", {"w": {"w": torch.ones(24 << 20)}})
-    modules, mib = memory_of(
-        ["export", small, tmp_path / "s.safetensors"], ["export", large, tmp_path / out, "--group", "w"]
-    )
-    assert (modules, mib < 48) == ([], True), mib
+    first = "s.safetensors" if out == "l" else "s.pt"  # what is imported for it is there before the large one
+    modules, mib = memory_of(["export", small, tmp_path / first], ["export", large, tmp_path / out, "--group", "w"])
+    assert (modules, mib < 48) == ([] if out == "l" else ["torch"], True), mib
     file = tmp_path / out / "model-00001-of-00001.safetensors" if out == "l" else tmp_path / out
     weights = load_file(file) if out == "l" else torch.load(file, weights_only=True)
     assert torch.equal(weights["w"], torch.ones(24 << 20))
