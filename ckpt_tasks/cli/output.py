@@ -264,7 +264,9 @@ def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable
     made, shown = plain_table(), [one for one in columns if one.heading is not None]
     for one in shown:
         kept = one.numbers or one.whole
-        made.add_column(one.heading or "", justify="right" if one.numbers else "left", no_wrap=kept, overflow="fold")
+        made.add_column(
+            rendered(one.heading or ""), justify="right" if one.numbers else "left", no_wrap=kept, overflow="fold"
+        )
     for row in rows:
         cells = (one.words(one.value(row)) for one in shown)
         texts = (rendered(cell) if isinstance(cell, str | tuple) else cell for cell in cells)
