@@ -167,7 +167,7 @@ class FaultyStore(WrappedStore):
     size and names. The fates:
 
     * "refused": nothing is done, and an error says so. "unanswered": it is done, and the answer is lost.
-    * "exists": it is done, and the sender's own second try is told that the name is taken.
+    * "exists": it is done, and the store tells the sender's second try that the name is taken.
     * "late": an error; it is done when `deliver` is called. "twice": it is done, and again when `deliver` is called.
     * "torn": an error, and a part of the bytes is there. "flipped": a read returns one wrong bit.
     * "done": nothing happens to it; it may still be held.
@@ -227,7 +227,7 @@ class FaultyStore(WrappedStore):
         self._late.append(arrive)
 
     def part_of(self, body: bytes) -> bytes:
-        """Return what is there of a torn write: half of it."""
+        """Return the half that a torn write leaves."""
         return body[: len(body) // 2]
 
     def get(self, name: str, max_bytes: int) -> bytes:

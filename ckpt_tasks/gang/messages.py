@@ -23,6 +23,7 @@ from ckpt_tasks.storage.answers import answer_of
 from ckpt_tasks.storage.locations import Location
 
 __all__ = [
+    "HOST",
     "Begin",
     "Channel",
     "Done",
@@ -40,6 +41,7 @@ __all__ = [
     "write_progress",
 ]
 
+HOST = "127.0.0.1"  # the ranks meet here: torch's own store would listen on every interface
 _BLOCK_BYTES = 1 << 16
 _MOST_TRACEBACK = 20_000
 
@@ -94,7 +96,7 @@ class Stepped(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Message):
-    """From rank 0: what a listener of its Checkpointer is told."""
+    """From rank 0: an event that its Checkpointer tells its listeners."""
 
     event: str
     value: Mapping[str, Any]
@@ -168,7 +170,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; if the other end is closed, do nothing: whoever receives sees that."""
+        """Send a message; do nothing if the other end is closed, which `receive` finds out."""
         line = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
         with self._sending, suppress(OSError):
             self._socket.sendall(line)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from ckpt_tasks.errors import RankError
-from ckpt_tasks.gang.messages import Channel, Message
+from ckpt_tasks.gang.messages import HOST, Channel, Message
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["Gang", "RankProcess"]
@@ -39,7 +39,6 @@ main(int(sys.argv[1]), bound=sys.argv[2] == "bound")
 _START_S = 300.0  # to import torch, on a busy machine
 _END_S = 30.0
 _STATUS_S = 1.0
-_HOST = "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -101,7 +100,7 @@ class Gang:
         """Start the ranks; return the port at which rank 0 listens. Raises RankError if the fork server does not."""
         self.prepare()
         with socket.socket() as listening:
-            listening.bind((_HOST, 0))  # torch's own store would listen on every interface
+            listening.bind((HOST, 0))
             listening.listen()
             for rank in range(self.size):
                 self._fork(rank, listening)

@@ -24,6 +24,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.records import checkpoint_item
 from ckpt_tasks.gang.messages import (
+    HOST,
     Begin,
     Channel,
     Done,
@@ -44,7 +45,6 @@ from ckpt_tasks.session.session import Progress, watcher
 __all__ = ["STACKS", "main"]
 
 STACKS = signal.SIGUSR1  # a rank writes the stacks of its threads then
-_HOST = "127.0.0.1"
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
 _log = logging.getLogger("ckpt_tasks")
@@ -72,7 +72,7 @@ class _Rank:
         self._told_s = 0.0
 
     def be(self, listening_fd: int | None) -> None:
-        """Carry out orders; an exception is told to the agent, which kills this process."""
+        """Carry out orders; tell the agent of an exception, and the agent kills this process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's
         signal.signal(signal.SIGTERM, _stopped)
         [begin, *more] = self._channel.receive()
@@ -202,15 +202,15 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     """Join the process group of the ranks: NCCL if each of them has a device, else Gloo."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": begin.size, "LOCAL_WORLD_SIZE": begin.size}
     os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(begin.port)}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks are on one host: nobody else may connect
+    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(begin.port)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, so other hosts must not reach them
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.size))
     devices = torch.cuda.device_count() >= begin.size
     if devices:
         torch.cuda.set_device(rank)
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-        _HOST,
+        HOST,
         begin.port,
         begin.size,
         is_master=rank == 0,

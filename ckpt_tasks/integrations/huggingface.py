@@ -33,7 +33,7 @@ __all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
-_OURS = "the run"  # Trainer is told to resume from it; every method that would read there is overridden
+_OURS = "the run"  # Trainer resumes from this name; we override every method that would read there
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types

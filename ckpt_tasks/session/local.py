@@ -135,8 +135,8 @@ class StateSession:
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
             self.ckpt.wait()  # a snapshot from memory may be the first one: then no rank saves another
-        if not self.ckpt.checkpoints():
-            self.ckpt.save(step, self.state)
+            if not self.ckpt.checkpoints():
+                self.ckpt.save(step, self.state)
         self.clean = True
         return step
 
