@@ -77,8 +77,8 @@ class LocalPlace:
         return LocalStore(self.path)
 
     def names(self) -> set[str]:
-        """List every file; a directory that the file system found damaged has none."""
-        found = os.walk(self.path, onerror=_raise_unless_damaged)
+        """List every file; a run that nobody has begun has none, nor a directory that the file system found damaged."""
+        found = os.walk(self.path, onerror=_raise_unless_damaged) if self.path.exists() else ()
         return {
             os.path.relpath(os.path.join(directory, name), self.path) for directory, _, names in found for name in names
         }
