@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt_tasks.gang.processes import RankProcess
+from ckpt_tasks.gang.engine import RankProcess
 
 __all__ = ["ending_of", "oom_kills", "some", "table_of"]
 
@@ -15,10 +15,10 @@ _MOST_ROWS = 32
 _MOST_NAMED = 3
 
 
-def ending_of(rank: RankProcess, oom_kills_before: int) -> str:
+def ending_of(rank: RankProcess) -> str:
     """Say how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
-    memory = rank.status == -signal.SIGKILL and oom_kills() > oom_kills_before
-    return f"rank {rank.rank} {_ending(rank)}" + (": the memory of its cgroup was exhausted" if memory else "")
+    why = ": the memory of its cgroup was exhausted" if rank.out_of_memory else ""
+    return f"rank {rank.rank} {_ending(rank)}{why}"
 
 
 def _ending(rank: RankProcess) -> str:

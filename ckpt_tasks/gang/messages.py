@@ -53,9 +53,15 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """To a rank, first of all: what it trains, and where the ranks meet (`port`)."""
+    """To a rank, first of all: what it trains, and where all `size` ranks meet (0: at a port that is not known yet).
+
+    `local_size` of them are on its host, from `first_rank` on.
+    """
 
     size: int
+    first_rank: int
+    local_size: int
+    host: str
     port: int
     config: Mapping[str, Any]
     program: str

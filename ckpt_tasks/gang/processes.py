@@ -17,17 +17,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
 from ckpt_tasks.errors import RankError
-from ckpt_tasks.gang.messages import HOST, Channel, Message
+from ckpt_tasks.gang.endings import oom_kills
+from ckpt_tasks.gang.engine import Heard, RankProcess
+from ckpt_tasks.gang.messages import Begin, Channel, Message
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
-__all__ = ["Gang", "RankProcess"]
+__all__ = ["Gang"]
 
 # The agent's path, so that a rank finds what the agent would.
 _SERVER = """
@@ -39,30 +42,21 @@ main(int(sys.argv[1]), bound=sys.argv[2] == "bound")
 _START_S = 300.0  # to import torch, on a busy machine
 _END_S = 30.0
 _STATUS_S = 1.0
+_CAUSES_S = 0.05
 
 
-@dataclass(eq=False)
-class RankProcess:
-    """A rank's process: what it says, where it writes its stacks, how it has ended (None: not known), its last step."""
-
-    rank: int
-    pid: int
+@dataclass(eq=False, kw_only=True)
+class _Rank(RankProcess):
     channel: Channel
     stacks: IO[bytes]
-    status: int | None = None
-    step: int = 0
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether SIGSTOP or a debugger holds it."""
+    def look(self) -> None:
+        """See whether SIGSTOP or a debugger holds it, and what it has written."""
         with suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        return False
-
-    def written_stacks(self) -> str:
-        """Return the stacks that it has written."""
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            self.is_stopped = self.status is None and state in "Tt"
         self.stacks.seek(0)
-        return self.stacks.read().decode(errors="replace").strip()
+        self.written = self.stacks.read().decode(errors="replace").strip()
 
 
 @dataclass
@@ -74,12 +68,12 @@ class _Server:
 
 
 class Gang:
-    """Up to one gang at a time, of `size` ranks. `close` ends all of it."""
+    """The ranks of one host: all of a gang, or those of one of its nodes; an `Engine`. `close` ends all of it."""
 
-    def __init__(self, size: int):
-        self.size = size
-        self.ranks: list[RankProcess] = []
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
         self._server: _Server | None = None
+        self._oom_kills = 0
 
     def prepare(self) -> None:
         """Start the fork server, if there is none; do not wait until it has imported torch."""
@@ -96,34 +90,47 @@ class Gang:
             )
         self._server = _Server(process, ours)
 
-    def start(self) -> int:
-        """Start the ranks; return the port at which rank 0 listens. Raises RankError if the fork server does not."""
+    def start(self, begin: Begin) -> int:
+        """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server does not.
+
+        Rank 0 listens at its `host` alone: on the port that it is given, or on any (0).
+        """
         self.prepare()
+        self._oom_kills = oom_kills()
         with socket.socket() as listening:
-            listening.bind((HOST, 0))
-            listening.listen()
-            for rank in range(self.size):
+            if begin.first_rank == 0:
+                listening.bind((begin.host, begin.port))
+                listening.listen()
+                begin = replace(begin, port=listening.getsockname()[1])
+            for rank in range(begin.first_rank, begin.first_rank + begin.local_size):
                 self._fork(rank, listening)
-            return int(listening.getsockname()[1])
+        self.tell(self.ranks, begin)
+        return begin.port
 
     def _fork(self, rank: int, listening: socket.socket) -> None:
-        assert self._server is not None
         ours, theirs = socket.socketpair()
         stacks = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the rank's process)
         passed = [theirs.fileno(), stacks.fileno(), *([listening.fileno()] if rank == 0 else [])]
-        self.ranks.append(RankProcess(rank, 0, Channel(ours), stacks))
+        self.ranks.append(_Rank(rank=rank, pid=0, channel=Channel(ours), stacks=stacks))
         with theirs:
             self._ask("fork", rank, passed)
-            self.ranks[rank].pid = self._answer("forked", _START_S)
+            self.ranks[-1].pid = self._answer("forked", _START_S)
 
-    def hear(self, timeout_s: float) -> list[tuple[RankProcess, Message | None]]:
+    def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
+        """Send a message to some of the ranks."""
+        wanted = {rank.rank for rank in ranks}
+        for rank in self.ranks:
+            if rank.rank in wanted:
+                rank.channel.send(message)
+
+    def hear(self, timeout_s: float) -> Heard:
         """Return what the ranks have said since, and None for each that has ended; wait `timeout_s` at most."""
         assert self._server is not None
         channels = {rank.channel.fileno(): rank for rank in self.ranks if not rank.channel.closed}
         ready = wait([*channels, self._server.end], timeout_s)
         if self._server.end in ready:
             self._listen()
-        heard: list[tuple[RankProcess, Message | None]] = []
+        heard: Heard = []
         for descriptor, rank in channels.items():
             if descriptor in ready:
                 heard += [(rank, message) for message in rank.channel.receive()]
@@ -132,13 +139,31 @@ class Gang:
                 heard.append((rank, None))
         return heard
 
-    def await_status(self, rank: RankProcess) -> int | None:
-        """Return how a rank that has ended did: its exit status, or minus the number of a signal; None: not known."""
+    def hear_causes(self) -> Heard:
+        """Return what is said within moments: the end of a rank is heard before others fail because of it."""
+        return self.hear(_CAUSES_S)
+
+    def look(self) -> None:
+        """Look at every rank; wait for the status of those that have ended."""
         end_s = time.monotonic() + _STATUS_S
-        while rank.status is None and self._server is not None and (left_s := end_s - time.monotonic()) > 0:
-            if wait([self._server.end], left_s) and not self._listen():
+        while self._server is not None and any(rank.channel.closed and rank.status is None for rank in self.ranks):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or (wait([self._server.end], left_s) and not self._listen()):
                 break
-        return rank.status
+        for rank in self.ranks:
+            rank.look()
+            rank.out_of_memory = rank.status == -signal.SIGKILL and oom_kills() > self._oom_kills
+
+    def write_stacks(self, timeout_s: float) -> None:
+        """Have every rank that runs write its stacks; a stopped one would write them when it is continued."""
+        self.look()
+        for rank in self.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR1)
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s and not all(rank.written or rank.is_stopped for rank in self.ranks):
+            time.sleep(_CAUSES_S)
+            self.look()
 
     def kill(self) -> None:
         """Kill every rank, and return when all have ended."""
@@ -199,7 +224,7 @@ class Gang:
         for line in lines:
             what, rank, number = json.loads(line)
             if what == "ended":
-                self.ranks[rank].status = number
+                self.ranks[rank - self.ranks[0].rank].status = number
             else:
                 server.said.append((what, rank, number))
         if not data:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import logging
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +26,6 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.records import checkpoint_item
 from ckpt_tasks.gang.messages import (
-    HOST,
     Begin,
     Channel,
     Done,
@@ -47,6 +48,7 @@ __all__ = ["STACKS", "main"]
 STACKS = signal.SIGUSR1  # a rank writes the stacks of its threads then
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
+_SIOCGIFADDR = 0x8915  # of Linux
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -200,17 +202,18 @@ def _stopped(number: int, frame: FrameType | None) -> NoReturn:
 
 def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     """Join the process group of the ranks: NCCL if each of them has a device, else Gloo."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": begin.size, "LOCAL_WORLD_SIZE": begin.size}
+    local = {"LOCAL_RANK": rank - begin.first_rank, "LOCAL_WORLD_SIZE": begin.local_size}
+    place = {"RANK": rank, "WORLD_SIZE": begin.size, **local, "MASTER_ADDR": begin.host, "MASTER_PORT": begin.port}
     os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(begin.port)}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, so other hosts must not reach them
+    if interface := _interface_of(begin.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # not what a host's name stands for
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // begin.size))
-    devices = torch.cuda.device_count() >= begin.size
+        torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
+    devices = torch.cuda.device_count() >= begin.local_size
     if devices:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank - begin.first_rank)
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-        HOST,
+        begin.host,
         begin.port,
         begin.size,
         is_master=rank == 0,
@@ -220,3 +223,16 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     )
     backend = "cuda:nccl,cpu:gloo" if devices else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=begin.size)
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address; None if that is not found."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

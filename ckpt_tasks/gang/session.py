@@ -12,10 +12,8 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -25,8 +23,10 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, OwnedError, RankError, StateError
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
-from ckpt_tasks.gang.endings import ending_of, oom_kills, some, table_of
+from ckpt_tasks.gang.endings import ending_of, some, table_of
+from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
+    HOST,
     Begin,
     Done,
     Failed,
@@ -40,7 +40,7 @@ from ckpt_tasks.gang.messages import (
     read_report,
     write_config,
 )
-from ckpt_tasks.gang.processes import Gang, RankProcess
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.reading.reading import Run, run_of
@@ -79,20 +79,23 @@ class GangSession:
         self.metrics: Mapping[str, float] = {}
         self.step_s: float | None = None
         self.last_commit: Checkpoint | None = None
-        self._begin: dict[str, Any] = {
-            "size": ranks,
-            "config": write_config(config),
-            "program": program,
-            "params": dict(params or {}),
-            "flow_run_id": flow_run_id,
-        }
+        self._begin = Begin(
+            size=ranks,
+            first_rank=0,
+            local_size=ranks,
+            host=HOST,
+            port=0,
+            config=write_config(config),
+            program=program,
+            params=dict(params or {}),
+            flow_run_id=flow_run_id,
+        )
         self._flow_run_id = flow_run_id
-        self._gang = Gang(ranks)
+        self._gang: Engine = Gang()
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._owner_pid = 0  # of the last gang's rank 0, which may have owned the run
-        self._oom_kills = 0
 
     def __enter__(self) -> Self:
         self._interrupt.install()
@@ -176,12 +179,8 @@ class GangSession:
             self._interrupt.deliver()
 
     def _start(self) -> None:
-        self._oom_kills = oom_kills()
-        port = self._gang.start()
+        self._gang.start(self._begin)
         self._owner_pid = self._gang.ranks[0].pid
-        begin = Begin(port=port, **self._begin)
-        for rank in self._gang.ranks:
-            rank.channel.send(begin)
 
     def _order(self, name: str, **arguments: Any) -> None:
         """Have an order carried out by all ranks, and let a signal through after it; if that returns, go on."""
@@ -203,12 +202,11 @@ class GangSession:
             self._gang.await_end(_EXIT_S)
             self._gang.kill()
 
-    def _carry_out(self, name: str, ranks: list[RankProcess], **arguments: Any) -> bool:
+    def _carry_out(self, name: str, ranks: Sequence[RankProcess], **arguments: Any) -> bool:
         """Have an order carried out; return True if a signal has stopped it. Raises what a rank raises."""
         done: dict[int, Done] = {}
         try:
-            for rank in ranks:
-                rank.channel.send(Order(name=name, arguments=arguments))
+            self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
         except BaseException:  # a signal, too: the ranks are in the middle of a step
             self.clean = False
@@ -229,13 +227,13 @@ class GangSession:
         stopping, patience_s = False, self.config.flush_timeout_s * (1 if name == "run" else _LONGER)
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
-                for rank in self._gang.ranks:
-                    rank.channel.send(Stop())
+                self._gang.tell(self._gang.ranks, Stop())
                 stopping = True
-            heard = self._hear()
+            heard = self._gang.hear(_LOOK_S)
             if any(isinstance(message, Failed) for _, message in heard):
-                heard += self._hear()  # if a rank fails because another one has ended, that is to be said
+                heard += self._gang.hear_causes()  # if a rank fails because another one has ended, that is to be said
             for rank, message in heard:
+                self._take(rank, message)
                 moved_s[rank.rank] = time.monotonic()
                 if isinstance(message, Done):
                     done[rank.rank] = message
@@ -245,24 +243,20 @@ class GangSession:
             if silent and not heard:
                 raise self._hung(silent, patience_s)
 
-    def _hear(self) -> list[tuple[RankProcess, Message | None]]:
-        heard = self._gang.hear(_LOOK_S)
-        for rank, message in heard:
-            self._take(rank, message)
-        return heard
-
-    def _check(self, heard: list[tuple[RankProcess, Message | None]]) -> None:
+    def _check(self, heard: Heard) -> None:
         """Raise if a rank has ended or failed: the first of them, since others fail because of it."""
         ended = {rank.rank: rank for rank, message in heard if message is None}
         if ended:
-            for rank in ended.values():
-                self._gang.await_status(rank)
-            words = [ending_of(rank, self._oom_kills) for rank in ended.values()]
-            error = RankError(some(words), step=self.position, hint="The other ranks were ended.")
+            self._gang.look()
+            error = RankError(
+                some([ending_of(rank) for rank in ended.values()]),
+                step=self.position,
+                hint="The other ranks were ended.",
+            )
             error.add_note(table_of(self._gang.ranks))
             for rank in ended.values():
-                if stacks := rank.written_stacks():
-                    error.add_note(f"Rank {rank.rank} wrote:\n{stacks}")
+                if rank.written:
+                    error.add_note(f"Rank {rank.rank} wrote:\n{rank.written}")
             raise error
         failed = [(rank, message) for rank, message in heard if isinstance(message, Failed)]
         if failed:
@@ -291,16 +285,11 @@ class GangSession:
 
     def _hung(self, silent: list[int], patience_s: float) -> RankError:
         """Log the stacks of the ranks that run, and return the error."""
+        self._gang.write_stacks(_STACKS_S)
         stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
         for rank in self._gang.ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR1)
-        end_s = time.monotonic() + _STACKS_S
-        running = [rank for rank in self._gang.ranks if rank.rank not in stopped]
-        while time.monotonic() < end_s and not all(rank.written_stacks() for rank in running):
-            time.sleep(_LOOK_S)
-        for rank in running:
-            _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written_stacks() or "it wrote none")
+            if not rank.is_stopped:
+                _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written or "it wrote none")
         hung = ", ".join(map(str, stopped or silent))
         why = "is stopped (SIGSTOP, or a debugger)" if stopped else "goes on with nothing"
         error = RankError(

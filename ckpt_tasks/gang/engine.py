@@ -1,0 +1,69 @@
+"""What the session of a gang needs of the engine that runs its ranks; `processes.py` has that of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_tasks.gang.messages import Begin, Message
+
+__all__ = ["Engine", "Heard", "RankProcess"]
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """A rank's process: its last step, how it has ended (None: not known), and as of the last look, how it is.
+
+    `host` is the address of its node, "" for the agent's own; `written` are the stacks that it has written.
+    """
+
+    rank: int
+    pid: int
+    host: str = ""
+    step: int = 0
+    status: int | None = None
+    out_of_memory: bool = False
+    is_stopped: bool = False
+    written: str = ""
+
+
+Heard = list[tuple[RankProcess, Message | None]]
+
+
+class Engine(Protocol):
+    """The processes of up to one gang at a time."""
+
+    @property
+    def ranks(self) -> Sequence[RankProcess]:
+        """The ranks of the gang, in their order; none if there is no gang."""
+
+    def prepare(self) -> None:
+        """Make ready what a start takes long for; do not wait for it."""
+
+    def start(self, begin: Begin) -> int:
+        """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
+
+    def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
+        """Send a message to some ranks; `hear` finds out which have ended."""
+
+    def hear(self, timeout_s: float) -> Heard:
+        """Return what the ranks have said since, and None for each that has ended; wait `timeout_s` at most."""
+
+    def hear_causes(self) -> Heard:
+        """Return what may be the cause that ranks have just failed: the end of others."""
+
+    def look(self) -> None:
+        """Find out how the ranks are: how those have ended that have, which are stopped, and what they have written."""
+
+    def write_stacks(self, timeout_s: float) -> None:
+        """Have every rank that runs write the stacks of its threads, and wait for them."""
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until every rank has ended by itself."""
+
+    def kill(self) -> None:
+        """Kill every rank, and return when all that can be reached have ended."""
+
+    def close(self) -> None:
+        """Kill the ranks, and what `prepare` has started."""
