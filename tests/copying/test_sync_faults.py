@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 import threading
@@ -22,6 +23,7 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
+from ckpt_tasks.testing import FaultyStore
 from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
 from tests.support.calls import Mode
 from tests.support.cli_runs import flip, only
@@ -123,6 +125,19 @@ def test_a_read_that_comes_late_spoils_nothing(run_dir: Path, tmp_path: Path) ->
     there = open_run(str(tmp_path / "b"))
     assert len(there.checkpoints()) == 1
     assert verify_run_directory(there.history).good
+
+
+@pytest.mark.parametrize("verb", ["get", "read"])
+def test_a_bit_that_changes_on_the_way_is_read_again(run_dir: Path, tmp_path: Path, verb: str) -> None:
+    """P47: whatever was read wrong once is copied all the same, with its own bytes."""
+    run = train(run_dir, 1)
+    names = [name for name in LocalStore(run_dir).names("") if name.startswith("checkpoint_")]
+    for n, name in enumerate(names):
+        flaky = FaultyStore(LocalStore(run_dir))
+        flip_once = flaky.on("flipped", verb=verb, name=f"{re.escape(name)}$", times=1)
+        assert outcomes(copy(Run(History(flaky), "run"), tmp_path / str(n))) == {1: "copied"}
+        assert flip_once.hits or (verb == "get") is name.endswith(".safetensors")
+        check(tmp_path / str(n), run, leased=True)
 
 
 def test_an_object_that_is_put_and_is_not_there(run_dir: Path, tmp_path: Path) -> None:
