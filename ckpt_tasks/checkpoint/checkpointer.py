@@ -337,7 +337,7 @@ class Checkpointer(HeldRun):
         self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
-        if newest and (failed_step := self._finite.went_back(chosen.step)) is not None:
+        if newest and (failed_step := self._finite.back.went_back(chosen.step)) is not None:
             return self._went_back(chosen, failed_step, state)
         return None
 
@@ -353,14 +353,14 @@ class Checkpointer(HeldRun):
         known = lineage(live.live)
         if step is not None:
             return known, [self.run.find(step)], live.rollback
-        return known, known if self._finite.failed_step is None else self._finite.older(known), live.rollback
+        return known, known if self._finite.back.failed_step is None else self._finite.back.older(known), live.rollback
 
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[CachedSnapshot | RankSnapshot]:
         """Return snapshots that all ranks have in memory: of the candidates; with `newest` also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
-        return in_memory if newest and self._finite.failed_step is None else of_checkpoints(in_memory, candidates)
+        return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
 
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
         """Record that training goes back to a checkpoint before a step whose metrics were not finite.

@@ -1,10 +1,16 @@
-"""Signals during a pause within the `with` block of a Checkpointer."""
+"""What sessions do with a Checkpointer: signals during a pause in its block, and what a process before it has seen."""
 
 from __future__ import annotations
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.ledger.metrics import GoingBack
 
-__all__ = ["hold_signals"]
+__all__ = ["go_back", "hold_signals"]
+
+
+def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
+    """Let the next restore go back from steps whose metrics were not finite in a process before this one."""
+    ckpt._finite.back = back
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:

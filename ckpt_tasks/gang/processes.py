@@ -59,6 +59,10 @@ class _Rank(RankProcess):
         self.written = self.stacks.read().decode(errors="replace").strip()
 
 
+def _written(ranks: Sequence[RankProcess]) -> list[str]:
+    return [rank.written for rank in ranks]
+
+
 @dataclass
 class _Server:
     process: subprocess.Popen[bytes]
@@ -160,8 +164,9 @@ class Gang:
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
-        end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s and not all(rank.written or rank.is_stopped for rank in self.ranks):
+        end_s, before, running = time.monotonic() + timeout_s, None, [r for r in self.ranks if not r.is_stopped]
+        while time.monotonic() < end_s and not (all(rank.written for rank in running) and before == _written(running)):
+            before = _written(running)  # what has not grown since the last look is whole
             time.sleep(_CAUSES_S)
             self.look()
 

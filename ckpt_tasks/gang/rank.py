@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.pausing import go_back
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.records import checkpoint_item
 from ckpt_tasks.gang.messages import (
@@ -39,6 +40,7 @@ from ckpt_tasks.gang.messages import (
     write_progress,
 )
 from ckpt_tasks.gang.parallel import is_parallel
+from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
@@ -99,7 +101,7 @@ class _Rank:
     def _serve(self, session: LocalSession, size: int) -> None:
         """Carry out orders until the order to close; raises _StoppedError if the memory is to be kept then."""
         carried_out: dict[str, Callable[..., object]] = {
-            "restore": lambda: self._restore(session, size),
+            "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
             "save": session.save,
             "note": lambda what, fields: session.note(what, **fields),
@@ -130,12 +132,13 @@ class _Rank:
                 )
             )
 
-    def _restore(self, session: LocalSession, size: int) -> None:
+    def _restore(self, session: LocalSession, size: int, back: GoingBack) -> None:
         if not is_parallel(session.program):
             raise ConfigError(
                 f"the program holds no DistributedDataParallel, FSDP or DTensor: {size} ranks would train the same",
                 hint="Wrap its model (DistributedDataParallel, fully_shard), or train with one rank.",
             )
+        go_back(session.ckpt, back)
         session.restore()
 
     def _fail(self, error: BaseException, step: int) -> NoReturn:

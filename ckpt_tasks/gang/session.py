@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, OwnedError, RankError, StateError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
 from ckpt_tasks.gang.endings import ending_of, some, table_of
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
@@ -43,6 +43,7 @@ from ckpt_tasks.gang.messages import (
 from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.reading.reading import Run, run_of
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import Progress, watcher
@@ -52,7 +53,9 @@ __all__ = ["GangSession"]
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0
-_LONGER = 3  # a restore or a save may take so many times as long as a step: its ranks see to it themselves
+# What may take so many times as long as a step: a restore and a save, whose ranks watch each other, and a rank's first
+# step, which may compile the model.
+_LONGER = 3
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -60,7 +63,7 @@ class GangSession:
     """Hold a program's live state in `ranks` processes of this host; a `ProgramSession`.
 
     As a context manager it holds SIGTERM and Ctrl-C back, as a Checkpointer does, and leaves no process behind. A rank
-    that completes no step for `flush_timeout_s` counts as hung.
+    that completes no step for `flush_timeout_s` counts as hung; its first step may take three times as long.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class GangSession:
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
+        self._back = GoingBack()  # the ranks that have seen a step fail are gone when the next ones restore
         self._owner_pid = 0  # of the last gang's rank 0, which may have owned the run
 
     def __enter__(self) -> Self:
@@ -142,7 +146,8 @@ class GangSession:
         try:
             if not self._gang.ranks:
                 self._start()
-            self._order("restore")
+            self._order("restore", back=vars(self._back))
+            self._back.went_back(self.position)
         except OwnedError as error:
             if error.same_flow_run:
                 leave_flow_run(self._flow_run_id, error)
@@ -208,7 +213,9 @@ class GangSession:
         try:
             self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
-        except BaseException:  # a signal, too: the ranks are in the middle of a step
+        except BaseException as error:  # a signal, too: the ranks are in the middle of a step
+            if isinstance(error, NonFiniteError) and error.rolls_back:
+                self._back.failed(error.step or 0)
             self.clean = False
             self._gang.kill()
             raise
@@ -224,7 +231,7 @@ class GangSession:
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
         """Hear the ranks until each of them is `done`; `moved_s` says when each has last said that it goes on."""
-        stopping, patience_s = False, self.config.flush_timeout_s * (1 if name == "run" else _LONGER)
+        stopping, deadline_s = False, self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
                 self._gang.tell(self._gang.ranks, Stop())
@@ -234,14 +241,23 @@ class GangSession:
                 heard += self._gang.hear_causes()  # if a rank fails because another one has ended, that is to be said
             for rank, message in heard:
                 self._take(rank, message)
-                moved_s[rank.rank] = time.monotonic()
+                if not isinstance(message, Logged):  # a thread may log while the training hangs
+                    moved_s[rank.rank] = time.monotonic()
                 if isinstance(message, Done):
                     done[rank.rank] = message
             self._check([(rank, message) for rank, message in heard if rank.rank not in done])
-            silent = [rank for rank, at_s in moved_s.items() if rank not in done]
-            silent = [rank for rank in silent if time.monotonic() - moved_s[rank] > patience_s]
-            if silent and not heard:
-                raise self._hung(silent, patience_s)
+            silent_s = {rank: time.monotonic() - at_s for rank, at_s in moved_s.items() if rank not in done}
+            late = [rank for rank, for_s in silent_s.items() if for_s > deadline_s]
+            if late and not self._may_be_busy(name, late, max(silent_s.values())):
+                raise self._hung(late, max(silent_s.values()))
+
+    def _may_be_busy(self, name: str, late: list[int], silent_s: float) -> bool:
+        """Return True if what the late ranks do may take longer than a step, and no rank is stopped."""
+        longer = name != "run" or any(self._gang.ranks[rank].step == 0 for rank in late)
+        if not longer or silent_s > _LONGER * self.config.flush_timeout_s:
+            return False
+        self._gang.look()
+        return not any(rank.is_stopped for rank in self._gang.ranks)
 
     def _check(self, heard: Heard) -> None:
         """Raise if a rank has ended or failed: the first of them, since others fail because of it."""
@@ -280,10 +296,11 @@ class GangSession:
 
     def _stepped(self, progress: Progress) -> None:
         self.position, self.metrics = progress.step, progress.metrics
+        self._back.passed(progress.step)
         if watch := watcher.get():
             watch(progress)
 
-    def _hung(self, silent: list[int], patience_s: float) -> RankError:
+    def _hung(self, silent: list[int], silent_s: float) -> RankError:
         """Log the stacks of the ranks that run, and return the error."""
         self._gang.write_stacks(_STACKS_S)
         stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
@@ -293,7 +310,7 @@ class GangSession:
         hung = ", ".join(map(str, stopped or silent))
         why = "is stopped (SIGSTOP, or a debugger)" if stopped else "goes on with nothing"
         error = RankError(
-            f"rank {hung} {why}: no step for {patience_s:.0f} s",
+            f"rank {hung} {why}: no step for {silent_s:.0f} s",
             step=self.position,
             hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ckpt_tasks.errors import NonFiniteError, StateError
 from ckpt_tasks.format.records import Checkpoint
 
-__all__ = ["FiniteMetrics", "checked_metrics", "held"]
+__all__ = ["FiniteMetrics", "GoingBack", "checked_metrics", "held"]
 
 _MOST_ROLLBACKS = 3
 
@@ -41,6 +42,55 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass
+class GoingBack:
+    """Where the next restore goes, after steps whose metrics were not finite.
+
+    `failed_step`: the last bad step, which the next restore must go back before; None if there is none. `furthest`: the
+    highest bad step that training has not got past yet. `limit`: the step of the last rollback, which the next one must
+    go back further than.
+    """
+
+    failed_step: int | None = None
+    furthest: int = -1
+    rollbacks: int = 0
+    limit: int | None = None
+
+    def failed(self, step: int) -> None:
+        """Remember a bad step."""
+        self.failed_step, self.furthest = step, max(step, self.furthest)
+
+    def passed(self, step: int) -> None:
+        """Forget the rollbacks if a good step is past the bad ones."""
+        self.failed_step = None
+        if step > self.furthest:
+            self.rollbacks, self.limit = 0, None
+
+    def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints to go back to: those with finite metrics before the bad step and the last rollback.
+
+        Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
+        """
+        assert self.failed_step is not None
+        limit = self.failed_step if self.limit is None else min(self.failed_step, self.limit)
+        good = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
+        if self.rollbacks >= _MOST_ROLLBACKS or not good:
+            why = f"{self.rollbacks} rollbacks did not help" if good else "there is no older checkpoint to go back to"
+            raise NonFiniteError(
+                f"a metric is NaN or infinite again, and {why}",
+                step=self.failed_step,
+                hint="Change what makes it diverge: a program that is deterministic does the same again.",
+            )
+        return good
+
+    def went_back(self, step: int) -> int | None:
+        """Count a restore of `step` as a rollback if there was a bad step; return the bad step, else None."""
+        failed_step, self.failed_step = self.failed_step, None
+        if failed_step is not None:
+            self.rollbacks, self.limit = self.rollbacks + 1, step
+        return failed_step
+
+
 class FiniteMetrics:
     """Check the metrics of every step; warn, stop or go back if one is NaN or infinite.
 
@@ -49,17 +99,9 @@ class FiniteMetrics:
     """
 
     def __init__(self, on_non_finite: str):
+        self.back = GoingBack()
         self._on_non_finite = on_non_finite
         self._warned = False
-        self._failed_step: int | None = None  # the last bad step: the next restore must go back before it
-        self._furthest = -1  # the highest bad step that training has not got past yet
-        self._rollbacks = 0
-        self._limit: int | None = None  # the step of the last rollback: the next one must go back further
-
-    @property
-    def failed_step(self) -> int | None:
-        """The bad step from which the next restore must go back; None if there is none."""
-        return self._failed_step
 
     def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
         """Raise NonFiniteError or warn, by `on_non_finite`, if a metric is NaN or infinite; a finite step ends that.
@@ -77,33 +119,8 @@ class FiniteMetrics:
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
         elif numbers:  # a step without metrics does not end a stretch
-            self._warned, self._failed_step = False, None
-            if step > self._furthest:
-                self._rollbacks, self._limit = 0, None
-
-    def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints to go back to: those with finite metrics before the bad step and the last rollback.
-
-        Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
-        """
-        assert self._failed_step is not None
-        limit = self._failed_step if self._limit is None else min(self._failed_step, self._limit)
-        good = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
-        if self._rollbacks >= _MOST_ROLLBACKS or not good:
-            why = f"{self._rollbacks} rollbacks did not help" if good else "there is no older checkpoint to go back to"
-            raise NonFiniteError(
-                f"a metric is NaN or infinite again, and {why}",
-                step=self._failed_step,
-                hint="Change what makes it diverge: a program that is deterministic does the same again.",
-            )
-        return good
-
-    def went_back(self, step: int) -> int | None:
-        """Count a restore of `step` as a rollback if there was a bad step; return the bad step, else None."""
-        failed_step, self._failed_step = self._failed_step, None
-        if failed_step is not None:
-            self._rollbacks, self._limit = self._rollbacks + 1, step
-        return failed_step
+            self._warned = False
+            self.back.passed(step)
 
     def _act(self, step: int, message: str, key: str) -> None:
         if self._on_non_finite == "warn":
@@ -113,7 +130,7 @@ class FiniteMetrics:
             return
         hint = "The checkpoints before it stand. Restore an older one, and change what made it diverge."
         if self._on_non_finite == "rollback":
-            self._failed_step, self._furthest = step, max(step, self._furthest)
+            self.back.failed(step)
             hint = "Call restore(): it goes back to the newest checkpoint with finite metrics."
         message = f"{message}, and on_non_finite is {self._on_non_finite!r}: this step is not saved"
         error = NonFiniteError(message, step=step, key=key, hint=hint)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import ConfigError, RankError
+from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from tests.support.agents import MARK, config_of, left, main, train, trained
@@ -74,6 +74,39 @@ def test_a_rank_that_is_stopped_is_found(
     assert "train_step" in stacks
     assert trained(run_dir)[0] == 5
     assert left(marked) == []
+
+
+def test_a_first_step_may_take_longer(run_dir: Path, tmp_path: Path) -> None:
+    """A rank that compiles its model in its first step is not hung; in a later step as long a time is a hang."""
+    plan = [(1, 1, "slow"), (3, 0, "slow")]
+    config = config_of(run_dir, flush_timeout_s=3.0)
+    [failure] = train(config, {"plan": plan, "folder": str(tmp_path)}, 5)
+    assert re.match(r"rank 0, 1 goes on with nothing: no step for [34] s", str(failure))
+    assert trained(run_dir)[0] == 5
+
+
+def test_a_rank_that_only_logs_is_found(run_dir: Path, tmp_path: Path) -> None:
+    """A rank whose thread goes on logging is hung all the same."""
+    params = {"plan": [(3, 1, "stop")], "folder": str(tmp_path), "logs": True}
+    [failure] = train(config_of(run_dir, flush_timeout_s=4.0), params, 5)
+    assert str(failure).startswith("rank 1 is stopped")
+
+
+def test_a_metric_that_is_not_finite_rolls_the_gang_back(
+    run_dir: Path, tmp_path: Path, whole: tuple[int, dict[str, Any], list[str]]
+) -> None:
+    """P20, P73: any rank's metric counts; the next gang goes back to an older checkpoint each time, as one process."""
+    plan = [(7, 1, "nan"), (8, 0, "nan"), (14, 0, "nan")]
+    config = config_of(run_dir, on_non_finite="rollback", step_interval=100)
+    failures = train(config, {"plan": plan, "folder": str(tmp_path)}, TOTAL)
+    assert [(type(failure), failure.step, failure.key) for failure in failures] == [
+        (NonFiniteError, 7, "loss"),
+        (NonFiniteError, 8, "loss"),
+        (NonFiniteError, 14, "loss"),
+    ]
+    notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "rollback"]
+    assert [(note["step"], note["failed"]) for note in notes] == [(10, 14), (0, 8), (5, 7)]
+    assert trained(run_dir)[:2] == whole[:2]
 
 
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ class Parallel:
     """Fit noise with a net that has dropout, in a DistributedDataParallel or sharded; each rank has its own batches.
 
     `plan` has [step, rank, what]: before the optimizer step of this step the rank does that, once in all: "raise",
-    "exit", "kill", "stop", "segv" or "term" (itself), "agent" (kill it) or "terminate" (SIGTERM to the agent). Each
-    leaves a file in `folder`, with the time of the host's clock.
+    "exit", "kill", "stop", "segv" or "term" (itself), "agent" (kill it), "terminate" (SIGTERM to the agent), "nan" (its
+    loss is none) or "slow" (the step takes 6 s). Each leaves a file in `folder`, with the time of the host's clock.
     """
 
     recorded_params = ("kind", "plan", "folder")
@@ -36,6 +38,7 @@ class Parallel:
         plan: Sequence[tuple[int, int, str]] = (),
         folder: str = "",
         step_s: float = 0.0,
+        logs: bool = False,
     ):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
@@ -50,13 +53,15 @@ class Parallel:
         torch.manual_seed(seed + self._rank)
         self._plan = {step: what for step, rank, what in plan if rank == self._rank}
         self._folder, self._step_s = Path(folder), step_s
+        if logs:
+            Thread(target=_log_on, daemon=True).start()
 
     def train_step(self) -> dict[str, float]:
         time.sleep(self._step_s)
         loss = self.model(torch.randn(16, 4)).square().mean()
         self.state["steps"] += 1
-        if what := self._plan.get(self.state["steps"]):
-            self._interfere(what)
+        if self._interfere(self._plan.get(self.state["steps"], "")) == "nan":
+            return {"loss": float("nan")}
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -70,21 +75,31 @@ class Parallel:
             self.model.train()
         return {"heldout_loss": value, "suite": float(len(suite))}
 
-    def _interfere(self, what: str) -> None:
+    def _interfere(self, what: str) -> str:
+        """Do what is planned, unless that is done already; return it."""
         done = self._folder / f"{self.state['steps']}-{self._rank}-{what}"
-        if done.exists():
-            return
+        if not what or done.exists():
+            return ""
         done.write_text(str(time.monotonic()))
         if what == "raise":
             raise RuntimeError(f"injected in step {self.state['steps']}")
         if what == "exit":
             sys.exit(0)
+        if what == "slow":
+            time.sleep(6.0)
         agent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
         if what in numbers:
             os.kill(os.getpid(), numbers[what])
-        else:
+        elif what in ("agent", "terminate"):
             os.kill(agent, signal.SIGKILL if what == "agent" else signal.SIGTERM)
+        return what
+
+
+def _log_on() -> None:
+    while True:
+        logging.getLogger("tests").warning("a thread is busy")
+        time.sleep(0.01)
 
 
 class Alone(Parallel):
