@@ -144,7 +144,7 @@ def test_nothing_is_unpickled() -> None:
     banned = {"torch.load", "torch.save", "np.load", "np.save"}
     nodes = [(path, node) for path in SHIPPED for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)]
     found = {f"{path.name}: {ast.unparse(node)}" for path, node in nodes if ast.unparse(node) in banned}
-    assert found == {"export_torch.py: torch.save"}
+    assert found == {"export_torch.py: torch.save", "reader.py: torch.save"}  # the second: decision 0095
 
 
 # Commands, which end before the interpreter does.

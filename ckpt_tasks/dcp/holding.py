@@ -1,0 +1,170 @@
+"""The runs that this process holds for DCP's saves, and what it has restored: writers and readers come and go.
+
+Invariants
+
+1. One commit algorithm: the coordinator's process has a `Committer`, as a Checkpointer's first rank has.
+2. A run is held from the first save of a process to its end, so that of two trainings one is refused, or fenced.
+3. As everywhere, a process that has neither restored nor saved does not commit to a run that has checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckpt_tasks.checkpoint.acquiring import take_run
+from ckpt_tasks.errors import CkptError, ConfigError
+from ckpt_tasks.format.keys import Attempt
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.saving.ending import end_with_interpreter
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored
+from ckpt_tasks.saving.prepared import prepare_checkpoint
+from ckpt_tasks.saving.tenure import Line, Tenure
+from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.storage.port import Store
+from ckpt_tasks.system import system
+from ckpt_tasks.upkeep.pruning import Pruner
+
+__all__ = ["HeldRun", "Restored", "config_of", "held_run", "restored", "store_of"]
+
+_END_S = 5.0
+
+
+class Restored(NamedTuple):
+    """What a process has loaded of a run: the checkpoint, and the newest entry that has committed one."""
+
+    checkpoint: Checkpoint
+    known_n: int
+
+
+restored: dict[str, Restored] = {}  # by run, until a save goes on from it
+_held: dict[str, HeldRun] = {}
+_lock = system().lock()
+
+
+def config_of(run: str | os.PathLike[str] | Location | CheckpointConfig) -> CheckpointConfig:
+    """Return the configuration of a run; one that is named by its place has the default one."""
+    return run if isinstance(run, CheckpointConfig) else CheckpointConfig(checkpoint_dir=run)
+
+
+def store_of(config: CheckpointConfig) -> Store:
+    """Open the run's store."""
+    return config.location.resolve(config.run_key).open()
+
+
+def held_run(config: CheckpointConfig) -> HeldRun:
+    """Return the run that this process holds, or will hold from its first save on."""
+    url = store_of(config).url
+    with _lock:
+        held = _held.get(url)
+        if held is None or held.pid != os.getpid():
+            held = _held[url] = HeldRun(config)
+            end_with_interpreter(held)
+        held.configure(config)
+        return held
+
+
+class HeldRun:
+    """A run directory that this process holds for DCP, as its coordinator."""
+
+    def __init__(self, config: CheckpointConfig):
+        self.pid = os.getpid()
+        self._config = config
+        self._history = History(store_of(config))
+        self._pruner = Pruner(self._history, config.retention_policy)
+        self._line = Line()
+        self._tenure: Tenure | None = None
+        self._admitted: tuple[Head, State] | None = None
+        self._unfinished: Attempt | None = None
+        self._started_s = 0.0
+
+    @property
+    def url(self) -> str:
+        """Where the run is."""
+        return self._history.store.url
+
+    def configure(self, config: CheckpointConfig) -> None:
+        """Take another configuration of the same run: from now on its retention counts."""
+        self._config, self._pruner.policy = config, config.retention_policy
+
+    def begin(self, step: int, world_size: int, newer: Restored | None) -> Saving:
+        """Take the run if need be, and name a new attempt; `newer` is what was restored since the last save.
+
+        Raises what a Checkpointer's first save does: OwnedError, FencedError, ConfigError, StoreError.
+        """
+        self._started_s = system().monotonic()
+        if newer is not None:
+            self._line.follow(newer.checkpoint)
+            self._line.known_n = max(self._line.known_n, newer.known_n)
+        if step <= self._line.step:
+            why = f"step {step} is not after step {self._line.step}, which was saved or restored before it"
+            raise ConfigError(why, hint="Give each save a step of its own: CkptWriter(run, step=…).")
+        tenure = self._own()
+        assert tenure.committer is not None
+        tenure.check()
+        self._admitted = tenure.committer.admit()
+        self.abandon()
+        saving = tenure.new_saving(step, {}, metrics=None, epochs=None, interim=False)
+        self._unfinished = saving.attempt
+        return replace(saving, world_size=world_size)
+
+    def commit(self, saving: Saving, parts: list[RankPart]) -> Checkpoint:
+        """Commit the parts of all ranks; nothing is committed if it raises."""
+        tenure, admitted = self._tenure, self._admitted
+        if tenure is None or tenure.committer is None or admitted is None or self._unfinished != saving.attempt:
+            raise ConfigError("this save has not begun here", hint="Use one writer for one save.")
+        committer = tenure.committer
+        with committer.owning():
+            prepared = prepare_checkpoint(saving, parts)
+            committer.put_manifest(prepared)
+            spent_s = round(system().monotonic() - self._started_s, 6)
+            entry, _ = committer.commit(admitted, prepared, cost_s=spent_s, observed={"flush_s": spent_s})
+        self._unfinished = None
+        new = entry.state.live[-1]
+        self._line.committed(new, Stored.of(prepared.manifest.objects, prepared.index))
+        committer.prune_behind(entry)
+        return new
+
+    def abandon(self) -> None:
+        """Delete what a save has left that did not come to its commit; raise FencedError if the run is lost."""
+        attempt, self._unfinished = self._unfinished, None
+        if attempt is not None and self._tenure is not None and self._tenure.committer is not None:
+            self._tenure.committer.abandon(attempt)
+
+    def _own(self) -> Tenure:
+        if self._tenure is None:
+            location = self._config.location.resolve(self._config.run_key)
+            self._tenure = take_run(
+                self._history,
+                self._config,
+                SnapshotCache(self._history.store, None),
+                self._pruner,
+                self._line,
+                single_writer=location.single_writer,
+                take_over=False,
+                flow_run_id=None,
+            )
+            try:
+                assert self._tenure.committer is not None
+                self._tenure.committer.check_line()
+            except BaseException:
+                self.end()
+                raise
+        self._tenure.beat()
+        return self._tenure
+
+    def end(self) -> None:
+        """Release the run."""
+        tenure, self._tenure = self._tenure, None
+        if tenure is None or self.pid != os.getpid():
+            return
+        with suppress(CkptError):
+            self._pruner.cancel(_END_S)
+            tenure.quiet()
+            tenure.release()

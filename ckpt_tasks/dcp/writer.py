@@ -1,0 +1,252 @@
+"""A StorageWriter of DCP that commits checkpoints of a run: `dcp.save(state, storage_writer=CkptWriter("runs/x"))`.
+
+DCP's own collectives carry what is said. The coordinator takes the run and names the attempt when it has all plans;
+every rank packs its values, digests its tensors and puts its shards; the coordinator commits the parts of all. Any
+error of a rank is raised in all of them, and nothing is committed then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt_tasks.dcp.holding import Restored, config_of, held_run, restored, store_of
+from ckpt_tasks.dcp.naming import ROOT, Naming, groups_of, name_all
+from ckpt_tasks.dcp.shards import Portion, write_portions
+from ckpt_tasks.errors import ConfigError, UnsupportedStateError
+from ckpt_tasks.format.keys import Attempt
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.saving.parts import RankPart, Saving
+from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.tensors.tensors import TensorSet
+from ckpt_tasks.tensors.values import pack
+
+__all__ = ["CkptWriter", "step_of"]
+
+_STEP = re.compile(r"(\d+)/?$")
+
+
+class _Order(NamedTuple):
+    """What the coordinator tells a rank: where and how to write, and which empty tensors others write."""
+
+    attempt: Attempt
+    rank: int
+    world_size: int
+    places: Mapping[str, str]  # DCP's name → a tensor's full key, or the path of a value
+    total_bytes: int
+    total_items: int
+    skipped: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank tells the coordinator: its part, and its packed values by DCP's names."""
+
+    part: RankPart
+    values: Mapping[str, Any]
+
+
+class CkptWriter(StorageWriter):
+    """Write a DCP state as a checkpoint of a run, committed and verified as every other one.
+
+    `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. Without a `step` it is the
+    number at the end of DCP's `checkpoint_id` (`…/step-100`). The process of DCP's coordinator holds the run from its
+    first save to its end. Errors reach the caller inside DCP's CheckpointException, as its writers' do.
+    """
+
+    def __init__(self, run: str | os.PathLike[str] | Location | CheckpointConfig, *, step: int | None = None):
+        super().__init__()
+        self._config = config_of(run)
+        self._step = step
+        self._given = step
+        self._saving: Saving | None = None
+        self._naming: Naming | None = None
+        self._restored: Restored | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Take along what this process has restored: with DCP's PROCESS executor another one saves."""
+        url = store_of(self._config).url
+        return {**vars(self), "_restored": restored.pop(url, self._restored)}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Say whether a checkpoint_id has a step at its end."""
+        return step_of(checkpoint_id) is not None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, perhaps of the step at the end of `checkpoint_id`."""
+        self._saving = self._naming = None
+        if checkpoint_id is not None and self._given is None:
+            self._step = step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise ConfigError if there is no step, or if the ranks do not save together."""
+        if self._step is None:
+            raise ConfigError(
+                "a checkpoint needs its step",
+                hint="Write CkptWriter(run, step=…), or a checkpoint_id such as step-100.",
+            )
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("ranks that save alone have no common checkpoint", hint="Leave use_collectives=True.")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the run, name the attempt, and tell each rank where to write."""
+        plans = _full_plans(plans)
+        tensors = {item.index.fqn: item.type != WriteItemType.BYTE_IO for plan in plans for item in plan.items}
+        naming = self._naming = name_all(tensors, _paths(plans))
+        places = {name: naming.keys.get(name) or _place(*naming.places[name]) for name in tensors}
+        held = held_run(self._config)
+        newer, self._restored = restored.pop(held.url, self._restored), None
+        assert self._step is not None
+        self._saving = held.begin(self._step, len(plans), newer)
+        total_bytes, total_items, empty = 0, 0, set[str]()
+        orders = []
+        for rank, plan in enumerate(plans):
+            skipped = set[str]()
+            for item in plan.items:
+                total_items += 1
+                total_bytes += _chunk_bytes(item)
+                if item.tensor_data is not None and 0 in item.tensor_data.size:
+                    (skipped if item.index.fqn in empty else empty).add(item.index.fqn)
+            here = {item.index.fqn: places[item.index.fqn] for item in plan.items}
+            orders.append((rank, plan, here, frozenset(skipped)))
+        return [
+            replace(
+                plan,
+                storage_data=_Order(self._saving.attempt, rank, len(plans), here, total_bytes, total_items, skipped),
+            )
+            for rank, plan, here, skipped in orders
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Pack the values, then digest and put the tensors; raises UnsupportedStateError before anything is put."""
+        order: _Order = plan.storage_data
+        inner = TensorSet(None)
+        values = {}
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                name = item.index.fqn
+                values[name] = pack(_value(planner, item), order.places[name], inner)
+        portions = [
+            Portion(key, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for key, tensor in inner.tensors.items()
+        ]
+        portions += _portions(plan.items, planner, order)
+        part = write_portions(
+            store_of(self._config),
+            order.attempt,
+            portions,
+            rank=order.rank,
+            world_size=order.world_size,
+            total_bytes=order.total_bytes,
+            total_items=order.total_items,
+        )
+        results = [WriteResult(item.index, _chunk_bytes(item), None) for item in plan.items]
+        written = _Written(part, values)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*results, WriteResult(MetadataIndex(""), 0, written)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the parts of all ranks."""
+        saving, naming = self._saving, self._naming
+        assert saving is not None
+        assert naming is not None
+        parts, values = [], {name: TensorRef(key) for name, key in naming.keys.items()}
+        for result in results:
+            written = result[-1].storage_data
+            parts.append(written.part)
+            values |= written.values
+        groups = groups_of(naming, values)
+        environment = {ROOT: naming.root}
+        held_run(self._config).commit(replace(saving, groups=groups, environment=environment), parts)
+        self._saving = self._naming = None
+
+
+def step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
+    """Return the number at the end of a checkpoint_id; None if there is none."""
+    match = _STEP.search(os.fspath(checkpoint_id))
+    return int(match[1]) if match else None
+
+
+_last_plans: list[SavePlan] = []
+
+
+def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the plans, with the last one of each rank that sends none: its planner has cached it.
+
+    Each save needs an order of its own, so no rank may write by the plan that it has cached. Raises ConfigError if the
+    plan is not known here.
+    """
+    full = [
+        plan if plan.usable else replace(_last_plans[rank], usable=True) if rank < len(_last_plans) else None
+        for rank, plan in enumerate(plans)
+    ]
+    known = [plan for plan in full if plan is not None]
+    if len(known) < len(plans):
+        raise ConfigError("DCP's planner has cached a plan for another writer", hint="Use one kind of writer with it.")
+    _last_plans[:] = known
+    return known
+
+
+def _paths(plans: Iterable[SavePlan]) -> dict[str, tuple[str | int, ...]] | None:
+    """Return DCP's path of every name; None if its planner has not flattened the state."""
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for plan in plans:
+        if not isinstance(plan.planner_data, Mapping):
+            return None
+        paths |= plan.planner_data
+    return paths
+
+
+def _place(group: str, path: Sequence[str | int]) -> str:
+    return "/".join(map(str, (group, *path)))
+
+
+def _chunk_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> Any:
+    """Return the value of an item that DCP would pickle; raise UnsupportedStateError if only its bytes can be had."""
+    own = getattr(type(planner), "transform_object", None)
+    if not isinstance(planner, DefaultSavePlanner) or own is not DefaultSavePlanner.transform_object:
+        raise UnsupportedStateError(
+            f"a value that {type(planner).__name__} has made bytes of cannot be stored",
+            key=item.index.fqn,
+            hint="Give it to a planner whose transform_object is DefaultSavePlanner's.",
+        )
+    return planner.lookup_object(item.index)
+
+
+def _portions(items: Sequence[WriteItem], planner: SavePlanner, order: _Order) -> list[Portion]:
+    """Return the tensors of a plan; raise UnsupportedStateError for a part that is not where DCP says."""
+    portions = []
+    for item in items:
+        if item.tensor_data is None or item.index.fqn in order.skipped:
+            continue
+        tensor: Any = planner.resolve_data(item)
+        full, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
+        if tuple(tensor.shape) != tuple(chunk.sizes) and tensor.numel() + chunk.sizes.numel():
+            raise UnsupportedStateError(
+                f"a part of the shape {tuple(tensor.shape)} where DCP says {tuple(chunk.sizes)} cannot be stored",
+                key=item.index.fqn,
+                hint="DCP would lose rows of it (github.com/pytorch/pytorch issue 161368); a Checkpointer saves it.",
+            )
+        if tensor.numel() or 0 in full:
+            portions.append(Portion(order.places[item.index.fqn], tensor.detach(), full, tuple(chunk.offsets)))
+    return portions
