@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:  # PEP 562
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # Later uses find the name here, without this function.
     return value
 
 

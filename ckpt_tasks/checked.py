@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Raise ConfigError for an argument that is not of its annotated type; numbers may be NumPy's or torch's.
 
-    The types are looked up at the first call. What is imported for type checkers only is not checked.
+    Annotations are resolved at the first call. A type that is imported for type checkers only is not checked.
     """
 
     @wraps(function)
@@ -40,7 +40,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the parameters that take positions, and the types of all that can be looked up."""
+    """Return the names of the positional parameters, and the type of each parameter whose annotation resolves."""
     parameters = signature(function).parameters.values()
     kinds = {}
     for parameter in parameters:
@@ -63,7 +63,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return callable(value)
     if origin is Any or not isinstance(origin, type):
         return True
-    if Protocol in origin.__bases__ or origin.__module__.startswith("torch.utils.data"):  # any dataset serves
+    if Protocol in origin.__bases__ or origin.__module__.startswith("torch.utils.data"):  # Accept any dataset.
         return all(hasattr(value, name) for name in vars(origin) if not name.startswith("_"))
     if not isinstance(value, origin):
         return origin is tuple and isinstance(value, list) and _fits(tuple(value), kind)
@@ -72,7 +72,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return len(items) == len(of) and all(map(_fits, items, of))
     if issubclass(origin, Mapping):
         return all(_fits(key, of[0]) and _fits(item, of[1]) for key, item in items.items())
-    # Do not look into an iterator: that would use it up.
+    # Do not look into an iterator: that would consume it.
     return not (of and isinstance(value, Collection)) or all(_fits(item, of[0]) for item in items)
 
 

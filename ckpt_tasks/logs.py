@@ -17,16 +17,17 @@ __all__ = ["guard_log", "unread", "write_line"]
 @contextmanager
 def unread() -> Iterator[None]:
     """Go on if what the block writes for people cannot be written."""
-    with suppress(Exception):  # whatever a handler raises
+    with suppress(Exception):  # A handler may raise anything.
         try:
             yield
         except SystemExit as end:
-            if not isinstance(end.__context__, BrokenPipeError):  # a signal that comes meanwhile may end the process
+            # Otherwise a signal came meanwhile: it may end the process.
+            if not isinstance(end.__context__, BrokenPipeError):
                 raise
 
 
 def guard_log() -> None:
-    """Let no handler of the logger `ckpt_tasks`, or of those above it, raise into the code that logs."""
+    """Let no handler of the logger `ckpt_tasks`, or of the loggers above it, raise into the code that logs."""
     log = logging.getLogger("ckpt_tasks")
     handle: Callable[[logging.LogRecord], None] = log.handle
 
@@ -38,7 +39,7 @@ def guard_log() -> None:
 
 
 def write_line(line: str) -> None:
-    """Write a line on stderr, if there is one that takes it."""
+    """Write a line on stderr; drop it if stderr is closed or full."""
     with unread():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The clocks, threads and random numbers of the protocol: here, and nowhere else.
+"""The only source of clocks, threads and random numbers for the protocol.
 
-Who is fenced, what is pruned and who waits for whom follow from these and from the store alone. A simulation of many
-processes gives others (`use`), and then one seed is one schedule, which can be played again.
+Which process is fenced, which checkpoint is pruned and which rank waits for which follow from these and from the store
+alone. A simulation of many processes passes its own `System` to `use`: then one seed is one schedule, and repeatable.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any
 
 __all__ = ["System", "boot_id", "gang_rank", "has_ended", "host_name", "now_iso", "process_start", "system", "use"]
 
-_NICER = 10  # with 19 or 0 a copy cost training no less, and with 19 it may wait long on a busy machine
-_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it
+# Measured: at niceness 19 or 0 a copy cost training no less, and at 19 it may wait long on a busy machine.
+_NICER = 10
+# Python's own generator belongs to training, and is saved with it.
+_dice = random.SystemRandom()
 
 
 class System:
@@ -51,7 +53,7 @@ class System:
 
     def lower_priority(self) -> None:
         """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
-        if sys.platform == "linux":  # elsewhere niceness belongs to the process, not to the thread
+        if sys.platform == "linux":  # Elsewhere niceness belongs to the whole process, not to the thread.
             with suppress(OSError):
                 niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
@@ -69,7 +71,7 @@ class System:
         return threading.Condition()
 
     def local(self) -> threading.local:
-        """Return an object whose attributes each thread has of its own."""
+        """Return an object with separate attributes for each thread."""
         return threading.local()
 
     def queue(self) -> SimpleQueue[Any]:
@@ -93,12 +95,12 @@ _system = System()
 
 
 def system() -> System:
-    """Return what this process runs on."""
+    """Return the System that this process uses."""
     return _system
 
 
 def use(other: System) -> System:
-    """Run on another system from now on; return the one before."""
+    """Use another System from now on; return the previous one."""
     global _system
     before, _system = _system, other
     return before
@@ -117,7 +119,7 @@ def boot_id() -> str:
 
 
 def gang_rank() -> str | None:
-    """Return in words what a launcher says of this process, if it has started several ranks."""
+    """Return in words which rank a launcher made this process, if it has started several ranks."""
     size = os.environ.get("WORLD_SIZE", "")
     several = size.isdecimal() and int(size) > 1 and "RANK" in os.environ
     return f"this is rank {os.environ['RANK']} of {size}" if several else None
@@ -146,8 +148,9 @@ def process_start(pid: int) -> str | None:
 
 
 def has_ended(pid: int, start: str) -> bool:
-    """Say whether a process of this system has certainly ended; /proc may hide other users' processes."""
-    with suppress(PermissionError, OverflowError):  # another user's process, or not a process id
+    """Return True if a process of this system has certainly ended; /proc may hide other users' processes."""
+    # /proc hides another user's process; a number that is no process id overflows.
+    with suppress(PermissionError, OverflowError):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -32,7 +32,7 @@ _numbers = count()
 
 
 class InjectedError(StoreError):
-    """A request that a rule of a FaultyStore let fail."""
+    """A request failed because a rule of a FaultyStore says so."""
 
     transient = True
 
@@ -51,7 +51,7 @@ class _StoreLocation(Location):
 def located(store: Store, *, deadline_s: float | None = None) -> Location:
     """Return the location of a run in this store, for a `CheckpointConfig` or `open_run`, in this process alone.
 
-    With `deadline_s` requests that fail for the moment are made again for so many seconds, as they are with a server.
+    With `deadline_s`, requests that fail temporarily are retried for this many seconds, as with a server.
     """
     return _StoreLocation(store.url, store=store if deadline_s is None else RetryingStore(store, deadline_s=deadline_s))
 
@@ -59,7 +59,7 @@ def located(store: Store, *, deadline_s: float | None = None) -> Location:
 class MemoryStore(OneByOne):
     """A store whose objects are in this process's memory: `objects` maps their names to their bytes.
 
-    With `near=False` it is treated as a store with a server, which is asked less often.
+    With `near=False` it is treated as a store with a server, and is asked less often.
     """
 
     gap_bytes = 0
@@ -138,7 +138,7 @@ class MemoryStore(OneByOne):
 class Rule:
     """Which requests of a FaultyStore meet which fate; `FaultyStore.on` makes one.
 
-    `hits` counts them, `reached` is set when the first one comes, and `until` lets those go on that are held.
+    `hits` counts these requests; `reached` is set when the first one comes; setting `until` releases held requests.
     """
 
     fate: Fate
@@ -151,7 +151,7 @@ class Rule:
     until: threading.Event = field(default_factory=threading.Event)
 
     def strikes(self, verb: str, name: str) -> bool:
-        """Return True if a request meets this fate; count it then."""
+        """Return True if a request meets this fate, and count it."""
         meant = (not self.verb or verb in self.verb.split()) and re.search(self.name, name) is not None
         if not meant or self.hits == self.times:
             return False
@@ -167,10 +167,10 @@ class FaultyStore(WrappedStore):
     size and names. The fates:
 
     * "refused": nothing is done, and an error says so. "unanswered": it is done, and the answer is lost.
-    * "exists": it is done, and the store tells the sender's second try that the name is taken.
+    * "exists": it is done, but the store tells the sender's second try that the name is taken.
     * "late": an error; it is done when `deliver` is called. "twice": it is done, and again when `deliver` is called.
     * "torn": an error, and a part of the bytes is there. "flipped": a read returns one wrong bit.
-    * "done": nothing happens to it; it may still be held.
+    * "done": the request is served normally; it may still be held.
     """
 
     def __init__(self, inner: Store):
@@ -192,8 +192,9 @@ class FaultyStore(WrappedStore):
     ) -> Rule:
         """Add a rule; of several that match, the first one strikes.
 
-        `verb` are verbs, separated by spaces, `name` is a pattern. The first `skip` requests that match are left alone,
-        then at most `times` meet the fate. If `held`, they wait for the rule's `until` before.
+        `verb` is one or more verbs, separated by spaces; `name` is a pattern. The first `skip` matching requests are
+        left
+        alone, then at most `times` meet the fate. If `held`, they first wait for the rule's `until`.
         """
         rule = Rule(fate=fate, verb=verb, name=name, skip=skip, times=times)
         if not held:
@@ -202,17 +203,17 @@ class FaultyStore(WrappedStore):
         return rule
 
     def off(self, *rules: Rule) -> None:
-        """Remove these rules, or all."""
+        """Remove these rules, or all rules."""
         self._rules = tuple(rule for rule in self._rules if rules and rule not in rules)
 
     def deliver(self) -> None:
-        """Let the requests arrive that are late, or come twice."""
+        """Deliver the late requests, and repeat those that come twice."""
         late, self._late = self._late, []
         for arrive in late:
             arrive()
 
     def fate_of(self, verb: str, name: str) -> Fate:
-        """Return what happens to a request, and wait as long as its rule holds it; a subclass may decide by itself."""
+        """Return the fate of a request, after waiting as long as its rule holds it; a subclass may override this."""
         with self._lock:
             self.log.append((verb, name))
             rule = next((rule for rule in self._rules if rule.strikes(verb, name)), None)
@@ -227,7 +228,7 @@ class FaultyStore(WrappedStore):
         self._late.append(arrive)
 
     def part_of(self, body: bytes) -> bytes:
-        """Return the half that a torn write leaves."""
+        """Return the half of the bytes that a torn write leaves."""
         return body[: len(body) // 2]
 
     def get(self, name: str, max_bytes: int) -> bytes:
@@ -254,7 +255,7 @@ class FaultyStore(WrappedStore):
         return False
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        data = b"".join(body)  # what training changes after that is another state
+        data = b"".join(body)  # Training may change the buffers after the call.
         self._change("put", name, lambda part: self.inner.put(name, [part]), data)
 
     def put_if_absent(self, name: str, body: bytes) -> None:

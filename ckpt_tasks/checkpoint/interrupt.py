@@ -135,7 +135,7 @@ def _rename(own: Any, new: Any) -> None:
 
 
 def _is_timeout(handler: Any) -> bool:
-    """Say whether a handler is the one with which Prefect ends a flow run that takes too long."""
+    """Return True if a handler is the one with which Prefect ends a flow run that takes too long."""
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
 
 

@@ -57,12 +57,12 @@ class LeftOut:
 
 
 def can_leave_out(state: Mapping[str, Any]) -> bool:
-    """Say whether an object of the state can skip batches: it has `skip_batches(count)`."""
+    """Return True if an object of the state can skip batches: it has `skip_batches(count)`."""
     return any(callable(getattr(value, "skip_batches", None)) for value in objects_of(state))
 
 
 def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> bool:
-    """Say whether nothing has been committed since a rollback; a snapshot in memory would then undo it."""
+    """Return True if nothing has been committed since a rollback; a snapshot in memory would then undo it."""
     newest = newest_first[0].manifest_digest if newest_first else None
     return rollback is not None and rollback.pending and rollback.identity == newest
 

@@ -335,7 +335,7 @@ def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
 
 
 def _is_state_dict(saved: SavedGroup) -> bool:
-    """Say whether a group is a module, or a dict of tensors that looks like a module's state_dict."""
+    """Return True if a group is a module, or a dict of tensors that looks like a module's state_dict."""
     if not isinstance(saved.tree, dict) or not all(_is_name(name) for name in saved.tree):
         return False
     return saved.kind == "module" or all(type(value) is TensorRef for value in saved.tree.values())

@@ -186,7 +186,7 @@ def without_user(url: str) -> str:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Say whether the same fork exists, with nothing added to it; raise StateError if anything else is there."""
+    """Return True if the same fork exists, with nothing added to it; raise StateError if anything else is there."""
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)
     head, url = history.head(), history.store.url

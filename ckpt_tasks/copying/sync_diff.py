@@ -94,7 +94,7 @@ def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mappi
 
 
 def in_order(have: Sequence[Checkpoint]) -> bool:
-    """Say whether these checkpoints were committed in this order."""
+    """Return True if these checkpoints were committed in this order."""
     return all(before.n < after.n for before, after in pairwise(have))
 
 
@@ -149,7 +149,7 @@ def _texts(value: Any) -> set[str]:
 
 
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:
-    """Say whether an event is the note of a copy from this source's ledger, at an entry that it still has."""
+    """Return True if an event is the note of a copy from this source's ledger, at an entry that it still has."""
     n = event.get("entry")
     if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False

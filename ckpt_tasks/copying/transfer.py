@@ -124,7 +124,7 @@ class Transfer:
                 )
 
     def _is_committed(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> bool:
-        """Say whether a live checkpoint of the target names this object, with the same digests."""
+        """Return True if a live checkpoint of the target names this object, with the same digests."""
         reusing = next((c for names, c in self._reusing if record.name in names), None)
         checkpoint = reusing or self._of_attempt.get(record.name.rpartition("/")[0])
         if checkpoint is None:

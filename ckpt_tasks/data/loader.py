@@ -3,9 +3,8 @@
 Invariants, beside those of the sampler:
 
 1. `len` is that of a whole epoch, whatever the position.
-2. Nothing here draws from a global random stream or leaves one changed: the data set and `collate_fn` draw from streams
-   that begin with each batch, from (seed, epoch, batch) alone, in this process and in workers.
-3. As with any loader, `iter` begins a new epoch; only the first `iter` after a restore continues the restored epoch.
+2. Nothing here draws from a global random stream or changes one: the data set and `collate_fn` draw from streams that
+   begin with each batch and depend on (seed, epoch, batch) alone, in this process and in workers.
 4. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
    step) is not in a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop repeats it.
 """
@@ -41,7 +40,7 @@ _TOO_MANY = (
     "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "
     "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
 )
-# A loop with a `break` or a `return` may end in time.
+# A loop with a `break` or a `return` may end early.
 _WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
 _STEP = "samples in a step"
 _OURS = {"batch_sampler", "sampler", "generator"}
@@ -67,7 +66,7 @@ class ResumableLoader(Started):
     the ranks of one model need the same samples: give the data-parallel part of the mesh (`mesh=mesh["dp"]`), or the
     data-parallel `rank` and `world_size`.
 
-    Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of your own.
+    Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of the user.
     """
 
     effects: ClassVar[Mapping[str, str]] = {
@@ -114,23 +113,24 @@ class ResumableLoader(Started):
         batches = _Batches(dataset, collate_fn or default_collate, seed)
         self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
         self._restored = False
-        self._ending: int | None = None  # the epoch that has no batch left and has not ended
+        self._ending: int | None = None  # The epoch that has no batch left but has not ended.
         self._ends_again = False
-        self._asked = False  # the loop knows how many epochs are done
-        self._moves = 0  # counts restores and skips: a running iterator then starts again, at the new position
+        self._asked = False  # True if the loop knows how many epochs are done.
+        # Counts restores and skips: after one, a running iterator starts again at the new position.
+        self._moves = 0
 
     @property
     def epoch(self) -> int:
-        """Epochs completed, by their batches."""
+        """Completed epochs: those whose batches have all been handed out."""
         self._asked = True
         return self.sampler.epoch
 
     @checked
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left of `count`, for a loop over each one's batches.
+        """Yield the numbers of the epochs that are left of `count`, for a loop over the batches of each.
 
-        What follows that inner loop is the end of the epoch. After a restore at an epoch's last batch this epoch comes
-        once more, without batches, so that its end is not lost.
+        The code after that inner loop ends the epoch. After a restore at the last batch of an epoch, this epoch is
+        yielded once more, without batches, so that this code runs.
         """
         self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
         if self._restored and self._ending is not None and self._ending < count:
@@ -140,7 +140,7 @@ class ResumableLoader(Started):
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch of one rank."""
+        """The number of samples in a batch of one rank."""
         return self.sampler.batch_size
 
     def __repr__(self) -> str:
@@ -169,7 +169,8 @@ class ResumableLoader(Started):
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
         state = {**self.sampler.state_dict(), "started": started}
-        if self._ending is None or self.sampler.samples:  # behind batches that were skipped
+        # True behind skipped batches.
+        if self._ending is None or self.sampler.samples:
             return state
         return {**state, "epoch": self._ending, "samples": self.sampler.size}
 
@@ -183,13 +184,13 @@ class ResumableLoader(Started):
         self._moves += 1
 
     def skip_batches(self, count: int) -> None:
-        """Skip the next `count` batches, as a rollback asks for; a running loop discards prefetched ones."""
+        """Skip the next `count` batches, for a rollback; a running loop discards prefetched ones."""
         self.sampler.skip_batches(count)
-        self._restored = True  # a loop whose epoch is over: the next `iter` continues behind them
+        self._restored = True  # If the epoch's loop is over, the next `iter` continues behind them.
         self._moves += 1
 
     def _take_place(self) -> None:
-        """Take this rank's part: frameworks start their process group after the loader is made."""
+        """Find this rank's part: frameworks start their process group after the loader is made."""
         if not self._has_place and distributed.is_available() and distributed.is_initialized():
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
@@ -210,7 +211,7 @@ class ResumableLoader(Started):
 
 
 def check_dealt(state: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a loader or sampler deals other samples to ranks that hold parts of one model."""
+    """Raise ConfigError if a loader or sampler gives different samples to ranks that hold parts of one model."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     objects = [*objects_of(state)]
@@ -233,7 +234,7 @@ def check_dealt(state: Mapping[str, Any]) -> None:
 
 
 def _counts_anew(iterating: FrameType | None) -> bool:
-    """Return True if a `for` over the loader is within loops over range(N) alone, which a restore does not change."""
+    """Return True if a `for` over the loader is only inside loops over range(N): a restore does not shorten these."""
     caller = iterating and iterating.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("tqdm"):
         caller = caller.f_back
@@ -241,7 +242,7 @@ def _counts_anew(iterating: FrameType | None) -> bool:
         return False
     try:
         source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
-    except (SyntaxError, ValueError):  # not Python's own
+    except (SyntaxError, ValueError):  # The source is not plain Python.
         return False
     statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
     loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
@@ -250,7 +251,7 @@ def _counts_anew(iterating: FrameType | None) -> bool:
 
 
 class _Batches(Dataset[Any]):
-    """Make whole, collated batches, each on its own random streams."""
+    """Make whole, collated batches, each with its own random streams."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
         self._dataset = dataset

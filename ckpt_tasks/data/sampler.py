@@ -5,7 +5,7 @@ Invariants
 1. The order of an epoch depends on (seed, epoch, size) alone: not on the position, the ranks, the workers or the past.
 2. The position counts the samples that the loop was handed, over all ranks; prefetching in workers does not move it.
 3. The position always has a batch after it: the last batch of an epoch moves it to the start of the next one.
-4. Nothing here draws from a global random stream, or leaves one changed.
+4. Nothing here draws from a global random stream, or changes one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
 
-ORDER_VERSION = 1  # of the order: raise it with any change to Permutation, so that a resume notices
+ORDER_VERSION = 1  # Raise the order's version with any change to Permutation, so that a resume notices.
 _ROUNDS = 12
 _MAX_SIZE = 2**62
 _MOST_EPOCHS = 2**63
@@ -106,14 +106,14 @@ class ResumableSampler(Sampler[list[int]]):
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
         self.has_mesh = mesh is not None
         self._epoch = self._samples = 0
-        self._loads = 0  # counts load_state_dict: a running `follow` then starts again
+        self._loads = 0  # Counts load_state_dict: after it, a running `follow` starts again.
         self._ids_with_epoch = False
-        self._drawn = self._drawn_before = 0  # batches, until now and until the last state_dict
-        self._stands = True  # it has never been moved
+        self._drawn = self._drawn_before = 0  # Batches drawn up to now, and up to the last state_dict.
+        self._stands = True  # True while the position has never been moved.
 
     @property
     def epoch(self) -> int:
-        """Epochs completed; also the number of the next batch's epoch."""
+        """Completed epochs; also the number of the next batch's epoch."""
         return self._epoch
 
     @property
@@ -135,17 +135,17 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
-        # Not itself a generator: it must take the position now, not when the first batch is requested.
+        # This is not a generator: it must take the position now, not when the first batch is requested.
         return self._batches(self._epoch, self._samples)
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the loader's batches without end, and move the position with each.
 
         The loader must have this sampler as its `batch_sampler`, else ConfigError. After `load_state_dict` the next
-        batch is the one at the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
+        batch is that of the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
         workers comes from the position, not from a global stream or the loader's generator. Workers still draw from
         their own streams, which start again on a resume: wrap the data set in `seeded` if it draws random numbers. If
-        the loader has a `state_dict`, leave it out of the state.
+        the loader has a `state_dict`, leave the loader out of the state.
         """
         if loader.batch_sampler is not self:
             raise ConfigError(
@@ -155,7 +155,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
-        self._stands = False  # the caller moves the position with each batch that it hands out
+        self._stands = False  # The caller moves the position with each batch that it hands out.
         generator = torch.Generator()
         generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
         theirs, loader.generator = loader.generator, generator
@@ -165,12 +165,12 @@ class ResumableSampler(Sampler[list[int]]):
             loader.generator = theirs
 
     def begin_epoch(self) -> None:
-        """Move the position to the start of the next epoch, if it is not at the start of one."""
+        """Move the position to the start of the next epoch, unless it is at the start of an epoch."""
         if self._samples:
             self._epoch, self._samples = self._epoch + 1, 0
 
     def name_epochs(self) -> None:
-        """From now on yield ids that carry their epoch."""
+        """Yield ids that carry their epoch from now on."""
         self._ids_with_epoch = True
 
     def advance(self) -> None:
@@ -191,17 +191,17 @@ class ResumableSampler(Sampler[list[int]]):
 
         Augmentation is then the same after a resume and with any number of workers or ranks. It works for code that
         draws from the global streams of Python, NumPy and torch's CPU, or from generators in attributes of the data
-        set; it changes none of them, and costs about 0.1 ms a sample. Only this sampler's batches fit the wrapped data
-        set: from now on its ids are SampleIds.
+        set; it changes none of them, and costs about 0.1 ms a sample. Use the wrapped data set only with this sampler's
+        batches: from now on its ids are SampleIds.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on: plain numbers, the same on every rank."""
-        # What workers fetch ahead is drawn before the first batch is there, and then no more.
+        """Return the position and what it depends on, as plain numbers: the same on every rank."""
+        # Workers prefetch before the first batch is there, and then no more.
         if self._stands and 0 < self._drawn_before < self._drawn:
-            self._stands = False  # said once
+            self._stands = False  # Warn only once.
             _log.warning(
                 "A loader draws batches of a ResumableSampler whose position does not move: a resume begins the epoch "
                 "again. Iterate sampler.follow(loader), or call sampler.advance() after each batch"
@@ -259,7 +259,7 @@ class ResumableSampler(Sampler[list[int]]):
         global_batch = self.batch_size * self.world_size
         if left <= global_batch:
             return left if left == global_batch or not self.drop_last else 0
-        # If the last batch would have fewer samples than ranks, it takes some from the batch before.
+        # If the last batch would have fewer samples than ranks, it takes some from the previous batch.
         if not self.drop_last and left - global_batch < self.world_size and left >= 2 * self.world_size:
             return left - self.world_size
         return global_batch
@@ -267,7 +267,7 @@ class ResumableSampler(Sampler[list[int]]):
     def _batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
         permutation = Permutation(self.size, f"{self.seed}/{epoch}") if self.shuffle else None
         steps = self._positions(samples)
-        # NumPy's cost is per call: 1 µs a sample for a thousand at a time, 300 µs for one alone.
+        # NumPy's cost is per call: 1 µs a sample for a thousand at once, 300 µs for a single one.
         while several := list(islice(steps, max(1, 1024 // self.batch_size))):
             order = permutation(np.concatenate(several)) if permutation else np.concatenate(several)
             for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
@@ -318,7 +318,7 @@ class _Seeded(Dataset[Any]):
 
 @contextmanager
 def own_random_numbers(seed: int, *holders: Any) -> Iterator[None]:
-    """Seed the global CPU streams and the generators that `holders` hold; put the old states back at the end.
+    """Seed the global CPU streams and the generators that `holders` hold; restore the old states at the end.
 
     A held generator starts from its own state and the seed together, so its user's seed still matters.
     """
@@ -329,7 +329,7 @@ def own_random_numbers(seed: int, *holders: Any) -> Iterator[None]:
             _seed_held(one, seed)
         random.seed(seed)
         np.random.seed([seed >> 32, seed & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds the accelerators
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators.
         yield
     finally:
         set_streams(held)

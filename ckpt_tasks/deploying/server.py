@@ -112,7 +112,7 @@ def api_url(host: str, port: int) -> str:
 
 
 def answers(url: str) -> bool:
-    """Say whether a Prefect server answers at this API; raise SiteError if something else does."""
+    """Return True if a Prefect server answers at this API; raise SiteError if something else does."""
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
             said: object = json.loads(answer.read(_MOST_BYTES))

@@ -120,7 +120,7 @@ def _held_bytes(url: str) -> int:
 
 
 def holds(path: Path, expected: bytes) -> bool:
-    """Say whether a small file of this user holds these bytes; /dev/shm is shared, so nothing in it is trusted."""
+    """Return True if a small file of this user holds these bytes; /dev/shm is shared, so nothing in it is trusted."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
             return file.read(len(expected) + 1) == expected

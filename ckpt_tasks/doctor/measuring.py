@@ -80,7 +80,7 @@ class _Trial:
         self._latencies: dict[str, Latency] = {}
 
     def is_ours(self, name: str) -> bool:
-        """Say whether a name is below this trial's place."""
+        """Return True if a name is below this trial's place."""
         return name.startswith(f"{self.place}/")
 
     def run(self) -> Findings:

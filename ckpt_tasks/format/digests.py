@@ -1,6 +1,6 @@
 """Digests: xxh3-128, fast enough (25 GB/s a core) to cover every byte of every save and restore.
 
-They detect damage, not malice: an attacker who can write to the run directory can write a matching digest.
+They detect damage, not malice: whoever can write to the run directory can also write a matching digest.
 Source: github.com/Cyan4973/xxHash.
 """
 
@@ -16,7 +16,7 @@ from ckpt_tasks.errors import ConfigError
 __all__ = ["Digest", "canonical_json", "digest_bytes", "digest_hex"]
 
 
-Digest = xxhash.xxh3_128  # for bytes that come piece by piece: update(), digest()
+Digest = xxhash.xxh3_128  # For bytes that come piece by piece: update(), then digest().
 
 
 def digest_bytes(data: bytes | memoryview) -> bytes:
@@ -30,7 +30,7 @@ def digest_hex(data: bytes | memoryview) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII; raises ConfigError."""
+    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII. Raises ConfigError."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:

@@ -62,10 +62,10 @@ __all__ = [
 FORMAT_NAME = "format.json"
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
-STEPS_NAME = "steps.arrow"  # in a snapshot in memory
+STEPS_NAME = "steps.arrow"  # The name of a snapshot's steps in memory.
 LEDGER_PREFIX = "ledger/"
 MAX_STEP = 10**12 - 1
-MAX_EPOCH = 10**9 - 1  # of owners; an attempt's name has room for nine digits
+MAX_EPOCH = 10**9 - 1  # The highest owner epoch: an attempt's name has room for nine digits.
 MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
@@ -87,7 +87,7 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The attempt's directory name, unique for ever: two attempts never write the same object."""
+        """The attempt's directory name, unique for ever, so that two attempts never write the same object."""
         return f"e{self.epoch:06d}-{self.nonce}"
 
 
@@ -97,13 +97,13 @@ def attempt_prefix(attempt: Attempt) -> str:
 
 
 def key_of_rank(key: str, rank: int) -> str:
-    """Return the full key of a rank's own tensor: "group/name" with the rank's number after the group."""
+    """Return the key of a tensor of which each rank has its own: "group/name", with the rank after the group."""
     group, _, name = key.partition("/")
     return f"{group}/{rank:05d}/{name}"
 
 
 def parse_attempt(name: str) -> Attempt | None:
-    """Read the attempt out of an object's name or prefix; None for any other name."""
+    """Read the attempt from an object's name or prefix; return None for any other name."""
     match = _ATTEMPT.fullmatch(name)
     return Attempt(int(match[1]), int(match[2]), match[3]) if match else None
 
@@ -114,14 +114,14 @@ def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
 
 
 def ledger_name(n: int) -> str:
-    """Name ledger entry n so that the newest lists first; raise ConfigError if the numbers are used up."""
+    """Name ledger entry n so that the newest lists first; raise ConfigError if no number is left."""
     if n > MAX_LEDGER_NUMBER:
         raise ConfigError("the ledger has no number left for another entry", hint="Use another directory.")
     return f"{LEDGER_PREFIX}{MAX_LEDGER_NUMBER - n:020d}-{n:020d}.json"
 
 
 def parse_ledger_name(name: str) -> int | None:
-    """Read the number of a ledger entry; None if the name is foreign or its two numbers disagree."""
+    """Read the number of a ledger entry; return None if the name is foreign or its two numbers disagree."""
     match = _LEDGER.fullmatch(name)
     if match is None or int(match[1]) + int(match[2]) != MAX_LEDGER_NUMBER:
         return None
@@ -139,7 +139,7 @@ def evaluation_name(step: int, suite: str, nonce: str) -> str:
 
 
 def steps_name(attempt: Attempt) -> str:
-    """Name the table of metrics of the steps that a checkpoint adds; it stays when the checkpoint is pruned."""
+    """Name the table with the metrics of the steps that a checkpoint adds; it outlives the checkpoint."""
     return f"steps/{attempt.step:012d}-{attempt.name}.arrow"
 
 
@@ -149,59 +149,60 @@ def heartbeat_name(epoch: int) -> str:
 
 
 def is_group(name: str) -> bool:
-    """Say whether a name can be a group's: a letter, then letters, digits and underscores, 64 at most."""
+    """Return True if a name can be a group's: a letter, then letters, digits and underscores, 64 at most."""
     return _GROUP.fullmatch(name) is not None
 
 
 def is_run_key(name: str) -> bool:
-    """Say whether a name can be a run's key: one flat part, which can also be a directory's name."""
+    """Return True if a name can be a run's key: one flat part, which can also be a directory's name."""
     return _PART.fullmatch(name) is not None
 
 
 def is_object_name(name: str) -> bool:
-    """Say whether a name can be an object's: one to four parts, none with a leading dot; no URL, no absolute path."""
+    """Return True if a name can be an object's: one to four parts, none with a leading dot; no URL or absolute path."""
     parts = name.split("/")
     return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
 
 
 def is_attempt_object(name: str) -> bool:
-    """Say whether a name is that of an object of an attempt."""
+    """Return True if an object of this name belongs to an attempt."""
     attempt = parse_attempt(name)
     return attempt is not None and name.startswith(attempt_prefix(attempt)) and is_object_name(name)
 
 
 def is_shard(name: str) -> bool:
-    """Say whether a name is that of a shard directly below an attempt's prefix."""
+    """Return True if this name is a shard's, directly below an attempt's prefix."""
     attempt = parse_attempt(name)
     return attempt is not None and _SHARD.fullmatch(name.removeprefix(attempt_prefix(attempt))) is not None
 
 
 def is_evaluation(name: str, step: int, suite: str) -> bool:
-    """Say whether a name is that of a table of this suite on a checkpoint of this step."""
+    """Return True if this name is that of a table by this suite, of a checkpoint of this step."""
     match = _EVALUATION.fullmatch(name)
     return match is not None and (int(match[1]), match[2]) == (step, suite)
 
 
 def is_steps(name: str, step: int) -> bool:
-    """Say whether a name is that of the metrics that came with a commit of this step."""
+    """Return True if this name is that of the table of steps which came with a commit of this step."""
     match = _STEPS.fullmatch(name)
     return match is not None and int(match[1]) == step
 
 
 def is_live_list(name: str) -> bool:
-    """Say whether a name is that of a list of live checkpoints."""
+    """Return True if this name is that of a list of live checkpoints."""
     return _LIVE_LIST.fullmatch(name) is not None
 
 
-MAX_FOLDED = 1 << 20  # names in one: a checkpoint has no more regions, and an object has at least one
-MAX_RETIRED = 4 * MAX_FOLDED  # names that one ledger entry gives up
+# The most names that one name folds: a checkpoint has no more regions, and an object has at least one.
+MAX_FOLDED = 1 << 20
+MAX_RETIRED = 4 * MAX_FOLDED  # The most names that one ledger entry gives up.
 
 _NUMBERED = re.compile(r"(.*-)([0-9]{5,9})(-of-[0-9]{5,9}-[0-9]{1,9}\.safetensors)", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"
 _FOLDED = re.compile(rf"(.*-)\[({_RUN}(?:,{_RUN})*)\](-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors)", re.ASCII)
 
-_Key = tuple[str, str]  # the texts before and after the rank
-_Run = tuple[int, int]  # first and last rank
+_Key = tuple[str, str]  # The texts before and after the rank.
+_Run = tuple[int, int]  # The first and the last rank.
 
 
 def fold(names: Iterable[str]) -> tuple[str, ...]:
@@ -214,7 +215,7 @@ def fold(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def repeated(sets: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return the names, folded, that are in more than one of these sets of folded and plain names; unfold none."""
+    """Return the names that are in more than one of these sets, folded. The sets may hold folded and plain names."""
     runs: dict[_Key | str, list[list[_Run]]] = {}
     for names in sets:
         for key, ranks in _by_key(names).items():
@@ -239,7 +240,7 @@ def unfold(names: Iterable[str]) -> Iterator[str]:
 
 
 def is_folded(name: str) -> bool:
-    """Say whether a name is folded, in exactly the form that `fold` writes."""
+    """Return True if a name is folded, in exactly the form that `fold` writes."""
     if "[" not in name:
         return False
     key, runs = _parsed(name)
@@ -254,13 +255,13 @@ def folded_count(names: Iterable[str]) -> int:
 
 
 class Names:
-    """A set of folded and plain names, with `in` for single names that does not unfold."""
+    """A set of folded and plain names; `in` finds a single name without unfolding."""
 
     def __init__(self, names: Iterable[str]):
         self._runs = {key: _merged(ranks) for key, ranks in _by_key(dict.fromkeys(names)).items()}
 
     def __contains__(self, name: str) -> bool:
-        """Say whether a single name is in the set."""
+        """Return True if a single name is in the set."""
         key, ranks = _parsed(name)
         runs = self._runs.get(key)
         if runs is None or not ranks:
@@ -277,14 +278,14 @@ def _parsed(name: str) -> tuple[_Key | str, list[_Run]]:
         return name, []
     before, ranks, behind = match.groups()
     if "[" not in name:
-        # A number written in another way makes another name.
+        # A number that is not written in five digits makes another name.
         return ((before, behind), [(int(ranks), int(ranks))]) if f"{int(ranks):05d}" == ranks else (name, [])
     ends = [run.partition("-") for run in ranks.split(",")]
     return (before, behind), [(int(first), int(last or first)) for first, _, last in ends]
 
 
 def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
-    """Return the runs of ranks by the texts around them; of a name without a rank none."""
+    """Return the runs of ranks by the texts around them; a name without a rank has none."""
     runs: dict[_Key | str, list[_Run]] = {}
     for name in names:
         key, ranks = _parsed(name)
@@ -293,7 +294,7 @@ def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
 
 
 def _overlaps(runs: list[_Run]) -> list[_Run]:
-    """Return what more than one of these sorted runs has."""
+    """Return the ranks that are in more than one of these sorted runs."""
     twice, end = [], -1
     for first, last in runs:
         if first <= end:

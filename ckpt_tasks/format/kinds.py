@@ -1,7 +1,7 @@
 """The kinds of groups as the format has them; the tree of each is checked before anything is made of it.
 
-A restore trusts a tree: it indexes into it, makes tensors with its strides and flags, and sets the position of random
-streams. NumPy would follow a position outside of a stream's numbers out of its memory.
+A restore trusts a tree: it indexes into it, and takes strides, flags and the position of random streams from it. NumPy
+would follow a position beyond a stream's numbers out of its memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_tasks.format.tree import TensorRef
 __all__ = ["KINDS", "RNG", "SavedKind", "check_group", "check_ref"]
 
 
-RNG = "rng"  # the group of the process's streams
+RNG = "rng"  # The group of the process's random streams.
 
 _ARRAY_DTYPES = frozenset(
     f"{kind}{bits}"
@@ -24,7 +24,7 @@ _ARRAY_DTYPES = frozenset(
     for bits in widths
 ) | {"bool", "complex64", "complex128"}
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
-# NumPy's bit generators: the number of values that a position can point to.
+# NumPy's bit generators: the end of the numbers that a position can point to.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
@@ -109,9 +109,9 @@ def _list(value: Any) -> list[Any]:
 
 
 class SavedKind(NamedTuple):
-    """A kind of group: the first version of the format that has it, and what raises one of MALFORMED for a bad tree.
+    """A kind of group: the first format version with it, and a check that raises one of MALFORMED for a bad tree.
 
-    `exports`: a file of torch's can hold it. Random streams are useful to a restore only.
+    `exports`: a file for torch can hold it. Random streams are useful to a restore only.
     """
 
     since: int

@@ -51,20 +51,21 @@ __all__ = [
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-_MAX_DEPTH = 100  # of the JSON; only notes of users can nest deeply
+_MAX_DEPTH = 100  # The depth of the JSON; only users' notes can nest deeply.
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that is true of a run after one ledger entry.
+    """Everything that is true of a run once a ledger entry is committed.
 
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
-    folded names of objects that may not be deleted yet; `stalled_attempts` counts how often the flow run
-    `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of a
-    new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
-    epoch came, an entry could not be read; objects of attempts up to this epoch may be named by it, and are never
-    swept. `origin` is the checkpoint of another run that this one was forked from, `program` ("module:Factory") is what
-    a flow trains, `params` are its parameters; None if no flow has trained the run. `rollback` is the last rollback.
+    folded names of objects that are given up but may not be deleted yet; `stalled_attempts` counts how often the flow
+    run `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of
+    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: an entry could not be
+    read when the owner of this epoch came; that entry may name objects of attempts up to this epoch, so these are
+    never swept. `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory")
+    is what a flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last
+    rollback.
     """
 
     owner: Owner | None = None
@@ -84,9 +85,9 @@ class State:
     rollback: Rollback | None = None
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
-        """Return the state after this owner took the directory; `best_metric`, if given, defines "best" from now on.
+        """Return the state after this owner took the directory; `best_metric`, if not None, redefines "best".
 
-        Raises ConfigError if there is no number left for an owner.
+        Raises ConfigError if no owner epoch is left.
         """
         if owner.epoch > MAX_EPOCH:
             raise ConfigError(
@@ -96,7 +97,7 @@ class State:
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
     def sparing(self, epoch: int) -> State:
-        """Return the state that spares orphans of owner epochs up to this one."""
+        """Return the state that spares orphans of all owner epochs up to this one."""
         return replace(self, spared_epochs=max(epoch, self.spared_epochs))
 
     def with_stall(self, flow_run_id: str | None) -> State:
@@ -105,7 +106,7 @@ class State:
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
-        """Return the state after its owner released the directory; `deleted` are retired objects deleted by now.
+        """Return the state after its owner released the directory; `deleted` are retired objects that are gone.
 
         A start that ends with a release, such as a preempted one, does not count as a stalled attempt.
         """
@@ -114,7 +115,7 @@ class State:
         return replace(self.without_deleted(deleted), owner=owner, stalled_attempts=stalled)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
-        """Return the state after a commit; `deleted` are retired objects deleted by now."""
+        """Return the state after a commit; `deleted` are retired objects that are gone."""
         parent = next((c for c in self.live if c.manifest_digest == checkpoint.parent), None)
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
@@ -129,7 +130,7 @@ class State:
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
-        """Metrics of evaluations by checkpoint identity; of two values of a metric the later one counts."""
+        """Metrics of evaluations, by checkpoint identity; the later of two values of a metric counts."""
         metrics: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:
             metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
@@ -142,7 +143,7 @@ class State:
         return frozenset(name for metrics in measured for name in metrics)
 
     def keeps(self, name: str) -> bool:
-        """Say whether an object belongs to a live checkpoint, or is reused by one."""
+        """Return True if an object belongs to a live checkpoint, or is reused by one."""
         attempt = parse_attempt(name)
         attempts, reused = self._kept
         return attempt is not None and ((attempt.step, attempt.name) in attempts or name in reused)
@@ -153,7 +154,7 @@ class State:
         return attempts, Names(name for c in self.live for name in c.reuses)
 
     def has_retired(self, name: str) -> bool:
-        """Say whether an object is retired, so that it may be deleted at any time."""
+        """Return True if an object is retired, so that it may be deleted at any time."""
         return name in self._retired
 
     @cached_property
@@ -161,13 +162,13 @@ class State:
         return Names(self.retired)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
-        """Return the state without retired objects that are deleted by now."""
+        """Return the state without retired objects that are gone."""
         if not deleted or not self.retired:
             return self
         return replace(self, retired=fold(name for name in unfold(self.retired) if name not in deleted))
 
     def retire(self, digests: frozenset[str], objects: tuple[str, ...], deleted: frozenset[str]) -> State:
-        """Return the state after checkpoints (`digests`) were removed and `objects` given up for deletion."""
+        """Return the state after checkpoints (`digests`) were removed, and their `objects` given up for deletion."""
         state = self.without_deleted(deleted)
         return replace(
             state,
@@ -207,7 +208,7 @@ class Entry:
     at: str
     event: Mapping[str, Any]
     state: State
-    segments: tuple[Segment, ...] = ()  # objects that hold the older live checkpoints
+    segments: tuple[Segment, ...] = ()  # The objects that hold the older live checkpoints.
 
     def to_bytes(self) -> tuple[bytes, str]:
         """Write the entry: (its bytes, its digest); raise StateError if a reader would refuse it."""
@@ -229,7 +230,7 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # the reader itself checks every bound
+            Entry.from_bytes(data, ledger_name(self.n))  # Readers check every bound, so let one try.
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
@@ -283,7 +284,7 @@ def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
     """Order live checkpoints as a restore tries them: newest commit first, and abandoned lines last.
 
     The newest is the one that was committed last, whatever its step: after a fall-back the run repeats steps, and a
-    checkpoint on the abandoned line must not win by its step number.
+    higher step on the abandoned line must not win.
     """
     return sorted(live, key=lambda c: (c.abandoned, -c.n))
 
@@ -298,7 +299,7 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     while at is not None and at.n not in line:
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
-    # Below the oldest known ancestor, pruned parents hide what belongs to the line: old marks stay there.
+    # Pruned checkpoints hide the ancestors of the oldest known one: below it, old marks stay.
     oldest = min(line)
 
     def follow(c: Checkpoint) -> Checkpoint:
@@ -324,7 +325,7 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body.get("origin")),  # absent in entries written before forks existed
+        origin=read_origin(body.get("origin")),  # Entries that were written before forks existed lack it.
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),

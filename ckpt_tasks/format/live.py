@@ -1,9 +1,9 @@
-"""The live checkpoints as a ledger entry holds them: in the entry itself, or as segments and a tail.
+"""The live checkpoints of a ledger entry: in the entry itself, or as segments and a tail.
 
-A segment is an object with some consecutive checkpoints, named by its digest and never changed. An entry names the
-segments of the entry before it, with new ones in place of those in which a checkpoint was removed or changed, and holds
-the newest checkpoints, the tail, itself. So a commit writes the tail and 35 bytes for every segment, however many
-checkpoints are live.
+A segment is an object with some consecutive checkpoints, named by its digest and never changed. The newest checkpoints,
+the tail, are in the entry itself. An entry names the segments of the previous entry, except those in which a
+checkpoint was removed or changed: new ones replace them. So a commit writes the tail and 35 bytes for every segment,
+however many checkpoints are live.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MAX_INLINE_CHECKPOINTS = 128
-_SEGMENT = 64  # checkpoints per segment; the tail has at most twice as many
+_SEGMENT = 64  # A segment has this many checkpoints; the tail has at most twice as many.
 _MAX_DEPTH = 100
 
 _n = attrgetter("n")
@@ -53,12 +53,12 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """The name of its object."""
+        """The name of the segment's object."""
         return live_list_name(self.digest)
 
 
 def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return the segments of a list of checkpoints; the rest of the list is the tail. A short list has none.
+    """Return the segments of a list of checkpoints; the rest of the list is the tail. A short list has no segments.
 
     `before` are the segments of the previous entry: one whose checkpoints have not changed is reused.
     """
@@ -85,13 +85,13 @@ def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
 
 
 def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
-    """Return the format version for an object with these names: 2 if one is folded, else 1."""
+    """Return the format version for an object with these names: 2 if any is folded, else 1."""
     names = chain(retired, *(checkpoint.reuses for checkpoint in live))
     return RANKS_VERSION if any("[" in name for name in names) else FORMAT_VERSION
 
 
 def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
-    """Read a list of checkpoints whose digest is known; raise IntegrityError if the bytes are not those."""
+    """Read a list of checkpoints; raise IntegrityError if the bytes do not have this digest or make no sense."""
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:
@@ -137,7 +137,7 @@ def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Che
 
 
 def _pieces(part: Sequence[Checkpoint], *, whole: bool) -> Iterator[Segment]:
-    """Cut checkpoints into new segments; with `whole`, only into whole ones, which leaves a tail."""
+    """Cut checkpoints into new segments; with `whole`, only into full ones, and leave the rest as a tail."""
     for begin in range(0, len(part), _SEGMENT):
         if whole and len(part) - begin < 2 * _SEGMENT:
             return

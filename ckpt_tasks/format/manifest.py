@@ -1,4 +1,4 @@
-"""The manifest of one checkpoint: the JSON object that names every other object of it with size and digest.
+"""The manifest of one checkpoint: the JSON object that names all its other objects, with size and digest.
 
 It is written last, before the commit; a ledger entry names it with its own digest. So a checkpoint is a tree of
 digests: ledger entry → manifest → index and headers → regions.
@@ -46,9 +46,8 @@ class Manifest:
     """The contents of one checkpoint.
 
     `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; a module's
-    "buffers" are tensors of which each rank has its own. `index` and
-    `objects` name the other objects; `world_size` is the number of ranks that wrote it; `environment` says for people
-    what made it.
+    "buffers" are the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
+    `world_size` is the number of ranks that wrote it; `environment` says for people what made it.
     """
 
     run_key: str
@@ -64,13 +63,13 @@ class Manifest:
 
     @property
     def buffers(self) -> frozenset[str]:
-        """The full keys of rank 0's tensors of which each other rank has its own."""
+        """The full keys of rank 0's tensors of which every other rank has its own."""
         return frozenset(f"{name}/{one}" for name, group in self.groups.items() for one in group.get("buffers", ()))
 
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON; keys keep their order, since a dict in the state has one.
 
-        Raises UnsupportedStateError if a reader would refuse it.
+        Raises UnsupportedStateError if readers would refuse it.
         """
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
@@ -101,7 +100,7 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, digest: str, name: str) -> Manifest:
         """Read a manifest whose digest is known.
 
-        Raises IntegrityError if the bytes are not those that were committed or do not make sense, and
+        Raises IntegrityError if the bytes are not those that were committed or make no sense, and
         FormatVersionError if a newer version wrote them.
         """
         if digest_hex(data) != digest:
@@ -136,7 +135,7 @@ def _written(body: Mapping[str, Any]) -> bytes:
 
 
 def _version(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
-    """Return the first version of the format that has all of a manifest: its ranks, its kinds of groups and values."""
+    """Return the first format version that has all of a manifest: its ranks, its kinds of groups and of values."""
     known = [KINDS[group["kind"]].since for group in groups.values() if group["kind"] in KINDS]
     return max(since(data), RANKS_VERSION if world_size > 1 else FORMAT_VERSION, *known)
 
@@ -147,7 +146,7 @@ def _record(value: Any) -> ObjectRecord:
 
 
 def _check_objects(manifest: Manifest) -> None:
-    """Raise ValueError if the index is not of this step and attempt, or an object is not a shard, or named twice."""
+    """Raise ValueError if the index is not of this step and attempt, or if a shard's name is wrong or appears twice."""
     attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
     if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
         raise ValueError(f"{manifest.index.name!r:.80} is not an index of this step and attempt")
@@ -176,5 +175,5 @@ def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metric_out(value: float) -> float | str:
-    # JSON has no NaN: float("nan") reads back what repr wrote.
+    # JSON has no NaN: float("nan") reads what repr wrote.
     return value if math.isfinite(value) else repr(value)

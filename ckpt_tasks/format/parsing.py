@@ -31,26 +31,26 @@ __all__ = [
     "whole",
 ]
 
-MAX_JSON_DEPTH = 400  # a tree of 100 levels takes some 300 of them
-MAX_CONTAINERS = 1 << 22  # lists and objects; a parameter with Adam's state takes five of them
+MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 of them.
+MAX_CONTAINERS = 1 << 22  # A limit on lists and objects; a parameter with Adam's state takes five of them.
 MAX_VALUES = 1 << 24
 MAX_INT64 = 2**63 - 1
 
-# Exceptions from reading a value of unexpected form.
+# What reading a value of unexpected form may raise.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 _MARKS = b'"[]{},'
 _OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SHALLOW = 16
-_MAX_QUOTES = 1 << 23  # of texts that hold brackets or commas
-_DIGITS = 4300  # Python's own limit for whole numbers, unless it has been changed
+_MAX_QUOTES = 1 << 23  # A limit on the quotes in a text that holds brackets or commas.
+_DIGITS = 4300  # Python's own default limit for whole numbers.
 
 
 def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Parse JSON; raise ValueError if it is not JSON, or nests deeper or has more values than we ever write.
+    """Parse JSON; raise ValueError if it is malformed, nests deeper than we ever write, or has more values.
 
-    NaN and Infinity are not JSON. Our own JSON is ASCII; only the headers of shards are UTF-8.
+    NaN and Infinity are not JSON. Our own JSON is ASCII; only headers of shards are UTF-8.
     """
     check_json(data, max_depth=max_depth)
     digits = sys.get_int_max_str_digits()
@@ -59,13 +59,13 @@ def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSO
 
 
 def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Raise ValueError if JSON, well formed or not, nests too deep or has too many values."""
+    """Raise ValueError if JSON, well-formed or not, nests too deep or has too many values."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = data.translate(None, _OTHERS).replace(b'""', b"")
     if marks.count(b'"') > _MAX_QUOTES:
         raise ValueError("more texts with brackets in them than anything that is written")
-    marks = b"".join(marks.split(b'"')[::2])  # drop the texts, which are between two quotes
+    marks = b"".join(marks.split(b'"')[::2])  # Drop the texts between quotes.
     brackets = marks.translate(None, b",")
     containers = brackets.count(b"[") + brackets.count(b"{")
     if containers > MAX_CONTAINERS or len(marks) - len(brackets) + containers > MAX_VALUES:
@@ -120,9 +120,9 @@ def finite_json(value: Any) -> Any:
 
 def _is_deeper(brackets: bytes, most: int) -> bool:
     rest = brackets
-    for _ in range(_SHALLOW):  # nearly all JSON ends here, at the speed of memory
+    for _ in range(_SHALLOW):  # Most JSON ends within these rounds, at the speed of memory.
         if not rest:
-            return False  # every round removes one or two levels, and every bound is higher
+            return False  # Every round removes one or two levels, and every limit is higher.
         rest = rest.replace(b"{}", b"").replace(b"[]", b"")
     return any(depth > most for depth in accumulate(map(_STEPS.__getitem__, brackets)))
 
@@ -138,9 +138,9 @@ def _whole_number(digits: str) -> int:
 
 
 def moment_of(iso: Any) -> datetime | None:
-    """Read a time in ISO form, of UTC if it names no zone; None if it is not one.
+    """Read a time in ISO form (UTC if it names no zone); return None if it is not a time.
 
-    Anybody may have written the run directory, and a machine's clock may be wrong: the time fits every time zone.
+    A foreign program may have written it, or a machine's clock may be wrong: the result is valid in every time zone.
     """
     try:
         moment = datetime.fromisoformat(iso)

@@ -1,8 +1,8 @@
 """The records of a ledger: owners, checkpoints, leases, evaluations and others. Each is read field by field.
 
-A matching digest proves that the bytes are those that somebody wrote, not that they make sense: every field is checked
-for type and bounds, so that later code never computes with a text, or makes a path of a foreign name. Every `read_…`
-raises one of `parsing.MALFORMED` if a field is missing or makes no sense.
+A matching digest proves only that nobody changed the bytes, not that they make sense: every field is checked for type
+and bounds, so that later code never computes with a text, or makes a path of a foreign name. Every `read_…` raises one
+of `parsing.MALFORMED` if a field is missing or makes no sense.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ __all__ = [
 ]
 
 _MAX_PID = 2**31 - 1
-_MAX_S = 1e9  # thirty years of waiting
+_MAX_S = 1e9  # No wait takes more than thirty years.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its nonce."""
+    """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its own nonce."""
 
     epoch: int
     id: str
@@ -76,7 +76,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One committed checkpoint, as the ledger holds it.
+    """A committed checkpoint, as the ledger holds it.
 
     `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
     checkpoint from which training continued to this one; `n` is the ledger entry that committed it; `cost_s` is how
@@ -136,9 +136,9 @@ class Evaluation:
 class Origin:
     """The checkpoint of another run from which this run was forked.
 
-    `url`, `run_key`, `step` and `manifest_digest` are the source's; `identity` is that of the same checkpoint in this
-    run, whose manifest has this run's key. `set` holds the changed parameters, and `params` the source's recorded
-    ones (None: it had none).
+    `url`, `run_key`, `step` and `manifest_digest` are those of the source. `identity` is that of the copy in this run,
+    whose manifest has this run's key. `set` holds the parameters that the fork changed, and `params` those of the
+    source (None: it recorded none).
     """
 
     url: str
@@ -152,10 +152,10 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """The last rollback: its checkpoint, and the batches that training then skips.
+    """The last rollback: its checkpoint, and the batches that training skips because of it.
 
-    `skip` holds the steps that would have taken the first and the last of these batches. It is `pending` until a commit
-    has a position in the data after them. `by` is the flow run that requested it.
+    `skip` holds the first and the last of the steps that had trained on these batches. It is `pending` until a commit's
+    position in the data is behind them. `by` is the flow run that requested the rollback.
     """
 
     identity: str
@@ -180,14 +180,14 @@ def read_owner(item: Mapping[str, Any]) -> Owner:
     checked = {
         "epoch": whole(item["epoch"], MAX_EPOCH),
         "flow_run_id": optional(item["flow_run_id"]),
-        "pid": whole(item["pid"], _MAX_PID),  # it becomes a path below /proc
+        "pid": whole(item["pid"], _MAX_PID),  # The number becomes a path below /proc.
         "released": flag(item.get("released", False)),
     }
     return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
 
 
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
-    """Read a checkpoint; its manifest must be that of its step and attempt. The `n` of an uncommitted one may be -1."""
+    """Read a checkpoint; its manifest must be named after its step and attempt. If `uncommitted`, `n` may be -1."""
     checked = {
         "step": whole(item["step"], MAX_STEP),
         "manifest_digest": text(item["manifest_digest"]),
@@ -214,7 +214,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
 
 
 def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint as JSON data for `read_checkpoint`; metrics are texts, since one may be NaN."""
+    """Return a checkpoint as JSON data for `read_checkpoint`; metrics are texts, since a metric may be NaN."""
     return {**asdict(checkpoint), "metrics": {name: repr(value) for name, value in checkpoint.metrics.items()}}
 
 
@@ -273,7 +273,7 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
-    """Return names; raise ValueError if one is not an attempt's object, since such names will be deleted."""
+    """Return names; raise ValueError if a name is not an attempt's object: these objects will be deleted."""
     checked = tuple(names)
     for name in checked:
         if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
@@ -295,7 +295,7 @@ def _reuses(names: Iterable[Any]) -> tuple[str, ...]:
 
 def _epochs(value: Any) -> Any:
     if value is not None:
-        finite(value)  # a whole number, if the training loop counts them so
+        finite(value)  # A training loop may count epochs as floats.
     return value
 
 
@@ -305,18 +305,18 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 SEAL_NAME = "seal.json"
 SEAL_VERSION = 1
-Compared = Mapping[str, Mapping[str, str]]  # what must be equal in other ranks: digests, by name
+Compared = Mapping[str, Mapping[str, str]]  # What must be equal in other ranks: digests by name.
 MAX_SEAL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """A complete snapshot: the checkpoint that it is, or would become.
+    """A complete snapshot: its checkpoint, or the checkpoint that its commit would create.
 
-    `newest` is the identity of the newest committed checkpoint when it was taken, and `in_flight` that of the older
-    snapshot that storage did not have then (under way, or failed). It may be restored while one of the two is the
-    newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
-    committed. `compared` is what one of many ranks has to compare with the others before it is restored.
+    When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` that of
+    the older snapshot that storage did not have yet (under way, or failed). It may be restored while one of the two is
+    the newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
+    committed. `compared`: what one of many ranks compares with the others before it is restored.
     """
 
     run_key: str
@@ -344,7 +344,7 @@ class Seal:
                 checkpoint=read_checkpoint(body.pop("checkpoint"), uncommitted=True),
                 newest=optional(body.pop("newest")),
                 in_flight=optional(body.pop("in_flight")),
-                **body,  # no other fields
+                **body,  # An unknown field is an error.
             )
         except MALFORMED as error:
             raise IntegrityError(f"the seal of a snapshot is malformed: {error!r:.200}") from error

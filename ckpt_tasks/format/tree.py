@@ -11,11 +11,11 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
     {"~defaultdict": ["list", [[key, value], …]]} {"~fold": iso}
-    {"~named": ["module:Class", {field: value, …}]}            and the other Typed ones: what it is, and its parts
+    {"~named": ["module:Class", {field: value, …}]}            and the other Typed kinds: what it is, and its parts
 
-Nothing is pickled, and no entry makes a reader import or call something: the vocabulary, in KINDS, is closed. A reader
-has the bounds of the writer: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds
-a key among n with the same hash in n steps, and integers with equal hashes are easily made).
+Nothing is pickled, and no entry makes a reader import or call anything: the vocabulary, in KINDS, is closed. Readers
+have the writer's limits: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a
+key among n with the same hash in n steps, and integers with equal hashes are easily made).
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ __all__ = [
     "children", "decode", "encode", "is_leaf", "new_ref", "since", "tensor_refs", "words",
 ]  # fmt: skip
 
-MAX_DEPTH = 100  # deeper than any real state; a cycle ends here, far from the interpreter's own limit of 1,000 frames
-MAX_INT_BITS = 10_000  # Python writes no more than 4,300 digits
+# Deeper than any real state. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
+MAX_DEPTH = 100
+MAX_INT_BITS = 10_000  # Python writes at most 4,300 digits.
 MAX_OF_ONE_HASH = 64
-_WORD = 2**32 - 1  # random streams have hundreds of numbers below this, at every save
+_WORD = 2**32 - 1  # Random streams have hundreds of numbers up to this one, at every save.
 
 Json = Any
 _Keys = TypeVar("_Keys", bound=Collection[Any])
@@ -69,7 +70,7 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
 
 
-# Makes a TensorRef from four values, without a Python frame for each of 10⁵.
+# Makes a TensorRef from a tuple of four values, without a Python frame for each of 10⁵.
 new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
@@ -91,7 +92,7 @@ class NumpyScalar:
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A value that `tensors/kinds.py` takes apart: its tag, what it is, and its parts, which may be tensors."""
+    """A value that `tensors/kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
 
     tag: str
     head: tuple[Any, ...]
@@ -106,7 +107,7 @@ class Typed:
 
 
 class Kind(NamedTuple):
-    """A row of the vocabulary: tag, first version of the format that has it, type in a tree, writer and reader."""
+    """A row of the vocabulary: tag, first format version with it, its type in a tree, writer and reader."""
 
     tag: str
     since: int
@@ -118,8 +119,8 @@ class Kind(NamedTuple):
 def encode(value: Any, path: str = "") -> Json:
     """Turn a value into JSON types.
 
-    `path` is the value's place in the state, for the error. Raises UnsupportedStateError with the path of the first
-    value outside of the vocabulary; subclasses count as outside, so that `decode` returns exactly what was encoded.
+    `path` is the value's path in the state, for the error. Raises UnsupportedStateError with the path of the first
+    value outside the vocabulary. Subclasses are outside, so that `decode` returns exactly what was encoded.
     """
     return _encode(value, path, 0)
 
@@ -127,7 +128,7 @@ def encode(value: Any, path: str = "") -> Json:
 def decode(node: Json) -> Any:
     """Turn the result of `encode` back into the value.
 
-    Raises IntegrityError for JSON that `encode` cannot write, FormatVersionError for an unknown word of the vocabulary.
+    Raises IntegrityError for JSON that `encode` cannot write, FormatVersionError for an unknown tag.
     """
     try:
         return _decode(node, 0)
@@ -136,7 +137,7 @@ def decode(node: Json) -> Any:
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return pairs: the parts of a container in a tree, each with its key, position or name; none for other values."""
+    """Return pairs: each part of a container in a tree, after its key, position or name; empty for other values."""
     kind = type(value)
     if kind in SEQUENCES:
         return enumerate(value)
@@ -145,7 +146,7 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Say whether a value in a tree holds no other values, as an empty container still may."""
+    """Return True if a value in a tree holds no other values; an empty container counts as one that may."""
     kind = type(value)
     return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
 
@@ -167,7 +168,7 @@ def tensor_refs(value: Any) -> list[TensorRef]:
 
 
 def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: int = 60) -> str:
-    """Describe a value in a tree in a few words; `tensors` has dtype and shape by full key."""
+    """Describe a value in a tree in a few words; `tensors` has each tensor's dtype and shape by full key."""
     if type(value) is TensorRef:
         dtype, shape = tensors[value.key]
         return f"{dtype} {[*shape]}"
@@ -179,7 +180,7 @@ def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: 
 
 
 def since(data: bytes) -> int:
-    """Return the first version of the format that has every entry of this JSON, which is written without spaces."""
+    """Return the first format version that has every tag of this JSON, which is written without spaces."""
     tags = {tag.decode() for tag in _LATER.findall(data)}
     return max((row.since for row in KINDS if row.tag in tags), default=1)
 
@@ -210,7 +211,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 
 def _instead(value: object) -> str:
-    """Return the hint for a value that cannot be stored."""
+    """Return the hint for a value that cannot be stored: what to store in its place."""
     if callable(value):
         return "Leave it out of the state: code is not stored, the program makes it anew. What it counts can be stored."
     if hasattr(value, "fileno"):
@@ -248,7 +249,8 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 def _encode_time(value: datetime, path: str, depth: int) -> Json:
     iso = value.isoformat()
-    if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):  # a time zone with rules
+    # A time zone with rules is not stored.
+    if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):
         raise UnsupportedStateError(
             f"the time zone of {iso} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
         )
@@ -306,7 +308,7 @@ def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
 
 
 def _unlike(keys: _Keys, error: Callable[[str], Exception] = ValueError) -> _Keys:
-    """Return keys; raise an error if many have the same hash: putting n of them into a dict takes n² steps."""
+    """Return keys; raise an error if many have the same hash: n of them take n² steps to enter a dict."""
     if len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH:
         raise error(f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored")
     return keys
@@ -365,7 +367,7 @@ def _read_typed(body: Json, depth: int, tag: str) -> Typed:
 MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 SEQUENCES = (list, tuple, deque)
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
-# Kinds of values in parts, each with the first version of the format that has it.
+# Kinds of values with parts, each with the first format version that has it.
 _TYPED = dict.fromkeys(
     ("named", "enum", "array", "sparse", "quantized", "seeds", "time", "text", "path", "range", "bytearray"), 3
 )

@@ -10,8 +10,8 @@ __all__ = ["FORMAT_VERSION", "RANKS_VERSION", "check_version"]
 
 
 FORMAT_VERSION = 1
-# A manifest of more than one rank, and a ledger object with folded names, is of version 2. Later ones follow from the
-# rows of values (tree.py) and groups (kinds.py).
+# Version 2 adds manifests of more than one rank and ledger objects with folded names. The rows of values (tree.py) and
+# groups (kinds.py) add later versions.
 RANKS_VERSION = 2
 
 

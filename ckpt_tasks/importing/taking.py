@@ -147,7 +147,7 @@ def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Par
 
 
 def _are_names(names: Any, optimizer: Mapping[str, Any]) -> bool:
-    """Say whether these are as many different names as an optimizer has parameters."""
+    """Return True if these are as many different names as an optimizer has parameters."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return named and len(names) == len({*names}) == len(numbers) == len({*map(repr, numbers)})
@@ -233,7 +233,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_weights(value: Any) -> bool:
-    """Say whether a value is a module's state_dict: tensors by name, and little else."""
+    """Return True if a value is a module's state_dict: tensors by name, and little else."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
     others = [item for key, item in value.items() if not _is_tensor(item) and not key.endswith(_EXTRA)]
@@ -242,12 +242,12 @@ def _is_weights(value: Any) -> bool:
 
 
 def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
-    """Say whether a dict is an object's state, such as a schedule's or a scaler's, and not a user's dict."""
+    """Return True if a dict is an object's state, such as a schedule's or a scaler's, and not a user's dict."""
     return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Say whether a value is an optimizer's state_dict."""
+    """Return True if a value is an optimizer's state_dict."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
     groups = value["param_groups"]

@@ -1,10 +1,10 @@
 """Arrow files, read as if an attacker had written them.
 
-A file is a stream of messages between two magic words, and is read as that stream: the footer, which could point
-elsewhere, is ignored. Only the numbers of a message are read: its row count, and the places of its columns' bytes.
-Columns are then views of the file's own bytes. Arrow's reader gets only the schema: its code that decompresses, swaps
-or copies buffers is never reached, whatever a message's metadata says. So a table takes no more memory than its file.
-Offsets and texts are validated in full: Arrow itself would follow bad offsets out of its memory.
+A file is a stream of messages between two magic words. It is read as a stream: the footer, which could point elsewhere,
+is ignored. Of a message only numbers are read: its row count, and the positions of its columns' bytes. Columns are then
+views of the file's own bytes. Arrow's reader gets only the schema: its code that decompresses, swaps or copies buffers
+is never reached, whatever a message's metadata says. So a table takes no more memory than its file. Offsets and texts
+are validated in full: Arrow itself would follow bad offsets out of its memory.
 Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """
 
@@ -24,14 +24,15 @@ from ckpt_tasks.errors import IntegrityError
 
 __all__ = ["FAULTS", "array", "numbers_of", "read_arrow", "read_metrics", "write_metrics"]
 
-FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)  # what hostile bytes make Arrow raise
+# The exceptions that Arrow raises for hostile bytes.
+FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 
 _MAGIC = b"ARROW1"
-_START = 8  # the magic word and two zero bytes
-_MOST_MESSAGES = 64  # a table is written as its schema, its dictionaries and one batch
-_EXTENSION = b"ARROW:extension"  # other libraries register readers for such types, some of which unpickle
-_GOES_ON = 0xFFFFFFFF  # begins every message
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # kinds of a message
+_START = 8  # The magic word and two zero bytes.
+_MOST_MESSAGES = 64  # A table is written as its schema, its dictionaries and one batch.
+_EXTENSION = b"ARROW:extension"  # Other libraries register readers for such types, and some of these unpickle.
+_GOES_ON = 0xFFFFFFFF  # Begins every message.
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8
 _MAX_METRICS = 1 << 20
 _NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float64(): np.float64}
@@ -48,15 +49,16 @@ class _Message(NamedTuple):
 
 
 def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Make an array of values of one kind, none of them missing.
+    """Make an array of values of one type, none of them missing.
 
-    Not `pa.array`, which imports pandas where that is installed: 0.3 s of a training that has no use for it.
+    `pa.array` would import pandas if it is installed: 0.3 s for a training that has no use for it.
     """
     if pa.types.is_dictionary(kind):
         codes: dict[Any, int] = {}
         numbers = [codes.setdefault(value, len(codes)) for value in values]
         return pa.DictionaryArray.from_arrays(array(numbers, kind.index_type), array([*codes], kind.value_type))
-    buffers: list[pa.Buffer | None] = [None]  # which values are missing: none
+    # The first buffer would say which values are missing; None: no value is.
+    buffers: list[pa.Buffer | None] = [None]
     children = []
     if pa.types.is_list(kind):
         buffers.append(_ends(values))
@@ -72,7 +74,7 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
 
 
 def numbers_of(column: pa.Array) -> npt.NDArray[Any]:
-    """Look at an array of numbers, none of them missing; not `to_numpy`, which imports pandas, too."""
+    """View an array without missing values as NumPy; `to_numpy` would import pandas, too."""
     kind = np.dtype(_NUMBERS[column.type])
     if not len(column):
         return np.empty(0, kind)
@@ -80,12 +82,12 @@ def numbers_of(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def _ends(values: Sequence[Any] | npt.NDArray[Any]) -> pa.Buffer:
-    """Return where each value begins among all of them, and the end."""
+    """Return where each value begins in the joined values, and where the last one ends."""
     return pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int32))
 
 
 def read_arrow(data: bytes | memoryview, schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Read a table of exactly this schema; raise one of FAULTS if the bytes are no such file or have more rows."""
+    """Read a table of exactly this schema; raise one of FAULTS if the bytes are malformed or have more rows."""
     if data[:_START] != _MAGIC + b"\0\0" or data[-len(_MAGIC) :] != _MAGIC:
         raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
@@ -179,7 +181,7 @@ class _Batch:
         length, nulls = next(self._nodes, (-1, 0))
         if length < 0 or nulls:
             raise ValueError("a column is missing, or a value in one")
-        self._buffer()  # the bitmap of missing values: none are missing
+        self._buffer()  # Skip the bitmap of missing values: no value is missing.
         buffers = [None, self._buffer()]
         children = []
         if pa.types.is_string(kind):
@@ -215,7 +217,7 @@ class _Table:
         return cls(data, _read(data, "<I", 0))
 
     def has(self, field: int) -> bool:
-        """Say whether a field is present."""
+        """Return True if the field is present."""
         return self._place(field) is not None
 
     def number(self, field: int, form: str) -> int:

@@ -17,26 +17,26 @@ from ckpt_tasks.layout.image import MAX_DIMENSIONS
 __all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
 
 MAX_REGIONS = 1 << 20
-MAX_EXTENTS = 8 * MAX_REGIONS  # of all regions together
-_MAX_ELEMENTS = 2.0**57  # of a region: its bytes fit into an int64 with any dtype
+MAX_EXTENTS = 8 * MAX_REGIONS  # The limit for all regions together.
+_MAX_ELEMENTS = 2.0**57  # The limit for a region: its size in bytes fits into an int64 with any dtype.
 _HUGE = 2.0**200
 
 
 class Words:
-    """A column of few distinct words: `words`, the position of each (`code`), and every row's position (`codes`)."""
+    """A column of few distinct words: `words`, the index of each word (`code`), and every row's index (`codes`)."""
 
     def __init__(self, column: pa.DictionaryArray):
         words = column.dictionary.to_pylist()
         if len(words) > len(column):
             raise ValueError("a dictionary with words that no row has")
-        self.words = [*dict.fromkeys(words)]  # a dictionary can have a word twice
+        self.words = [*dict.fromkeys(words)]  # A hostile dictionary may have a word twice.
         self.code = {word: code for code, word in enumerate(self.words)}
         self.codes = np.array([self.code[word] for word in words], np.int64)[numbers_of(column.indices)]
 
     @property
     def used(self) -> list[Any]:
         """The words that at least one row has."""
-        # Not np.unique, whose first call imports numpy.ma: 9 ms of every restore in a new process.
+        # np.unique would import numpy.ma at its first call: 9 ms of every restore in a new process.
         return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
 
     def values(self) -> list[Any]:
@@ -45,7 +45,7 @@ class Words:
 
 
 class Lists:
-    """A column of short lists: all `numbers` in one array, and the length and the end of each row's list in it."""
+    """A column of short lists: all `numbers` in one array, and the length of each row's list and its end there."""
 
     def __init__(self, column: pa.ListArray):
         flat = pc.list_flatten(column)
@@ -59,7 +59,7 @@ class Lists:
 
     def values(self) -> list[tuple[int, ...]]:
         """Return the list of every row as a tuple."""
-        # All rows of one length at once: half the time of one by one.
+        # Convert all rows at once if their lengths are equal: half the time.
         begins = self.ends - self.lengths
         lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
         for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
@@ -74,18 +74,18 @@ class Lists:
         return matrix
 
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for every row whether `mask`, given for each number, is true for any number of its list."""
+        """Return for every row whether any number of its list is marked in `mask`, which has a flag for each number."""
         count = np.concatenate(([0], np.cumsum(mask)))
         result: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return result
 
     def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return every list's product (-1: too large for a size), and the approximate product without its zeros."""
+        """Return every list's product (-1: too large for a size), and about the product of its nonzero numbers."""
         product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
         for n in range(int(self.lengths.max(initial=0))):
             there = self.lengths > n
             factor = self.numbers[(self.ends - self.lengths)[there] + n]
-            product[there] *= factor  # it may overflow
+            product[there] *= factor  # The product may overflow.
             magnitude[there] = np.minimum(magnitude[there] * np.maximum(factor, 1), _HUGE)
         product[(magnitude > _MAX_ELEMENTS) & ~self.some(self.numbers == 0)] = -1
         return product, magnitude
@@ -96,6 +96,7 @@ def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
     if column.num_chunks == 1:
-        return column.chunk(0)  # the usual case; combining would load Arrow's compute module, 9 ms the first time
+        return column.chunk(0)  # The usual case. Combining would load Arrow's compute module: 9 ms the first time.
     whole = column.combine_chunks()
-    return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole  # of no chunks
+    # Combining no chunks gives a ChunkedArray again.
+    return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole

@@ -41,10 +41,11 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096
-MAX_HEADER_BYTES = 16 << 20  # a reader allocates this before it can verify the file
-MAX_DIMENSIONS = 64  # of a tensor in torch
-REGION_BYTES = 16 << 20  # the largest unit that is digested, and can be read, by itself
-MIN_REGION_BYTES = 1 << 18  # of many ranks: small, so that another number of ranks reads few unneeded bytes
+MAX_HEADER_BYTES = 16 << 20  # A reader allocates this much before it can verify the file.
+MAX_DIMENSIONS = 64  # torch allows no tensor with more.
+REGION_BYTES = 16 << 20  # The largest unit that has its own digest and can be read by itself.
+# Regions of many ranks are small, so that another number of ranks reads few unneeded bytes.
+MIN_REGION_BYTES = 1 << 18
 
 
 class StoredDtype(NamedTuple):
@@ -60,7 +61,7 @@ class StoredDtype(NamedTuple):
         return self.itemsize * math.prod(self.suffix)
 
 
-# By torch's name. A dtype without a code in safetensors is stored as a view of one that has a code.
+# The key is torch's name. A dtype that safetensors lacks is stored as a view of another dtype.
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     "float64": StoredDtype("F64", 8),
     "int64": StoredDtype("I64", 8),
@@ -99,12 +100,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's size in the file."""
         return STORED_DTYPES[self.dtype].nbytes * math.prod(self.shape)
 
 
 class Slot(NamedTuple):
-    """A tensor's place in the file: `begin` and `end` in bytes from the start of the file."""
+    """A tensor's bytes in the file: from `begin` up to `end`, counted from the start of the file."""
 
     spec: TensorSpec
     begin: int
@@ -185,11 +186,11 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
 
 @gc_paused()
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Read a file's header: name → (safetensors dtype, stored shape, begin, end), bytes counted from the file's start.
+    """Read the header of a safetensors file: name → (safetensors dtype, stored shape, begin, end).
 
-    `prefix` holds at least the header, `size_bytes` is the whole file's. Raises IntegrityError if the header is
-    cut, too large or malformed, where a tensor's bytes do not fit its dtype and shape, or where the tensors do not fill
-    the rest of the file exactly.
+    Bytes count from the file's start. `prefix` holds at least the header; `size_bytes` is the size of the whole file.
+    Raises IntegrityError if the file's header is cut, too large or malformed, if a tensor's bytes do not fit its dtype
+    and shape, or if the tensors do not fill the rest of the file exactly.
     """
     try:
         (length,) = struct.unpack_from("<Q", prefix)

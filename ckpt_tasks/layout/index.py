@@ -1,9 +1,8 @@
 """The index of one checkpoint: an Arrow file with one row per region of every tensor.
 
-Arrow, because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested before they
-are parsed: a damaged Arrow file may parse, and may crash its reader. Its numbers are bounded before objects are made of
-them, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are made on
-demand.
+It is an Arrow file because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested
+before they are parsed: a damaged Arrow file may parse, and may crash its reader. Numbers are bounded before they become
+objects, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are made on
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ __all__ = [
 ]
 
 MAX_INDEX_BYTES = 256 << 20
-_FREE_CUTS = 4096  # allowed regions of a small tensor that many ranks share; beyond it three per MIN_REGION_BYTES
-_MAX_BYTES = 2.0**62  # of a tensor; a larger one overflows in torch, even if one of its extents is 0
+# A small tensor that many ranks share may have this many regions; beyond that, three per MIN_REGION_BYTES.
+_FREE_CUTS = 4096
+# The limit for a tensor: a larger one overflows in torch, even if one of its extents is 0.
+_MAX_BYTES = 2.0**62
 
 _SCHEMA = pa.schema(
     [
@@ -58,7 +59,7 @@ _SCHEMA = pa.schema(
 
 
 class IndexRow(NamedTuple):
-    """One region: its tensor, its box, and its place: bytes `begin` to `end` of `object`."""
+    """One region: its tensor, its box, and its bytes: `begin` to `end` of `object`."""
 
     group: str
     key: str
@@ -76,7 +77,7 @@ class IndexRow(NamedTuple):
         return f"{self.group}/{self.key}"
 
 
-# The classes' constructors without a Python frame for each of 10⁵ rows.
+# The constructors of these classes, without a Python frame for each of 10⁵ rows.
 _BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
 _ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
 
@@ -99,7 +100,7 @@ def write_index(index: Index) -> bytes:
 
 
 def read_index(data: bytes, *, digest: str, name: str) -> Index:
-    """Read an index whose digest is known; raise IntegrityError if bytes or rows do not make sense."""
+    """Read an index; raise IntegrityError if the bytes do not have this digest, or rows make no sense."""
     if digest_hex(data) != digest:
         raise IntegrityError("the index is not the one that was committed", key=name)
     index = parse_index(data, name)
@@ -119,7 +120,7 @@ def parse_index(data: bytes | memoryview, name: str) -> Index:
 
 
 class _Columns:
-    """The columns of a table; raises one of FAULTS if a value is missing, or impossible for a tensor."""
+    """The columns of a table; making them raises one of FAULTS if a value is missing or impossible for a tensor."""
 
     def __init__(self, table: pa.Table):
         columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
@@ -131,7 +132,7 @@ class _Columns:
 
 
 class Index:
-    """The regions of a checkpoint, or of a part of one, as a table; columns are read on demand."""
+    """The regions of a checkpoint, or of a part of it, as a table; columns are read on demand."""
 
     def __init__(self, table: pa.Table):
         self.table = table
@@ -178,20 +179,21 @@ class Index:
                 of.object.values(),
                 of.begin.tolist(),
                 of.end.tolist(),
-                _pieces(of.digest),  # to_pylist would make an Arrow scalar of each
+                # to_pylist would make an Arrow scalar of each digest.
+                _pieces(of.digest),
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor, by its full key; valid if there are no `coverage_faults`."""
+        """Dtype and shape of every tensor by full key; valid if there are no `coverage_faults`."""
         with gc_paused():
             firsts = self._take(self._tensor_numbers[1])
             of = firsts._columns
             return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
 
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
-        """Return the rows with `name` as their object, and with other digests."""
+        """Return the rows with `name` as their object, and with new digests."""
         field = _SCHEMA.field("object")
         codes = array(np.zeros(len(self), np.int32), pa.int32())
         of_object = pa.DictionaryArray.from_arrays(codes, array([name] if digests else [], pa.string()))
@@ -205,14 +207,14 @@ class Index:
         return self._take(np.flatnonzero(words.codes == words.code.get(name, -1)))
 
     def of_tensors(self, keys: Container[str]) -> Index:
-        """Return the rows of some tensors, given by their full keys."""
+        """Return the rows of the tensors with these full keys."""
         numbers, firsts = self._tensor_numbers
         wanted = np.array([key in keys for key in self._take(firsts)._full_keys()], np.bool_)
         return self if wanted.all() else self._take(np.flatnonzero(wanted[numbers]))
 
     def same_regions(self, other: Index) -> bool:
-        """Say whether another index has the same rows, apart from the names of their objects."""
-        # Digests first: they nearly always differ.
+        """Return True if another index has the same rows, apart from the names of objects."""
+        # Compare digests first: they nearly always differ.
         return len(self) == len(other) and all(
             _plain(self.table.column(name)).equals(_plain(other.table.column(name)))
             for name in reversed(_SCHEMA.names)
@@ -237,7 +239,7 @@ class Index:
 
     @cached_property
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
-        """The number of every row's tensor, in order of first rows; and the first row of every tensor."""
+        """The number of every row's tensor, in order of first appearance, and the first row of every tensor."""
         keys = self._columns.key.dictionary_encode()
         codes = self._columns.group.codes * max(1, len(keys.dictionary)) + numbers_of(keys.indices)
         _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
@@ -256,7 +258,7 @@ class Index:
         for word in of.dtype.used:
             if word not in STORED_DTYPES:
                 self._refuse(of.dtype.codes == of.dtype.code[word], f"the index holds the dtype {word!r:.40}")
-        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None: a word that no row has
+        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None marks a word that no row has.
         sizes = np.array([(one.nbytes, one.itemsize) if one else (1, 1) for one in stored], np.int64).reshape(-1, 2)
         nbytes, itemsize = sizes[of.dtype.codes].T
         other = (of.offset.lengths != of.full.lengths) | (of.shape.lengths != of.full.lengths)
@@ -271,11 +273,11 @@ class Index:
     def coverage_faults(self, *, whole: bool = True) -> list[str]:
         """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype.
 
-        `whole`: one rank wrote everything, so the regions of a tensor in one object must be its elements in order.
+        `whole`: one rank wrote everything, so the regions of a tensor must be its elements in order, in one object.
         """
         of = self._columns
         tensor, firsts = self._tensor_numbers
-        # Nearly all tensors, of 10⁵, have one region that is the whole tensor.
+        # Nearly all of 10⁵ tensors have one region: the whole tensor.
         odd = of.full.some(of.full.numbers != of.shape.numbers) | of.offset.some(of.offset.numbers != 0)
         odd |= np.bincount(tensor)[tensor] > 1
         rows = np.flatnonzero(odd)
@@ -292,7 +294,7 @@ class Index:
     def _faults_of(
         self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
     ) -> dict[int, str]:
-        """Return a fault by tensor number for rows of `dims` dimensions, sorted by tensor and byte."""
+        """Return a fault by tensor number, from rows of `dims` dimensions that are sorted by tensor and byte."""
         of = self._columns
         full, offset, shape = (column.matrix(rows, dims) for column in (of.full, of.offset, of.shape))
         starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
@@ -315,9 +317,10 @@ class Index:
         return faults
 
     def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
-        """List every object (name → where its data begin and end) that its regions do not fill, one after the other.
+        """List every object whose regions do not fill it one after the other; `objects`: name → data begin and end.
 
-        So every byte has exactly one digest, and a tensor takes no more memory than its object has bytes.
+        Filled objects have exactly one digest for every byte, and a tensor takes no more memory than its object has
+        bytes.
         """
         of = self._columns
         order = np.lexsort((of.end, of.begin, of.object.codes))
@@ -341,7 +344,7 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _pieces(column: pa.FixedSizeBinaryArray) -> list[bytes]:
-    """List the values of a column of bytes of one size."""
+    """List the values of a column whose values all have one size in bytes."""
     size = column.type.byte_width
     data = bytes(column.buffers()[1] or b"")[column.offset * size :]
     return [data[at : at + size] for at in range(0, len(column) * size, size)]

@@ -1,7 +1,7 @@
 """Boxes of a tensor: how a tensor is cut into regions.
 
-A region is a box (offset, shape). Cutting a tensor into blocks of bounded size lets a reader verify and read again
-a part of it, and lets several threads work on one tensor. Every block is contiguous in row-major order.
+A region is a box (offset, shape). If a tensor is cut into blocks of bounded size, a reader can verify and read again
+a part of it, and several threads can work on it. Every block is contiguous in row-major order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
     if full_box.size <= max(max_elements, 1):
         return [full_box]
     axis, inner = 0, math.prod(shape[1:])
-    while inner > max_elements:  # single rows are too large: cut within them
+    while inner > max_elements:  # Single rows are too large: cut within them.
         axis += 1
         inner = math.prod(shape[axis + 1 :])
     rows = max(1, max_elements // inner)
@@ -49,7 +49,7 @@ def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
 
 
 def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Say whether boxes in this order cover a tensor's elements in row-major order, without a gap."""
+    """Return True if boxes in this order cover a tensor's elements in row-major order, without a gap."""
     at = 0
     for box in boxes:
         axis = next((axis for axis, extent in enumerate(box.shape) if extent != 1), len(shape))

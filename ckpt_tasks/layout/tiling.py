@@ -15,24 +15,25 @@ import numpy.typing as npt
 
 __all__ = ["MAX_CORNERS", "Numbers", "row_major_faults", "untiled"]
 
-MAX_CORNERS = 1 << 24  # of all boxes together: 10⁶ boxes that are cut along four dimensions
+# The limit for all boxes together. 10⁶ boxes that are cut along four dimensions reach it.
+MAX_CORNERS = 1 << 24
 
 Numbers = npt.NDArray[np.int64]
 
 
 def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> Numbers:
-    """Return the numbers of the tensors that their boxes do not tile.
+    """Return the numbers of the tensors that are not tiled by their boxes.
 
-    `tensor` (int64, shape (n,)) is the number of every box's tensor, in rising order; `full`, `offset` and `shape`
-    (int64, (n, d)) are the tensor's shape, and the box's first index and extent, of tensors that all have d dimensions.
-    The rows of one tensor have one `full`. A tensor without elements is tiled by one box, itself; any other by boxes
-    that have elements. Boxes cut along so many dimensions that they have more than MAX_CORNERS corners are refused.
+    Each row is a box. `tensor` (int64, shape (n,)) is the number of its tensor, in rising order. `full`, `offset` and
+    `shape` (int64, (n, d)) are the tensor's shape, and the box's first index and extent; all tensors have d dimensions.
+    The rows of one tensor have the same `full`. A tensor without elements is tiled by one box, itself; any other tensor
+    by boxes that have elements. Boxes with more than MAX_CORNERS corners, cut along many dimensions, are refused.
     """
     if not len(tensor):
         return tensor
     starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
     counts = np.diff(np.r_[starts, len(tensor)])
-    group = np.repeat(np.arange(len(starts)), counts)  # 0, 1, 2 … for these tensors
+    group = np.repeat(np.arange(len(starts)), counts)  # Numbers the tensors of this call 0, 1, 2 …
     outside = ((offset < 0) | (shape < 0) | (offset > full) | (shape > full - offset)).any(axis=1)
     empty_box, empty = (shape == 0).any(axis=1), (full[starts] == 0).any(axis=1)
     itself = ((offset == 0) & (shape == full)).all(axis=1)
@@ -40,7 +41,7 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
     bad |= empty & ((counts != 1) | ~itself[starts])
     bad |= (counts == 1) & ~itself[starts]
     rest = (counts > 1) & ~bad & ~empty
-    cut = np.logical_or.reduceat((offset != 0) | (shape != full), starts)  # by tensor and dimension
+    cut = np.logical_or.reduceat((offset != 0) | (shape != full), starts)  # One flag for each tensor and dimension.
     dims = cut.sum(axis=1)
     corners_left = MAX_CORNERS
     for count in np.unique(dims[rest]).tolist():
@@ -50,7 +51,7 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
             bad[chosen] = True
             continue
         corners_left -= corners
-        # Nearly always all: then nothing is copied.
+        # Nearly always all rows stay: then nothing is copied.
         rows = slice(None) if len(chosen) == len(starts) else np.flatnonzero(np.isin(group, chosen))
         axes = np.argsort(~cut, axis=1, kind="stable")[group[rows], :count]
         begin, extent, whole = (np.take_along_axis(column[rows], axes, axis=1) for column in (offset, shape, full))
@@ -59,13 +60,14 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
 
 
 def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numbers) -> npt.NDArray[np.bool_]:
-    """Return for every box whether it is not contiguous in row-major order, or is out of order.
+    """Return for every box True if it is not contiguous in row-major order, or is out of order.
 
     `first` is the first row of each row's tensor; the other arguments are those of `untiled`.
     """
     if not full.shape[1]:
         return np.zeros(len(full), np.bool_)
-    inner = np.zeros(shape.shape, np.bool_)  # the dimensions after the first one in which the box has an extent above 1
+    # True for dimensions after the first one in which the box has an extent above 1.
+    inner = np.zeros(shape.shape, np.bool_)
     inner[:, 1:] = np.cumsum(shape != 1, axis=1)[:, :-1] > 0
     faults: npt.NDArray[np.bool_] = (inner & (shape != full)).any(axis=1)
     step = np.zeros_like(offset)
@@ -79,11 +81,11 @@ def _unbalanced(group: Numbers, begin: Numbers, end: Numbers, whole: Numbers) ->
     """Return the groups in which the boxes' signed corners do not add up to the tensor's."""
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
     plus, minus = _corners(group, begin, end)
-    # The tensors' own corners change sides, so that all cancel if both sides are equal.
+    # Move the tensors' own corners to the other side of the equation, so that all corners cancel if it holds.
     own_plus, own_minus = _corners(group[first], np.zeros_like(whole[first]), whole[first])
     sides = np.concatenate((plus, own_minus), axis=1), np.concatenate((minus, own_plus), axis=1)
     extents = [int(group[-1]) + 1, *(int(extent) + 1 for extent in whole.max(axis=0))]
-    if math.prod(extents) < 1 << 63:  # one number for each corner: sorted in a tenth of the time
+    if math.prod(extents) < 1 << 63:  # Code each corner as one number: it sorts in a tenth of the time.
         one, other = (np.sort(np.ravel_multi_index(tuple(side), extents)) for side in sides)
         if np.array_equal(one, other):
             return first[:0]

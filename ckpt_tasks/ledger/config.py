@@ -1,4 +1,4 @@
-"""The options of a checkpointed run: few, named as users know them, checked when made."""
+"""The options of a checkpointed run: few, with names that users know, and checked when made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckpointConfig:
     `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str] | Location
@@ -92,7 +92,7 @@ class CheckpointConfig:
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
-        """Raise ConfigError for an option without its name, or an unknown one."""
+        """Raise ConfigError for an unknown option, or one without a name."""
         if given:
             raise ConfigError("an option has a name", hint=f"Write CheckpointConfig(checkpoint_dir={given[0]!r:.80}).")
         for name in options.keys() - cls.__dataclass_fields__.keys():
@@ -124,17 +124,17 @@ class CheckpointConfig:
 
     @property
     def location(self) -> Location:
-        """The run's place, with the options of its store."""
+        """The run's location, with the options of its store."""
         return location_of(self.checkpoint_dir)
 
     @property
     def has_interval(self) -> bool:
-        """Whether steps, epochs or seconds between saves are given."""
+        """Whether an interval of steps, epochs or seconds between saves is set."""
         return self.save_policy != SavePolicy()
 
     @property
     def automatic(self) -> bool:
-        """Whether the run chooses the seconds between saves: if cadence="auto", or if no interval is given."""
+        """Whether the run itself chooses the seconds between saves: if cadence="auto", or if no interval is set."""
         return self.cadence == "auto" or not self.has_interval
 
     @property
@@ -150,7 +150,7 @@ class CheckpointConfig:
 
 def option_texts() -> dict[str, str]:
     """Return the text below each field of `CheckpointConfig`, on one line."""
-    import ast  # only for a page and for help
+    import ast  # Only the documentation and the help need it.
     import inspect
     import sys
     from itertools import pairwise

@@ -10,7 +10,7 @@ __all__ = ["Curve", "CurveStep"]
 
 @dataclass(frozen=True)
 class CurveStep:
-    """One step of a run's curve, committed by ledger entry `n`; `abandoned`: training went back to before it."""
+    """One step of a run's curve, committed by ledger entry `n`; `abandoned`: training went back to an earlier step."""
 
     n: int
     step: int

@@ -9,7 +9,7 @@ __all__ = ["check_owner"]
 
 
 def check_owner(current: Owner | None, mine: Owner) -> None:
-    """Raise FencedError if the directory has another owner, or none any more."""
+    """Raise FencedError if the directory has another owner, or no owner any more."""
     if current is None:
         raise FencedError(
             "the run directory has no owner any more: it was moved, emptied or damaged",

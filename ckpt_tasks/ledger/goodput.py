@@ -7,17 +7,17 @@ snapshot (its entry's time less `flush_s`). The time between two such entries a 
 
 =========  ============================================================================================================
 useful     b is a commit of the final line: as many steps as it is ahead, times the seconds that a step took then
-lost       the same for a commit that was left behind; and all time up to a failed attempt, from the entry before it
+lost       the same for a commit of an abandoned line; and all time from the entry before a failed attempt up to it
 saving     b is a commit: how long training waited for its snapshot (`stall_s`)
-starting   b is the first commit of an owner or after a failure, and the time was neither: start, restore, retry delay
-down       b is an owner, and the owner before it had not released the run: from its last entry on
+starting   b is the first commit of an owner or after a failure, and none of the above: start, restore, retry delay
+down       b is an owner, and the owner before it had not released the run: from that owner's last entry on
 idle       b is an owner, and the run had been released
-other      b is a commit or a release, and the time was none of these: evaluations, waiting for a commit, Prefect
+other      b is a commit or a release, and none of the above: evaluations, waiting for a commit, Prefect
 =========  ============================================================================================================
 
 The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: what it
-had trained since its last entry counts as "down", not as "lost". Clocks are the writers': one that was set back makes
-no time, one that jumped ahead makes some. The ledger of a copy says when it was copied, not when it was trained.
+had trained since its last entry counts as "down", not as "lost". Clocks are those of the writers: one that was set back
+hides time, one that jumped ahead adds some. The ledger of a copy says when it was copied, not when it was trained.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["SHARES", "Course", "Placed", "Span", "follow"]
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
 _OWNERS = ("taken", "lost")
-_CLOCK = (*_OWNERS, "commit", "failure", "released")  # written by the owner of that time only
+_CLOCK = (*_OWNERS, "commit", "failure", "released")  # Kinds that only the owner at that time writes.
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A moment, with the seconds of wall time since the first owner."""
+    """A moment, and its time in seconds since the first owner."""
 
     elapsed_s: float
     moment: Moment
@@ -47,7 +47,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of wall time and its share: one of SHARES."""
+    """A stretch of wall time, and the share that it counts for: one of SHARES."""
 
     kind: str
     begin_s: float
@@ -76,12 +76,12 @@ class Course:
 
     @property
     def goodput(self) -> float | None:
-        """The useful part of the wall time; None if no time has passed."""
+        """The useful share of the wall time; None if no time has passed."""
         return min(1.0, self.seconds["useful"] / self.wall_s) if self.wall_s > 0 else None
 
     @property
     def resumes(self) -> list[Placed]:
-        """The owners after the first."""
+        """The moments at which the run got a new owner, after the first one."""
         return self.of(*_OWNERS)[1:]
 
     @property
@@ -188,7 +188,7 @@ def _final_line(commits: list[Moment]) -> frozenset[int]:
         while older and older[-1].n >= at.n:
             older.pop()
         if at.identity is not None and at.parent is None:
-            break  # training began here
+            break  # Training began at this commit.
         parent = known.get(at.parent) if at.parent is not None else None
         if parent is None or parent.n >= at.n:
             parent = older[-1] if older else None

@@ -1,4 +1,4 @@
-"""The ledger in use: read the newest entry, append the next one, and know the outcome of the append.
+"""Read the newest entry of the ledger, append the next one, and know the outcome of the append.
 
 An append reads the entry back, whatever the store answered, and compares the nonce. Ours: done. Another valid entry:
 try the next number, unless the directory has another owner. No entry: send the same bytes again. Unreadable: unknown.
@@ -44,15 +44,16 @@ from ckpt_tasks.system import now_iso, system
 
 __all__ = ["SYNCED", "Head", "History", "newest_first"]
 
-SYNCED = "synced"  # the note that a finished copy of a run leaves in the target's ledger
+SYNCED = "synced"  # The event that a finished copy of a run leaves in the target's ledger.
 
 _SAME_NUMBER_TRIES = 5
-_NEWEST = 16  # names in the first list; a second one asks for all
-_NUMBERS_TRIED = 64  # lost to other writers; far more than happen by chance, since others wait
+_NEWEST = 16  # The first list has this many names; a second list has all.
+# Give up after losing this many numbers to other writers: far more than happen by chance, since others wait.
+_NUMBERS_TRIED = 64
 _LONGEST_WAIT_S = 30.0
-_FOLLOWED = 8  # entries read one by one before names are listed
-_FEWEST, _MOST = 4, 64  # entries that `newest_first` reads at once
-_LISTED = 16  # names that it lists first; eight times as many in the next list
+_FOLLOWED = 8  # Read this many entries one by one, then list names.
+_FEWEST, _MOST = 4, 64  # `newest_first` reads at once this many entries, first and at most.
+_LISTED = 16  # `newest_first` lists this many names, then eight times as many.
 _THREADS = 8
 _LATE = "which is there: it is older than the last write. Use a store that lists at once what was written."
 
@@ -75,7 +76,7 @@ class Head:
 
     @property
     def spared_epochs(self) -> int:
-        """The highest owner epoch that a damaged entry may name: each damaged entry may be that of a new owner."""
+        """The highest owner epoch that a damaged entry may name: each damaged entry may have brought a new owner."""
         epoch = self.state.owner.epoch if self.state.owner else 0
         damaged_epoch = min(epoch + len(self.damaged), MAX_EPOCH) if self.damaged else 0
         return max(self.state.spared_epochs, damaged_epoch)
@@ -87,8 +88,8 @@ class History(RunFormat):
     def __init__(self, store: Store):
         super().__init__(store)
         self._segments = Segments(store)
-        self._known: Head | None = None  # the newest entry read by this process, with no damaged one above it
-        self._seen = False  # whether what was looked at last was all good: then `_known` is it
+        self._known: Head | None = None  # The newest entry read by this process, if no newer one is damaged.
+        self._seen = False  # True if the last look found no damage: then `_known` is the newest entry.
         self._looked_s = -math.inf
         self._warned: tuple[str, ...] = ()
 
@@ -102,15 +103,15 @@ class History(RunFormat):
         return self._truth((self.store.near and known and self._followed(known)) or self._listed(known), known)
 
     def head_within(self, seconds: float) -> Head:
-        """Return the head that this process looked at, or put, at most `seconds` ago; look if there is none.
+        """Return the head that this process read or put at most `seconds` ago; read it if there is none.
 
-        A disk is looked at in any case.
+        On a disk, always read it.
         """
         fresh = self._seen and not self.store.near and system().monotonic() - self._looked_s < seconds
         return self._known if fresh and self._known else self.head()
 
     def _truth(self, head: Head, before: Head | None) -> Head:
-        """Prefer what this process has read before, even if it has been damaged since; warn of damage.
+        """Prefer what this process read before, even if it has been damaged since; warn of damage.
 
         `before` is what it knew before it read `head`: another thread may know more by now.
         """
@@ -162,7 +163,7 @@ class History(RunFormat):
         return None
 
     def _stands(self, head: Head) -> bool:
-        """Say whether a head's entry is still there, unchanged."""
+        """Return True if the entry of a head is still there, unchanged."""
         try:
             return self._read_entry(head.next_n - 1)[1] == head.digest
         except (IntegrityError, ObjectNotFoundError):
@@ -172,9 +173,9 @@ class History(RunFormat):
         names = self.store.names(LEDGER_PREFIX, limit=_NEWEST)
         numbered = _numbered(names)
         if known and known.entry and not self.store.near and numbered and max(numbered)[0] == known.entry.n:
-            return known  # an entry never changes: do not read it again
+            return known  # An entry never changes: do not read it again.
         newest = self._newest(numbered)
-        if newest is None and len(names) == _NEWEST:  # all are damaged or foreign: look at older ones as well
+        if newest is None and len(names) == _NEWEST:  # All of them are damaged or foreign: look at older ones as well.
             numbered = _numbered(self.store.names(LEDGER_PREFIX))
             newest = self._newest(numbered)
         next_n = max((n for n, _ in numbered), default=-1) + 1
@@ -215,9 +216,10 @@ class History(RunFormat):
     ) -> Entry:
         """Append one event; `change(state, n)` returns the state after entry n.
 
-        Give `owner` for an event that only the owner may write, and `standing` if this checkpoint of the newest entry
-        has just been read, byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError
-        if the outcome is unknown, StoreError if nothing was written, and what `change` raises.
+        `owner`: only this owner may write the event. `standing`: this checkpoint of the newest entry has just been
+        read,
+        byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome is
+        unknown, StoreError if nothing was written, and what `change` raises.
         """
         nonce, head = system().token_hex(16), self._to_follow(owner, standing)
         for lost in range(_NUMBERS_TRIED):
@@ -232,7 +234,7 @@ class History(RunFormat):
                 system().sleep(system().uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
-                entry = head.entry  # ours after all: the read before got wrong bytes
+                entry = head.entry  # It is ours after all: the read before got wrong bytes.
                 break
         else:
             raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
@@ -240,11 +242,13 @@ class History(RunFormat):
         return entry
 
     def _to_follow(self, owner: Owner | None, standing: Checkpoint | None) -> Head:
-        """Return the head that an event follows.
+        """Return the head that the new entry follows.
 
-        A server refuses the next number if anybody has it: so the owner, who writes nearly all entries, need not list
-        them (decision 0084). But somebody may have emptied the directory and filled it up to a lower number: so the
-        entry that the owner knows must still be there.
+        A server refuses the next number if any writer has it: so the owner, who writes nearly all entries, need not
+        list
+        them (decision 0084). But the directory may have been emptied and filled up to a lower number: so the entry that
+        the
+        owner knows must still be there.
         """
         known = self._known
         if self.store.near:
@@ -264,7 +268,7 @@ class History(RunFormat):
         return Head(*good, n + 1, fresh.damaged)
 
     def _is_mine(self, name: str, data: bytes) -> bool:
-        """Say whether the entry under this name is ours; raise IntegrityError if it is not a good entry at all."""
+        """Return True if the entry under this name is ours; raise IntegrityError if it is damaged or foreign."""
         stored = self.store.get(name, MAX_ENTRY_BYTES)
         if stored != data:
             Entry.from_bytes(stored, name)
@@ -275,7 +279,7 @@ class History(RunFormat):
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None
-        refused = True  # every try, so far
+        refused = True  # True while the store has refused every try.
         for _ in range(_SAME_NUMBER_TRIES):
             try:
                 self.store.put_if_absent(name, data)
@@ -287,12 +291,12 @@ class History(RunFormat):
                 stands = read_good(self.store, lambda: self._is_mine(name, data))
             except ObjectNotFoundError:
                 if failure is not None and failure.refused:
-                    raise failure from None  # the store has refused every try
+                    raise failure from None  # The store has refused every try.
                 if failure is not None and not isinstance(failure, ObjectExistsError):
                     continue
                 raise CommitUncertainError("the ledger entry was taken and cannot be seen", key=name) from failure
             except IntegrityError:
-                return False  # something foreign has the name: use the next number
+                return False  # A foreign object has the name: use the next number.
             except StoreError as error:
                 if failure is not None and refused:
                     raise failure from None
@@ -339,8 +343,8 @@ def _numbered(names: list[str]) -> list[tuple[int, str]]:
 def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, str]]:
     """Yield (entry, digest) from the newest entry down to number `since`; skip damaged ones.
 
-    Reads grow from a few entries to many at a time, so that a caller that stops early has read few. Only entries that
-    exist are requested, even if the newest number is absurdly high.
+    Reads grow from a few entries to many at a time, so that a caller that stops early has read few. It requests only
+    entries that exist, even if the newest number is absurdly high.
     """
     numbers, batch_size = _existing(history, since), _FEWEST
     while batch := [*islice(numbers, batch_size)]:
@@ -357,7 +361,7 @@ def _existing(history: History, since: int) -> Iterator[int]:
         for name in names:
             n = parse_ledger_name(name)
             if n is None or 0 <= last <= n:
-                continue  # a foreign name, or listed before
+                continue  # The name is foreign, or was listed before.
             if n < since:
                 return
             last = n

@@ -25,14 +25,14 @@ _WARNING = (
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; raise StateError with the name of one that is not a number."""
+    """Return metrics as plain numbers; raise StateError that names a value which is not a number."""
     return {str(name): _number(str(name), value) for name, value in metrics.items()}
 
 
 def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain numbers, but tensors on a device as copies, since reading would wait for the device.
+    """Return metrics as plain numbers, but tensors on a device as copies: reading them would wait for the device.
 
-    Raises StateError with the name of one that is not a number.
+    Raises StateError that names a value which is not a number.
     """
     return {
         str(name): value.detach().clone()
@@ -94,8 +94,8 @@ class GoingBack:
 class FiniteMetrics:
     """Check the metrics of every step; warn, stop or go back if one is NaN or infinite.
 
-    A stretch of such steps gives one warning. A tensor on a device is checked only when its step is saved, which reads
-    it anyway: reading waits for the device.
+    Consecutive bad steps give one warning. A tensor on a device is checked only when its step is saved, since the save
+    reads it anyway: reading waits for the device.
     """
 
     def __init__(self, on_non_finite: str):
@@ -104,7 +104,8 @@ class FiniteMetrics:
         self._warned = False
 
     def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
-        """Raise NonFiniteError or warn, by `on_non_finite`, if a metric is NaN or infinite; a finite step ends that.
+        """Warn or raise NonFiniteError, by `on_non_finite`, if a metric is NaN or infinite; a finite step ends a
+        stretch.
 
         `saving`: also check tensors on a device. Raises StateError for a metric that is not a number.
         """

@@ -1,7 +1,7 @@
 """What a run's own history says about saves and failures, for the cadence.
 
-It only decides how often to save, never what is restored: events and times in the ledger are for people. A wrong clock
-makes an interval a little longer or shorter.
+The result only decides how often to save, never what is restored: events and times in the ledger are for people. A
+wrong clock makes an interval a little longer or shorter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ckpt_tasks.process.processes import in_threads
 
 __all__ = ["ENTRIES_READ", "LearningCadence", "observe", "recent", "summarize"]
 
-ENTRIES_READ = 256  # at most half of them retire; costs come from the newest 32 commits only
-_AT_ONCE = 16  # parallel requests to a remote store
-_MEASURED = 32  # costs are medians of this many commits: a slower store shows soon, one slow save does not
-_TOLD = ("commit", "failure", "lost", "taken")  # kinds of moments that say something about cost and failure
+ENTRIES_READ = 256  # At most half of them retire checkpoints; costs come from the newest 32 commits only.
+_AT_ONCE = 16  # Parallel requests to a remote store.
+# Costs are medians of this many commits: a slower store shows soon, a single slow save does not.
+_MEASURED = 32
+_TOLD = ("commit", "failure", "lost", "taken")  # The kinds of moments that tell about cost and failure.
 
 
 class LearningCadence:
@@ -39,11 +40,11 @@ class LearningCadence:
         return self._cadence.interval_s
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due at `now`; `last` is the last save."""
+        """Return True if a snapshot is due at `now`; `last` is the last save."""
         return self._cadence.due(last, now)
 
     def learn(self, entry: Entry) -> None:
-        """Learn from a commit what a save costs."""
+        """Learn the cost of a save from a commit."""
         event = moment(entry)
         if event is not None:
             self._happened.append(event)
@@ -63,7 +64,7 @@ def observe(history: History) -> Observed | None:
 def recent(history: History, most: int = ENTRIES_READ) -> deque[Moment]:
     """Read commits, failures and owners in the newest `most` ledger entries, oldest first; skip unreadable entries.
 
-    A process can append its own commits, as `moment(entry)`, and then has what a new process would read.
+    A process that appends its own commits, as `moment(entry)`, has what a new process would read.
     """
     next_n = history.head().next_n
     numbers = range(max(0, next_n - most), next_n)
@@ -91,8 +92,8 @@ def summarize(events: Iterable[Moment]) -> Observed | None:
 def _trained(events: list[Moment]) -> Iterator[tuple[float, Moment, Moment]]:
     """Yield (seconds, from, to) of each stretch of training that ended with a commit or a recorded failure.
 
-    No entry has the training between an owner's last commit and its death. Without it failures look a little more
-    frequent than they are, so saves become a little more frequent, too.
+    The ledger does not know the training between an owner's last commit and its death. Without it failures look a
+    little more frequent than they are, so saves become a little more frequent, too.
     """
     for before, after in pairwise(events):
         if after.epoch == before.epoch and after.kind in ("commit", "failure"):
@@ -100,7 +101,7 @@ def _trained(events: list[Moment]) -> Iterator[tuple[float, Moment, Moment]]:
 
 
 def _failures(events: list[Moment]) -> int:
-    """Count the failures; one that was recorded and then ended its process counts once."""
+    """Count the failures; a recorded failure that then ended its process counts once."""
     count, noted = 0, False
     for event in events:
         if event.kind == "failure" or (event.kind == "lost" and not noted):
@@ -110,7 +111,7 @@ def _failures(events: list[Moment]) -> int:
 
 
 def _steps_s(events: list[Moment]) -> Iterator[float]:
-    """Yield an upper bound of the time of a step, from commit to commit: other work is included."""
+    """Yield an upper bound on the time of a step between each two commits: other work is included."""
     for gap_s, before, after in _trained(events):
         steps = (after.step or 0) - (before.step or 0)
         if before.kind == after.kind == "commit" and steps > 0 and gap_s > 0:

@@ -52,20 +52,20 @@ __all__ = [
 
 NEVER_OWNED = "it has had no owner"
 
-RELEASE_GRACE_S = 35.0  # a preempted process has 30 s to commit and release; its successor waits a little longer
+RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; its successor waits a little longer.
 _POLL_S = 0.25
-_BEAT = 1 / 4  # of the timeout: how often an owner shows life
-_MISSED = 1.5  # beats without a sign: the owner is late, or gone
+_BEAT = 1 / 4  # An owner shows life once in this part of the timeout.
+_MISSED = 1.5  # After this many heartbeats without a sign, the owner is late, or gone.
 
 
 class Leftover(Protocol):
-    """What still commits in the background for an owner whose Checkpointer is gone."""
+    """A commit in the background, for an owner whose Checkpointer is gone."""
 
     def finish(self) -> None:
-        """Return once nothing is under way."""
+        """Return once no commit is under way."""
 
 
-left_here: WeakValueDictionary[str, Leftover] = WeakValueDictionary()  # by the owner's id
+left_here: WeakValueDictionary[str, Leftover] = WeakValueDictionary()  # The key is the owner's id.
 
 
 def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
@@ -87,7 +87,7 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
 def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
     """Return why the directory may be taken without `take_over`; None if its owner may be alive.
 
-    `silent_s` is how long the owner has shown no life, None if that is unknown.
+    `silent_s` is how long the owner has shown no life; None if that is unknown.
     """
     if owner is None:
         return NEVER_OWNED
@@ -104,16 +104,16 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
 
 
 def lives_here(owner: Owner, me: Owner) -> bool:
-    """Say whether the owner is another process that certainly runs on this system and holds the directory."""
+    """Return True if the owner is another process that certainly runs on this system and holds the directory."""
     if owner.released or owner.pid == me.pid or not owner.process_start or not _same_system(owner, me):
         return False
     return process_start(owner.pid) == owner.process_start
 
 
 def _same_system(owner: Owner, me: Owner) -> bool:
-    """Say whether the owner's process id means the same process here: same host, boot and process namespace.
+    """Return True if the owner's process id means the same process here: same host, boot and process namespace.
 
-    Host names and machine ids alone cannot tell: copied images have the same ones.
+    Host names and machine ids alone do not suffice: copies of a system image share them.
     """
     systems = {(one.host, one.machine_id, one.boot_id, one.pid_namespace) for one in (owner, me)}
     return len(systems) == 1 and bool(me.boot_id and me.pid_namespace)
@@ -126,7 +126,8 @@ def damage(history: History) -> tuple[str, ...]:
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        head = history.head()  # an owner may have written its first entry, and then objects, since the last look
+        # Look again: an owner may have written its first entry, and then objects.
+        head = history.head()
         if head.entry is None and not head.damaged:
             raise NoGoodCheckpointError(
                 f"{store.url} holds checkpoints and no ledger",
@@ -149,13 +150,13 @@ def acquire(
     timeout_s: float,
     best: tuple[str | None, str] = (None, "min"),
 ) -> Owner:
-    """Take the run directory and return this process' owner record.
+    """Take the run directory and return the owner record of this process.
 
     If the owner is another attempt of the same flow run, waits up to 35 s for its release, or one and a half heartbeats
     if that is longer: a preempted process commits and releases within its grace. If it still shows life then, the flow
     run was started twice: raises OwnedError with `same_flow_run`. A flow run waits `timeout_s` for an owner that is not
-    a flow run (upkeep, a person who prunes), to see whether it is alive. Everyone waits as long if the owner's clock
-    cannot tell. Raises OwnedError if the owner may be alive and `take_over` is False.
+    a flow run (upkeep, a person who prunes), to see whether it is alive. Every process waits as long if the owner's
+    clock is unusable. Raises OwnedError if the owner may be alive and `take_over` is False.
     """
     began_s, signs = system().monotonic(), Signs(history, timeout_s)
     while True:
@@ -222,7 +223,7 @@ def _take(
     event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
     history.append(event, change, owner=None)
     if seen is not None:
-        with suppress(StoreError):  # a leftover sign of life is ignored: it has another epoch
+        with suppress(StoreError):  # A leftover sign of life is ignored: it has another epoch.
             history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
 
@@ -230,7 +231,7 @@ def _take(
 def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset()) -> bool:
     """Release the run directory, with the names that `owner` has `deleted`; return False if it has lost the run.
 
-    If the store fails, the next owner finds this process gone, or its heartbeat old.
+    If the store fails, the next owner sees that this process is gone, or that its heartbeat is old.
     """
     with suppress(StoreError, CommitUncertainError):
         try:
@@ -241,14 +242,14 @@ def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset(
 
 
 class Heartbeat:
-    """Renew a sign of life while this process owns the directory, and notice when it no longer does.
+    """Renew a sign of life while this process owns the directory, and notice if it no longer does.
 
     A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once the ledger
     names another owner, so that training stops before its next commit fails. The thread ends when no one refers to
     this object.
     """
 
-    held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # by the owner's id
+    held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # The key is the owner's id.
 
     def __init__(self, history: History, owner: Owner, timeout_s: float):
         self.fenced: FencedError | None = None
@@ -256,7 +257,7 @@ class Heartbeat:
         self._owner = owner
         self._every_s = self.every_s(timeout_s)
         self._stop = system().event()
-        with suppress(StoreError):  # without it, the time at which the directory was taken counts
+        with suppress(StoreError):  # Without it, the time at which the directory was taken counts.
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
@@ -264,11 +265,11 @@ class Heartbeat:
 
     @staticmethod
     def every_s(timeout_s: float) -> float:
-        """Return how often an owner shows life, and looks whether it still is the owner."""
+        """Return how often an owner shows life, and checks that it is still the owner."""
         return timeout_s * _BEAT
 
     def stop(self) -> None:
-        """End the thread; from now on the sign of life grows old."""
+        """End the thread; the last sign of life then grows old."""
         self.held_here.pop(self._owner.id, None)
         self._stop.set()
         self._thread.join(timeout=self._every_s)
@@ -281,7 +282,8 @@ class Heartbeat:
         except FencedError as error:
             self.fenced = error
         except CkptError:
-            pass  # the store is away: commits will report it; an old heartbeat only permits a take-over
+            # The store does not answer. Commits will report that; an old heartbeat only permits a take-over.
+            pass
 
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": system().time()})
@@ -306,7 +308,7 @@ def _finish_here(owner: Owner) -> None:
 
 
 class Signs:
-    """An owner's signs of life: the newest one's age by its clock, or how long it has been unchanged by ours.
+    """An owner's signs of life: the age of the newest one by the owner's clock, or how long it is unchanged by ours.
 
     `watching`: the owner's clock is useless (ahead by more than the timeout, or the sign is damaged), and the sign has
     not changed since the first look. `beating`: the same owner has shown life since then.
@@ -320,9 +322,9 @@ class Signs:
         self._seen_s = 0.0
 
     def silent_s(self, owner: Owner) -> float | None:
-        """Return how many seconds the owner has shown no life; None if it has just shown some.
+        """Return for how many seconds the owner has shown no life; None if it has just shown some.
 
-        Call it again and again: it remembers the last sign. Raises StoreError if the store does not answer.
+        Call it repeatedly: it remembers the last sign. Raises StoreError if the store does not answer.
         """
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:
@@ -338,7 +340,7 @@ class Signs:
     def _read(self, owner: Owner) -> bytes:
         try:
             return self._history.store.get(heartbeat_name(owner.epoch), 4096)
-        except ObjectNotFoundError:  # the time of the taking counts
+        except ObjectNotFoundError:  # Then the time at which the directory was taken counts.
             return canonical_json({"taken_at": owner.taken_at})
         except IntegrityError:
             return b""

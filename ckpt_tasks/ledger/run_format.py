@@ -1,4 +1,4 @@
-"""A run directory's format.json: which run it is, and what its store was seen to do."""
+"""A run directory's format.json: which run it is, and which tests its store has passed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_tasks.system import now_iso
 __all__ = ["RunFormat"]
 
 _PUTS = 5
-_LOOKED_AT = 1000  # names that are searched for runs below a wrong directory
+_LOOKED_AT = 1000  # Below a wrong directory, search this many names for runs.
 _NAMED = 5
 
 
@@ -40,19 +40,20 @@ class RunFormat:
         """Write the run directory's format.json if it is missing.
 
         A server is tested first, once for each endpoint through which the directory is reached. Raises ConfigError if
-        it cannot do what commits need; with `single_writer` put-if-absent is not needed.
+        the
+        server cannot do what commits need; with `single_writer` put-if-absent is not needed.
         """
         body = self._format()
         if body is None:
             new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
             self._put_format(self._proved(new, single_writer))
         elif not body and self.store.endpoint is not None:
-            self._proved({}, single_writer)  # the damaged file may have said that the store has no put-if-absent
+            self._proved({}, single_writer)  # The damaged file may have said that the store has no put-if-absent.
         elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
     def check(self, run_key: str | None) -> str | None:
-        """Return the run's key, None if format.json is damaged (every manifest holds the key as well).
+        """Return the run's key; None if format.json is damaged (every manifest holds the key as well).
 
         Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run, and
         FormatVersionError if a newer version wrote it.
@@ -107,10 +108,10 @@ class RunFormat:
             try:
                 self.store.put_if_absent(FORMAT_NAME, data)
             except ObjectExistsError:
-                return  # another process has written it meanwhile
+                return  # Another process has written it meanwhile.
             except StoreError:
                 if self._format() is not None:
-                    return  # only the answer was lost
+                    return  # Only the answer was lost.
                 if not left:
                     raise
             else:

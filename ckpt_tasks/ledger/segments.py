@@ -1,6 +1,6 @@
 """The segments of a long list of live checkpoints (format/live.py), as objects in a store.
 
-A segment never changes. One that was read or put is cached while it is in use.
+Segments never change: those that were read or put are cached while they are in use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Segments"]
 
-_AT_ONCE, _FEW = 16, 4  # parallel requests to a remote store; a few are made one by one
+_AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few requests go one by one.
 
 
 class Segments:
@@ -31,13 +31,13 @@ class Segments:
         missing = [segment for segment in segments if segment.digest not in known]
         alone = self._store.near or len(missing) < _FEW
         read = in_threads(self._get, missing, 1 if alone else _AT_ONCE, "ckpt-ledger")
-        if len(known) > 2 * len(segments) + _FEW:  # drop those of old entries
+        if len(known) > 2 * len(segments) + _FEW:  # Drop the segments of old entries.
             known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
         self._known = known = known | {segment.digest: segment for segment in read}
         return tuple(known[segment.digest] for segment in segments)
 
     def put(self, segments: tuple[Segment, ...]) -> None:
-        """Put the new segments; raise StateError for one that a reader would refuse."""
+        """Put the new segments; raise StateError for one that readers would refuse."""
         for segment in segments:
             if segment.digest in self._known:
                 continue
@@ -45,16 +45,17 @@ class Segments:
             try:
                 if len(data) > MAX_ENTRY_BYTES:
                     raise IntegrityError(f"{len(data)} bytes are more than the {MAX_ENTRY_BYTES} that are read")
-                read_segment(data, digest=segment.digest, name=segment.name)  # the reader itself checks every bound
+                # Readers check every bound, so let one try.
+                read_segment(data, digest=segment.digest, name=segment.name)
             except IntegrityError as error:
                 raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
-            with suppress(ObjectExistsError):  # named by its digest: every writer writes the same bytes
+            with suppress(ObjectExistsError):  # It is named by its digest: every writer writes the same bytes.
                 self._store.put_if_absent(segment.name, data)
             self._known = self._known | {segment.digest: segment}
 
     def _get(self, segment: Segment) -> Segment:
         try:
             data = self._store.get(segment.name, MAX_ENTRY_BYTES)
-        except ObjectNotFoundError as error:  # the entry exists, but is useless without it
+        except ObjectNotFoundError as error:  # The entry exists, but is useless without this segment.
             raise IntegrityError("the list of checkpoints is gone", key=segment.name) from error
         return Segment(segment.digest, read_segment(data, digest=segment.digest, name=segment.name))

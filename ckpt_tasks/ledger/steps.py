@@ -25,19 +25,19 @@ from ckpt_tasks.system import system
 
 __all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file"]
 
-_MOST_KEPT = 1 << 18  # uncommitted steps; beyond that every second one is dropped
-_AT_ONCE = 16  # parallel requests to a remote store
+_MOST_KEPT = 1 << 18  # Above this many uncommitted steps every second one is dropped.
+_AT_ONCE = 16  # Parallel requests to a remote store.
 
 
 class StepLog:
-    """The metrics of steps that are not known to be committed, in the order in which they were reported."""
+    """The metrics of steps that are not known to be committed, in the order of their reports."""
 
     def __init__(self, most: int = _MOST_KEPT) -> None:
         self._most = most
         self._steps: list[StepMetrics] = []
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step to those that it has already; does not wait for tensors on a device."""
+        """Add metrics of a step to those that it already has; does not wait for tensors on a device."""
         if not metrics:
             return
         if self._steps and self._steps[-1].step == step:
@@ -47,7 +47,7 @@ class StepLog:
         self._steps.append(StepMetrics(step, system().time(), held(metrics)))
 
     def since(self, step: int) -> tuple[StepMetrics, ...]:
-        """Return the steps after a committed `step`, and forget the others."""
+        """Return the steps after a committed `step`, and forget the earlier ones."""
         if self._steps and self._steps[0].step <= step:
             self._steps = [entry for entry in self._steps if entry.step > step]
         return tuple(self._steps)
@@ -80,7 +80,7 @@ def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:
 
 
 def _numbers(steps: Iterable[StepMetrics]) -> Iterator[StepMetrics]:
-    """Turn tensors on a device into numbers, which waits for the device."""
+    """Turn tensors on a device into numbers; this waits for the device."""
     for step, at_s, metrics in steps:
         yield StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
 
@@ -111,6 +111,6 @@ def _read(history: History, commits: list[Moment]) -> list[list[StepMetrics] | N
         try:
             return read_steps(history.store.get(name, MAX_STEPS_BYTES), digest=digest, name=name)
         except (IntegrityError, ObjectNotFoundError):
-            return None  # `verify` reports it
+            return None  # `verify` reports it.
 
     return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")

@@ -1,4 +1,4 @@
-"""The name of a checkpoint in one text: DIR@STEP."""
+"""How one text names a checkpoint: DIR@STEP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["split_target"]
 
 
 def split_target(text: str) -> tuple[str, int | str | None]:
-    """Split "DIR@STEP" at its last @; if a directory has the whole text as its name, that directory is meant.
+    """Split "DIR@STEP" at its last @, unless a directory has the whole text as its name.
 
     Returns the directory, and a step, "latest", "best", or None if there is no @. Raises ConfigError if the text after
     the @ is none of these.

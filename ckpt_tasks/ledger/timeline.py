@@ -1,6 +1,6 @@
 """A run's course, read from its ledger alone: what happened when, for pages and reports.
 
-Nothing is decided from it: events and their times are for people. `goodput.py` computes where the time went.
+No decision depends on it: events and their times are for people. `goodput.py` computes where the time went.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckpt_tasks.process.processes import in_threads
 
 __all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "steps_of"]
 
-MOST_ENTRIES = 20_000  # about 10,000 commits, each followed by a retire
-_AT_ONCE = 16  # parallel requests to a remote store
+MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
+_AT_ONCE = 16  # Parallel requests to a remote store.
 _LONGEST_TEXT = 300
-_MOST_S = 1e9  # thirty years
-# The words of ownership.py for a lost owner. One that released the directory had committed before.
+_MOST_S = 1e9  # Thirty years.
+# How ownership.py describes a lost owner. An owner that released the directory had committed before.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
 _NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
 _TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "copied": ("from",)}
@@ -29,13 +29,13 @@ _TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "copied": (
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What one ledger entry says of a run's course.
+    """The part of one ledger entry that belongs to a run's course.
 
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
     "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
-    what failed, which suite. Identities and seconds are a commit's: how long training waited, the time from snapshot to
-    commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps.
+    what failed, which suite. Identities and seconds are those of a commit: how long training waited, the time from
+    snapshot to commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps.
     """
 
     kind: str
@@ -65,14 +65,14 @@ class Timeline:
 
     @property
     def copied(self) -> bool:
-        """Whether `ckpt sync` copied the run here: then the times are those of the copy."""
+        """Whether `ckpt sync` made this copy of the run: then the times are those of the copying."""
         return any(moment.kind == "copied" for moment in self.moments)
 
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
     """Read the newest `most` entries of a ledger, several at a time from a remote store.
 
-    Given the result of an earlier reading as `known`, reads only newer entries. Unreadable entries are left out and
+    `known` is the result of an earlier call: then only newer entries are read. Unreadable entries are left out and
     counted. Raises StoreError if the store fails.
     """
     known = known or Timeline()
@@ -94,10 +94,10 @@ def moment(entry: Entry) -> Moment | None:
     """Return the moment of an entry; None if it is not part of the course, or has no time."""
     owner, event, at_s = entry.state.owner, entry.event, seconds_of(entry.at)
     if at_s is None:
-        return None  # without a time it does not say how long anything took
+        return None  # Without a time it does not say how long anything took.
     about: dict[str, Any] = {
         "n": entry.n,
-        "epoch": owner.epoch if owner else entry.epoch,  # a new owner's own entry still has the previous epoch
+        "epoch": owner.epoch if owner else entry.epoch,  # A new owner's own entry still has the previous epoch.
         "at_s": at_s,
         "flow_run_id": owner.flow_run_id if owner else None,
     }
@@ -106,7 +106,7 @@ def moment(entry: Entry) -> Moment | None:
             return _commit(entry, about)
         case "evaluation":
             return _evaluation(entry, about)
-        case "retire":  # without checkpoints it only gave up what dead owners left
+        case "retire":  # Without checkpoints it only gave up objects of dead owners.
             gone = event.get("checkpoints")
             return Moment(**about, kind="pruned", text=_count(gone)) if gone else None
         case "owner":
@@ -133,7 +133,8 @@ def _read(history: History, numbers: list[int]) -> list[Moment | str | None]:
 
 def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
     event, made = entry.event, next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
-    cost_s = made.cost_s if made else 0.0  # all that old entries have: their synchronous saves waited for the flush
+    # Old entries have only `cost_s`: their synchronous saves waited for the flush.
+    cost_s = made.cost_s if made else 0.0
     stall_s, flush_s = _seconds(event, "stall_s"), _seconds(event, "flush_s")
     return Moment(
         **about,
@@ -190,5 +191,5 @@ def _count(value: Any) -> str:
 def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
-        return None  # NaN and infinity are written as strings
-    return round(float(value), 6)  # smaller numbers would make infinite rates
+        return None  # NaN and infinity are written as strings.
+    return round(float(value), 6)  # Smaller numbers would give infinite rates.

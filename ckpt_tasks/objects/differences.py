@@ -1,4 +1,4 @@
-"""What differs between a checkpoint and a state, and what to do about it: renamed parts are found by their shapes."""
+"""How a state differs from a checkpoint, and what to do about it; renamed parts are found by their shapes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ class Differences:
     different: list[str] = field(default_factory=list)
     hint: str | None = None
     loose: bool = False
-    groups: tuple[str, ...] = ()  # the groups that are restored
-    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # dtype and shape of each
-    other_dtypes: list[torch.dtype] = field(default_factory=list)  # here, of those that differ in nothing else
+    groups: tuple[str, ...] = ()  # The groups that are restored.
+    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # Dtype and shape of each.
+    # The target's dtypes, of tensors that differ in nothing else.
+    other_dtypes: list[torch.dtype] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
-        """Compare names: those only in the target are missing, those only in the checkpoint unexpected."""
+        """Compare names: those only in the target are missing, those only in the checkpoint are unexpected."""
         self.missing += sorted(f"{group}/{name}" for name in here - there)
         self.unexpected += sorted(f"{group}/{name}" for name in there - here)
 
     def differ(self, place: str, why: str) -> None:
-        """Note that a place differs, and how."""
+        """Record that the value at a place differs, and how."""
         self.different.append(f"{place} ({why})")
 
     def tensor(self, place: str, live: torch.Tensor, ref: Any) -> None:
-        """Compare a live tensor with the checkpoint's value at its place."""
+        """Compare a live tensor with the checkpoint's tensor for its place."""
         if type(ref) is not TensorRef:
             self.differ(place, "a tensor here, another value in the checkpoint")
         elif why := difference(live, *self.stored[ref.key]):
@@ -58,15 +59,15 @@ class Differences:
             self.differ(place, why)
 
     def replace(self, place: str, here: object, there: object) -> None:
-        """Note a setting of the program that the restore replaces by another value."""
+        """Record a setting of the program that the restore will replace by the checkpoint's value."""
         self.change(place, there, here, f"{there!r} is restored.")
 
     def change(self, name: str, was: object, now: object, effect: str) -> None:
-        """Note a value that differs from that of the checkpoint, and what this does, in a sentence."""
+        """Record a value that differs from the checkpoint's, and the `effect` of that, in a sentence."""
         self.replaced.append(f"{name}: {was!r} → {now!r}. {effect}")
 
     def raise_any(self) -> None:
-        """Raise StateMismatchError with everything noted, if anything was."""
+        """Raise StateMismatchError with all recorded differences, if there are any."""
         if self.missing or self.unexpected or self.different:
             raise StateMismatchError(
                 "the checkpoint does not fit the state; nothing was changed",
@@ -86,7 +87,7 @@ class Differences:
         return f"If it was only renamed: restore(state, only={renamed})" if renamed else _STRICT_HINT
 
 
-Described = tuple[str, tuple[int, ...]]  # dtype and shape
+Described = tuple[str, tuple[int, ...]]  # Dtype and shape.
 _MOST = 4
 
 
@@ -99,7 +100,7 @@ def renamed_places(
 ) -> dict[str, str]:
     """Return the argument for `restore(state, only=…)` if parts of modules were only renamed, else {}.
 
-    `here` has the tensors of the state's modules that the checkpoint lacks; `groups` are all that a restore takes. The
+    `here` has the tensors of the state's modules that the checkpoint lacks; `groups` are all groups of the restore. The
     unmatched tensors of both sides must fit one to one, by shape, dtype and the last part of the name.
     """
     pairs: dict[str, str] = {}
@@ -118,7 +119,7 @@ def renamed_places(
 
 
 def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
-    """Say whether all other missing entries are optimizer state of exactly these parameters."""
+    """Return True if all other missing entries are optimizer state of exactly these parameters."""
     rest = [name for name in missing if name not in here]
     return all(name.partition("/")[2] in here for name in rest)
 

@@ -1,4 +1,4 @@
-"""Random streams as groups of a state: those of the process, which are restored last, and the user's generators."""
+"""Random streams as groups: the process's own, which are restored last, and the user's generators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) 
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
-    """Turn a generator into a tree; raise UnsupportedStateError for one that has no state, such as SystemRandom."""
+    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, as SystemRandom."""
     try:
         return _tree(generator, stream_state(generator), path, tensors)
     except NotImplementedError as error:
@@ -50,7 +50,7 @@ class GeneratorPart:
             raise IntegrityError("the generator's tree is malformed", key=path)
 
     def compare(self, differences: Differences) -> None:
-        """Compare the kind of generator."""
+        """Compare the kinds of generators."""
         here, there = generator_type(self._generator), self._tree["type"]
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
@@ -69,7 +69,7 @@ class GeneratorPart:
 
 
 class StreamsPart:
-    """Restore the streams of the process; a stored stream of a missing device is an error, one not stored stays."""
+    """Restore the process's streams. A stored stream without its device is an error; one not stored stays as it is."""
 
     guard: Rollback | None = None
 
@@ -81,7 +81,7 @@ class StreamsPart:
         self._parts = [GeneratorPart(streams[n], f"{RNG}/{n}", t) for n, t in tree.items() if n in streams]
 
     def compare(self, differences: Differences) -> None:
-        """Compare which streams there are."""
+        """Compare the names of the streams."""
         differences.unexpected += [f"{RNG}/{name} (this process has no device {name})" for name in self._absent]
         for part in self._parts:
             part.compare(differences)

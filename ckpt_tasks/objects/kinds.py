@@ -1,6 +1,6 @@
 """The kinds of groups as live objects: which objects are of a kind, how they are captured and restored.
 
-format/kinds.py has the same kinds as the format knows them. Random streams of the process are a group, and no object.
+format/kinds.py has the same kinds from the format's side. The process's random streams are a group without an object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["KINDS", "GroupKind", "Scope", "kind_of", "may_draw"]
 
 
 class Scope:
-    """What a group has around it: the state without containers, its modules, and the names of all parameters."""
+    """The surroundings of a group: the state without containers, its modules, and the names of all parameters."""
 
     def __init__(self, state: Mapping[str, Any], modules: Mapping[str, nn.Module], can_assign: Callable[[str], bool]):
         self.state = state
@@ -40,17 +40,17 @@ class Scope:
 
     @cached_property
     def full_keys(self) -> frozenset[str]:
-        """The full keys of all parameters, each under each of its names."""
+        """The full keys of all parameters; a parameter with several names has several keys."""
         return frozenset(name for name, _ in self.parameters)
 
 
 class GroupKind(NamedTuple):
     """A kind of group.
 
-    `has` says whether an object is of it. `capture(value, name, scope, tensors, draws)` returns the tree;
-    `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` is
-    what its plain tensors are among many ranks. `draws`: reading the state runs code that is neither torch's nor ours,
-    and may draw numbers. `resizes`: what each rank saved as its own another number of ranks can restore.
+    `has` says whether an object is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
+    `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` says
+    how its plain tensors relate among many ranks. `draws`: reading the state runs foreign code, which may draw random
+    numbers. `resizes`: another number of ranks can restore what each rank saved as its own.
     """
 
     has: Callable[[Any], bool]
@@ -62,12 +62,12 @@ class GroupKind(NamedTuple):
 
 
 def kind_of(value: Any) -> str:
-    """Say how a value is captured: as a module, optimizer, generator, stateful object or plain value."""
+    """Return the kind of a value: module, optimizer, generator, stateful object or plain value."""
     return next(name for name, kind in KINDS.items() if kind.has(value))
 
 
 def may_draw(value: Any) -> bool:
-    """Say whether the state of a value comes from code that is neither torch's nor ours, and so may draw numbers."""
+    """Return True if foreign code, neither torch's nor ours, returns a value's state: it may draw random numbers."""
     return KINDS[kind_of(value)].draws(value)
 
 
@@ -88,7 +88,7 @@ KINDS = {
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
-        Rule.REPLICATED,  # of its parameters; capture_module knows more
+        Rule.REPLICATED,  # The rule for its parameters; capture_module sees to buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(

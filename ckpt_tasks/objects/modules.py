@@ -1,8 +1,8 @@
 """Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
 
 Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
-restores into a bare one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags are
-not part of the state; optimizers keep those that training has switched.
+restores into an unwrapped one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags
+are not part of the state; an optimizer's group holds the modes and flags that training has switched.
 load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
 (hooks, extra state, an overridden method), and then under a guard.
 """
@@ -51,9 +51,9 @@ def capture_module(
     """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
     `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
-    involved, so live tensors are used: detaching a DTensor takes longer than all else that is done here.
+    involved, so live tensors are used: detaching a DTensor takes longer than the rest of this function.
     """
-    # A rank's running statistics are of its own batches.
+    # Each rank has its own running statistics, from its own batches.
     live = unwrapped(module).named_buffers(remove_duplicate=False) if tensors.many else ()
     buffers = {bare_name(name) for name, _ in live}
     tree = {}
@@ -130,7 +130,7 @@ class ModulePart:
             for name, live in own.items()
         )
         self._value = type(own)(values)
-        if hasattr(own, "_metadata"):  # version numbers of the submodules' states
+        if hasattr(own, "_metadata"):  # The version numbers of the submodules' states.
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
@@ -148,7 +148,7 @@ class ModulePart:
                 )
 
     def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
-        """Say whether only the shape differs and the owning module's own code may change it, as in QAT."""
+        """Return True if only the shape differs and the owning module's own code may change it, as in QAT."""
         dtype, shape = stored
         if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
             return False
@@ -170,7 +170,7 @@ class ModulePart:
 
 
 def takes_part(module: nn.Module) -> bool:
-    """Say whether the module's own code runs when its state is read or loaded: a hook, or an overridden method."""
+    """Return True if the module's own code (a hook, an overridden method) runs when its state is read or loaded."""
     for name in _HOOKS:
         hooks = getattr(module, name, None)
         if hooks and not all(map(_is_torchs, hooks.values())):
@@ -180,14 +180,14 @@ def takes_part(module: nn.Module) -> bool:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Say whether a hook is torch.distributed's: FSDP's hooks shard the parameters, and change no value."""
-    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module
+    """Return True for a hook of torch.distributed: FSDP's hooks shard the parameters, and change no value."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module.
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 
 @cache
 def _overrides(kind: Any) -> bool:
-    # torch's own overrides read old versions of a state; they change nothing in a complete one.
+    # torch's own overrides read old versions of a state; they do not change a complete one.
     for name in _METHODS:
         home = getattr(getattr(kind, name), "__module__", "")
         if not home.startswith("torch.nn.modules."):
@@ -198,8 +198,8 @@ def _overrides(kind: Any) -> bool:
 class Gradients:
     """Save and restore the gradients that a module has accumulated.
 
-    A module's state has no gradients: what `backward` has accumulated since the last optimizer step is lost with the
-    process. A loop that saves at optimizer steps does not need this. One that saves between them adds it to the state::
+    A module's state has no gradients: those that `backward` has accumulated since the last optimizer step are lost with
+    the process. A loop that saves at optimizer steps does not need this. A loop that saves between them adds it::
 
         state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
 
@@ -211,13 +211,13 @@ class Gradients:
         self._module = module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the existing gradients by parameter name; they are live, not copies."""
+        """Return the existing gradients by parameter name; they are live tensors, not copies."""
         return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
 
     @torch.no_grad()
     @checked
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the gradient of every parameter, None where `state` has none.
+        """Set the gradient of every parameter; None if `state` has none.
 
         An existing gradient keeps its memory and gets new values, since DistributedDataParallel may own the memory.
         Raises StateMismatchError, before anything is set, for an unknown name or another shape.

@@ -1,4 +1,4 @@
-"""Names of modules' tensors and parameters, which do not show wrappers."""
+"""Names of modules' tensors and parameters, without the names of wrappers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     inner: nn.Module | None = module
     while inner is not None:
         module = inner
-        modules = dict(module._modules.items())  # a ScriptModule's have no get()
+        modules = dict(module._modules.items())  # The mapping of a ScriptModule has no get().
         inner = module.module if isinstance(module, _WRAPPERS) else modules.get("_orig_mod")
     return module
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """List every parameter under each of its names, "group/name"."""
+    """List every parameter, "group/name"; a parameter with several names appears under each."""
     return [
         (f"{group}/{bare_name(name)}", parameter)
         for group, module in modules.items()
@@ -40,7 +40,7 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Par
 
 
 def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return each parameter's name by id(): of several names, the first in alphabetical order."""
+    """Return each parameter's name by id(); of several names, the first in alphabetical order."""
     names: dict[int, str] = {}
     for name, parameter in named:
         first = names.setdefault(id(parameter), name)
@@ -50,9 +50,9 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
 
 
 def tied_names(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Map each tensor of a module's state that is not stored to a stored one that shows the same memory.
+    """Map each tensor of a module's state that is not stored to a stored one with the same memory.
 
-    A safetensors file has one name of tied weights: its value is that of every other name.
+    A safetensors file has one name for tied weights: its value is that of all their names.
     """
     tensors = {n: live for n, live in state.items() if isinstance(live, torch.Tensor) and not n.endswith(EXTRA)}
     missing = {name: known for name in tensors if name not in stored and (known := identity(tensors[name]))}
@@ -66,9 +66,9 @@ def bare_name(name: str) -> str:
 
 
 def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
-    """Return a module's state by its names without wrappers, with `live` the parameters themselves.
+    """Return a module's state by its names without wrappers; with `live`, its own parameters, not detached ones.
 
-    Raises UnsupportedStateError if two names are the same without wrappers.
+    Raises UnsupportedStateError if two names become equal without wrappers.
     """
     state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
     if not any("_orig_mod." in name for name in state):

@@ -5,7 +5,7 @@ is reordered or frozen, moments silently attach to the wrong parameters (github.
 every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
 `param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
 
-What training has switched (gradients, modes: objects/switches.py) is saved with the optimizer.
+Gradients and modes that training has switched (objects/switches.py) are saved with the optimizer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_OPTIONS = ("params", "param_names")
-# What schedules add to the param groups of their optimizer.
+# Schedules add these options to the param groups of their optimizer.
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
@@ -52,12 +52,12 @@ def capture_optimizer(
 ) -> dict[str, Any]:
     """Turn an optimizer's state into a tree.
 
-    `names` maps id() of a parameter to its name, `modules` has the modules of the state by group. The tree has `state`
+    `names` maps id() of a parameter to its name; `modules` has the modules of the state by group. The tree has `state`
     (by parameter), `shared` (entries of no parameter), `param_groups` (options, and the names in `params`), `other`
-    (what a subclass adds), `shapes` of parameters that no module of the state has, `on_cpu` (the entries that are on
-    the CPU though the parameter is not), and, if there are any, `requires_grad` of the parameters that training has
-    frozen or unfrozen, and `modes` of the modules of which it has switched a part. Raises UnsupportedStateError for an
-    optimizer whose state_dict is not in torch's format.
+    (what a subclass adds), `shapes` of parameters outside the state's modules, and `on_cpu` (entries on the CPU whose
+    parameter is not). If training has frozen or unfrozen parameters, or switched modes of some modules, it also has
+    `requires_grad` and `modes`. Raises UnsupportedStateError for an optimizer whose state_dict is not in torch's
+    format.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -90,7 +90,7 @@ def capture_optimizer(
 
 
 class OptimizerPart:
-    """Restore one optimizer, in its own order of parameters; those in `kept` keep their present state."""
+    """Restore one optimizer, in its own order of parameters; those in `kept` keep their current state."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class OptimizerPart:
         self.guard = None if is_ordinary(optimizer) else Rollback(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
-        """Compare the parameters, their param groups, and the shapes of those that no module of the state has."""
+        """Compare parameters, their param groups, and the shapes of parameters outside the state's modules."""
         here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members if name not in self._kept}
         there = {name: n for n, saved in enumerate(self._tree["param_groups"]) for name in saved["params"]}
         differences.names(self._group, set(here), set(there))
@@ -128,7 +128,7 @@ class OptimizerPart:
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
-        if lost and lacking:  # only one of the two: just another version of torch
+        if lost and lacking:  # Options on one side only come from another version of torch.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
         if not self._optimizer.state:
@@ -142,7 +142,7 @@ class OptimizerPart:
                 differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Make every new value; an existing tensor of the same shape and dtype will be copied into."""
+        """Make every new value; an existing tensor of the same shape and dtype is copied into later."""
         self._make = make
         if self.guard is not None:
             self._value = self._numbered()
@@ -204,7 +204,7 @@ class OptimizerPart:
         return made
 
     def _home(self, old: Any, ref: TensorRef, device: torch.device) -> Any:
-        """Return the tensor that takes a stored one: that of another place which shared it, else the present one."""
+        """Return the tensor that takes a stored one: one that shared its memory when saved, else the current one."""
         home = self._copies.shared(ref, device)
         if home is None and (type(old) is torch.Tensor or is_sharded(old)) and not old.requires_grad:
             like = self._make.source.like(ref.key)
@@ -213,7 +213,7 @@ class OptimizerPart:
         return home
 
     def _numbered(self) -> dict[str, Any]:
-        # As in torch's own state_dict, with the target's numbers.
+        # Like torch's own state_dict, with the target's parameter numbers.
         make = self._make
         own = self._optimizer.state_dict()
         numbers = {name: n for n, name in _numbers(own, self._named).items()}
@@ -229,7 +229,7 @@ class OptimizerPart:
 
 
 def optimizer_names(optimizer: Optimizer, names: Mapping[int, str], group: str) -> list[list[str]]:
-    """Name the parameters of an optimizer, by param group; `names` are those of the modules' parameters by id()."""
+    """Name an optimizer's parameters, by param group; `names` has the names of the modules' parameters by id()."""
     return [[name for name, _ in members] for members in _named_groups(optimizer, names, group)]
 
 
@@ -295,8 +295,7 @@ def _on_cpu(per_name: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> li
 
 
 def _device(key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None) -> torch.device:
-    # On its old device; if all was on the CPU, where torch would keep it: `step` is on the CPU unless a kernel
-    # reads it.
+    # Use the old device. If all was on the CPU, do as torch does: `step` stays on the CPU unless a kernel reads it.
     if on_cpu is None:
         aside = key == "step" and not (options.get("fused") or options.get("capturable"))
     else:

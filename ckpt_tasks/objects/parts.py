@@ -1,4 +1,4 @@
-"""A captured group, and the part of a restore that restores one."""
+"""A captured group, and the part of a restore for one group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Captured", "GroupState", "RestorePart", "Rollback", "Saved"]
 class GroupState:
     """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py).
 
-    `by_rank`: each of many ranks has a tree of its own. `buffers` names tensors of which each rank has its own.
+    `by_rank`: each of many ranks has its own tree. `buffers` names tensors of which each rank has its own.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class Saved(Protocol):
 class Captured:
     """A captured state: the trees of its groups, and its live tensors by full key, detached and not copied.
 
-    `frozen` are the keys of parameters without gradient: they are in separate files, which need not be written again.
-    `places` has, for each tensor that is a part of a sharded one, the shape of the whole and the offset in it.
-    `replicated` has the parameters and optimizer states that several ranks hold: this rank's part, and its offset.
-    `one_for_all` has the plain tensors of other values, also in the ranks that do not write them.
+    `frozen` are the keys of parameters without gradient: they go into separate files, which need not be written again.
+    `places` has, for each part of a sharded tensor, the shape of the whole and the part's offset. `replicated` has the
+    parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has all
+    other plain tensors, even in the ranks that do not write them.
     """
 
     groups: dict[str, GroupState]
@@ -61,8 +61,8 @@ class Captured:
 class RestorePart(Protocol):
     """The restore of one group.
 
-    `compare` notes every difference, before a tensor is read. `prepare` makes new values, which `fetch` of the maker's
-    source fills, and changes nothing; all parts share the maker. `write` changes the target. A part that runs the
+    `compare` records every difference, before a tensor is read. `prepare` changes nothing: it makes new values, which
+    `fetch` of the maker's source fills; all parts share the maker. `write` changes the target. A part that runs the
     user's code has a `guard`, which undoes it if it raises.
     """
 

@@ -2,16 +2,17 @@
 
 A dict, list, set or deque stays the same object and gets new contents. A tensor or an array keeps its memory. Three
 kinds of tensor must have the stored shape and dtype: one that requires a gradient (an optimizer holds it), one that
-belongs to a live module or optimizer, and a group that is itself a tensor to whose place nothing can be assigned. Any
-other tensor that does not fit is replaced. A number, a string or a tuple is assigned to its place, and so is a value of
-another kind than the program's, which is noted: another name that the program has for its value does not follow.
+belongs to a live module or optimizer, and a group that is itself a tensor and whose container takes no new value. Any
+other tensor that does not fit is replaced. A number, a string or a tuple is assigned to its container. So is a value of
+another kind than the program's, which is recorded as a difference: other names for the program's value keep the old
+one.
 
 `module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's
 state_dict is not: its numbers are copies, and its tensors come with the first step. A restore into it would restore
 nothing, so it is refused, as are the state_dicts of schedules and scalers.
 
-The holders of a tensor are not searched for: listing all live objects with the garbage collector makes
-`tuple(x for x in …)` fail in every other thread, and takes half a second in a large process.
+We do not search for other holders of a tensor: listing all live objects with the garbage collector makes `tuple(x for x
+in …)` fail in every other thread, and takes half a second in a large process.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ _OF_OTHERS = {
 
 
 def belongs_to_another(value: Any) -> bool:
-    """Say whether a tensor is a detached alias of another one, as `state_dict()` returns for parameters."""
+    """Return True if a tensor is a detached alias of another one, such as `state_dict()` returns for parameters."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
-        return False  # a view: its base holds the memory
+        return False  # A view: its base holds the memory.
     return _uses(value) > _uses(torch.empty(1))
 
 
@@ -69,7 +70,8 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
-    """Raise UnsupportedStateError if a plain value contains a `state_dict()` through which a restore reaches nothing.
+    """Raise UnsupportedStateError if a plain value contains a `state_dict()` that is a copy: restoring it has no
+    effect.
 
     A program's own copy of an optimizer's state is allowed: no live optimizer holds its tensors.
     """
@@ -107,7 +109,7 @@ def _is_of_an_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_live(value: Mapping[Any, Any]) -> bool:
-    """Say whether a live optimizer holds the state's tensors, or the state has no tensors yet."""
+    """Return True if a live optimizer holds the state's tensors, or if the state has no tensors yet."""
     entries = value["state"]
     return not entries or max(_references(entries)) > max(_references({0: {}}))
 
@@ -117,7 +119,7 @@ def _references(entries: Mapping[Any, Any]) -> list[int]:
 
 
 _REPLACED = "The first is restored to its place in the state; another name for the second one keeps that."
-_Place = tuple[Any, ...]  # the group's name, then keys and indices
+_Place = tuple[Any, ...]  # The group's name, then keys and indices.
 
 
 class PlainPart:
@@ -134,13 +136,13 @@ class PlainPart:
         self._copies = copies
         self._kept: dict[
             _Place, torch.Tensor | None
-        ] = {}  # a view of each tensor or array that keeps its memory; None: an array that torch cannot view
+        ] = {}  # Views of tensors and arrays that keep their memory; None: an array that torch cannot view.
         self._refills: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], Any]] = []
         self._value: Any = None
         self._stored: Stored = {}
         own = TensorSet()
-        self._here = pack(self._live, name, own)  # refuse a target that could not be saved
+        self._here = pack(self._live, name, own)  # Refuse a target that could not be saved.
         self._shapes = {key: (DTYPES[tensor.dtype], tuple(tensor.shape)) for key, tensor in own.tensors.items()}
         refuse_copies_of_state(self._live, name)
         if not isinstance(state, MutableMapping) and not in_place(self._live):
@@ -148,7 +150,7 @@ class PlainPart:
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
     def compare(self, differences: Differences) -> None:
-        """Compare the tensors that must fit: a group that is a tensor, and those that require a gradient."""
+        """Compare the tensors that must fit: a group that is a tensor, and tensors that require a gradient."""
         top, self._stored = (self._name,), differences.stored
         self._note(self._tree, self._here, top, differences)
         strict = {place: live for place, live in _tensors(self._live, top) if self._must_fit(place, live)}
@@ -167,10 +169,10 @@ class PlainPart:
         differences.missing += [_text(place) for place in strict if place != top]
 
     def compare_rest(self, differences: Differences) -> None:
-        """Compare the tensors and arrays that `compare` has not: they keep their memory if the stored values fit in.
+        """Compare the tensors and arrays that `compare` skips: they keep their memory if the stored values fit.
 
-        If they do not fit, `prepare` makes new ones. Notes a difference where that is not possible, because a live
-        object such as a module owns the memory.
+        If they do not fit, `prepare` makes new ones. Records a difference if that is impossible, because a live object
+        such as a module owns the memory.
         """
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not self._must_fit(place, live)}
@@ -229,7 +231,7 @@ class PlainPart:
         return fits or not self._can_assign
 
     def _note(self, there: Any, here: Any, place: _Place, differences: Differences) -> None:
-        """Note values of another kind than the program's; None stands for a value that is not there yet."""
+        """Record values of another kind than the program's; None stands for a value that does not exist yet."""
         kinds = {_kind(there), _kind(here)}
         if here is None or there is None:
             return
@@ -290,7 +292,7 @@ class PlainPart:
                 self._copies.want(_text(place), view, ref)
             return live
         device = live.device if isinstance(live, torch.Tensor) else None
-        home = self._copies.shared(ref, device)  # it shared memory when it was saved, so it does again
+        home = self._copies.shared(ref, device)  # It shared memory when it was saved, so it does again.
         return make(ref, live) if home is None else home
 
 
@@ -305,7 +307,7 @@ def _shape_of(live: Any) -> torch.Tensor:
 
 
 def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
-    """Yield every tensor and array of a value with its place."""
+    """Yield every tensor and array of a value, after its place."""
     if has_memory(live):
         yield place, live
     for key, item in live_parts(live):
@@ -327,7 +329,7 @@ def _refs(
 
 
 def _kind(tree: Any) -> Any:
-    """Return the kind of a value in a tree: a restore replaces a number by another one without a word."""
+    """Return the kind of a value in a tree; all numbers are one kind: they may replace each other."""
     kind = type(tree)
     if kind is TensorRef:
         return "array" if tree.array else "tensor"
@@ -339,7 +341,8 @@ def _kind(tree: Any) -> Any:
 def _refill(live: Any, content: Any) -> None:
     live.clear()
     if isinstance(live, dict):
-        for key, value in content.items():  # dict.update would break an OrderedDict, and Counter.update adds
+        # dict.update would break an OrderedDict, and Counter.update adds.
+        for key, value in content.items():
             live[key] = value
     elif isinstance(live, set):
         live.update(content)

@@ -1,6 +1,6 @@
 """Settings that a restore replaces: the checkpoint has other values than the program has just set.
 
-A new learning rate on the command line is gone after a restore: the optimizer continues with its old one. A user who
+After a restore the optimizer continues with its old learning rate, not with a new one from the command line. A user who
 meant to change it must be told. Only new objects, which have not taken a step, are compared.
 """
 
@@ -12,17 +12,17 @@ from typing import Any, Protocol
 __all__ = ["replaced_options", "replaced_settings"]
 
 _SCALARS = (bool, int, float, str)
-# Changed by schedules in param groups as they run: `initial_lr` has the original rate.
+# Schedules change these options as they run: `initial_lr` has the original rate.
 _MOVED = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _CYCLED = frozenset({"betas", "momentum"})
-# Of a schedule: its position, and the rates that `initial_lr` of the optimizer shows already.
+# The position of a schedule, and the rates that the optimizer's `initial_lr` shows already.
 _POSITIONS = frozenset({
     "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "min_lrs", "max_lrs"
 })  # fmt: skip
 
 
 class Noting(Protocol):
-    """Takes notes of differences."""
+    """Records the settings that differ."""
 
     def replace(self, place: str, here: object, there: object) -> None: ...
 
@@ -30,10 +30,11 @@ class Noting(Protocol):
 def replaced_options(
     name: str, live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], noting: Noting
 ) -> None:
-    """Note the options of a new optimizer's param groups that have other values in the checkpoint."""
+    """Record the options of a new optimizer's param groups that have other values in the checkpoint."""
     notes: list[dict[str, tuple[Any, Any]]] = []
     for own, there in zip(live, saved, strict=False):
-        # Without a schedule yet, the rate is the one that a schedule made later begins at; these two set their own.
+        # Until a schedule is made, its initial rate is the current rate; schedules with these two options set their
+        # own.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
@@ -47,7 +48,7 @@ def replaced_options(
 
 
 def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, noting: Noting) -> None:
-    """Note the settings of a new schedule that have other values in the checkpoint."""
+    """Record the settings of a new schedule that have other values in the checkpoint."""
     if not isinstance(saved, Mapping) or live.get("last_epoch") != 0:
         return
     for key in sorted(live.keys() & saved.keys() - _POSITIONS):

@@ -1,4 +1,4 @@
-"""What a run was started with, kept in its checkpoints, so that the next start can say what differs.
+"""The arguments with which a run was started, kept in its checkpoints, so that the next start can name changes.
 
 A batch size or a number of epochs is an argument of a program; no restore brings it back. An integration puts such
 values into the state that it saves, and a restore compares them with those of this start.
@@ -17,14 +17,14 @@ from torch.utils.data import Subset, TensorDataset
 
 __all__ = ["Started", "note_changes", "outline_of"]
 
-_ROWS = 8  # of a data set are compared, from the first one to the last one
+_ROWS = 8  # Digest this many rows of a data set, from the first to the last.
 
 
 class Started:
-    """Base class of a stateful whose `state_dict` has, under "started", what its run was started with.
+    """Base class of a stateful object whose `state_dict` has, under "started", the arguments of its start.
 
-    "started" holds plain values by name. `effects` says, by the same names, what another value does, as a sentence:
-    the restore warns of each value that differs with that sentence. It compares only what both sides have.
+    "started" holds plain values by name. `effects` has, by the same names, a sentence on what another value does: the
+    restore warns of each value that differs with that sentence. It compares only values that both sides have.
 
         class LightningState(Started):
             effects = {"batch_size": "The run goes on with this one, at the same sample."}
@@ -34,17 +34,18 @@ class Started:
     """
 
     effects: ClassVar[Mapping[str, str]] = {}
-    nothing_left = False  # to train, in this start: the end of a Checkpointer's block warns of it
+    # True if this start has no steps left to train: the end of a Checkpointer's block warns of that.
+    nothing_left = False
 
 
 class Noting(Protocol):
-    """Takes notes of differences."""
+    """Records the values that differ."""
 
     def change(self, name: str, was: object, now: object, effect: str) -> None: ...
 
 
 def note_changes(target: Started, live: Any, saved: Any, noting: Noting) -> None:
-    """Note the values of this start that differ from those of the checkpoint, with their effects."""
+    """Record the values of this start that differ from the checkpoint's, with their effects."""
     was, now = map(_started, (saved, live))
     for name, effect in target.effects.items():
         if name in was and name in now and was[name] != now[name]:
@@ -57,10 +58,10 @@ def _started(state: Any) -> Mapping[str, Any]:
 
 
 def outline_of(dataset: Any) -> str | None:
-    """Return the length of a data set and a digest of some rows, which shows other data or another order.
+    """Return the length of a data set and a digest of some rows, to recognise other data or another order.
 
-    Rows are read only where that runs no code of the user's and draws nothing: from lists, tensors and tables.
-    Returns None for a stream.
+    It reads rows only if that runs no code of the user and draws no number: from lists, tensors and tables. Returns
+    None for a stream.
     """
     if not hasattr(dataset, "__len__"):
         return None
@@ -71,7 +72,7 @@ def outline_of(dataset: Any) -> str | None:
 
 
 def _rows(dataset: Any, places: Sequence[int]) -> Any:
-    """Return some rows of a data set as plain values; None if reading them could run code of the user's."""
+    """Return some rows of a data set as plain values; None if reading them could run the user's code."""
     tables = sys.modules.get("datasets")
     if type(dataset) is Subset:
         of_whole = [int(dataset.indices[place]) for place in places]

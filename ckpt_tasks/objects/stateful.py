@@ -31,9 +31,9 @@ class StatefulPart:
         self.guard: Rollback | None = Rollback(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
-        """Note a GradScaler that is on here and off in the checkpoint, or reverse: it would ignore the state silently.
+        """Record a GradScaler that is on in one place and off in the other: it would ignore the state silently.
 
-        Also note settings of a new schedule that the restore will replace, and what the run was started with.
+        Also record settings of a new schedule that the restore will replace, and changed arguments of the run's start.
         """
         if isinstance(self._target, Started):
             note_changes(self._target, self._live, self._tree, differences)
@@ -44,7 +44,7 @@ class StatefulPart:
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Make the state with new tensors, on the devices of the present ones."""
+        """Make the state with new tensors, on the devices of the current ones."""
         self._value = unpack(self._tree, make, self._live)
 
     def write(self) -> None:
@@ -52,13 +52,13 @@ class StatefulPart:
         self._target.load_state_dict(self._value)
         if issubclass(type(self._target), DataLoader):
             _set_epoch(self._target, self._value)
-            self._target.state_dict()  # makes the iterator that the program's next iter() returns
+            self._target.state_dict()  # This makes the iterator that the program's next iter() returns.
 
 
 def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Tell a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can.
+    """Pass a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can do so.
 
-    Without that, the stream finds a state of another epoch, ignores it, and begins its own epoch at the start.
+    Otherwise the stream ignores its state, which is of another epoch, and begins its own epoch at the start.
     """
     workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
     of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}

@@ -1,8 +1,8 @@
-"""What training switches: gradients of parameters, modes of modules, and PEFT's choice of adapters.
+"""Switches that training changes: gradients of parameters, modes of modules, and PEFT's choice of adapters.
 
-What a loop switches at one step it does not switch again after a resume. So an optimizer saves what has changed since
-training began; what the program itself sets before the restore is its own, and is not saved. A whole module in eval()
-is taken for an evaluation, in which the save falls: it says nothing about training.
+After a resume a loop does not switch again what it switched at an earlier step. So an optimizer saves the changes since
+training began; the program itself sets the rest before the restore, so it is not saved. If a whole module is in eval(),
+the save falls into an evaluation: that says nothing about training.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ckpt_tasks.objects.names import bare_name, unwrapped
 
 __all__ = ["are_switches", "begun_flags", "note_begun", "restore_modes", "switched_modes"]
 
-_CHOICES = ("active_adapter", "_active_adapter")  # attributes of PEFT's modules
-Modes = dict[str, Any]  # "": of the whole; by name: of a module in another mode; "name:attribute": a choice
+_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules.
+# "" has the mode of the whole; a name, that of a module in another mode; "name:attribute", a choice.
+Modes = dict[str, Any]
 
-# By id() of a parameter: whether it took a gradient when this training began.
+# Maps id() of a parameter to whether it took a gradient when this training began.
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
 def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
-    """Note the switches of optimizers and modules where training begins; `anew`: it begins here for all of them."""
+    """Record the switches of optimizers and modules when training begins; `anew`: it begins here for all of them."""
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)
@@ -36,7 +37,7 @@ def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
 
 
 def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
-    """Return which parameters of an optimizer took gradients where training began."""
+    """Return which parameters of an optimizer took gradients when training began."""
     if anew or optimizer not in _begun_flags:
         groups = optimizer.param_groups
         _begun_flags[optimizer] = {id(p): p.requires_grad for options in groups for p in options["params"]}
@@ -44,7 +45,7 @@ def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
 
 
 def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> dict[str, Modes]:
-    """Return the modes of the modules of which training has changed a part."""
+    """Return the modes of those modules in which training has switched a part."""
     switched = {}
     for group in groups:
         note_begun([modules[group]], anew=False)
@@ -55,7 +56,7 @@ def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> d
 
 
 def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved: Mapping[str, Modes]) -> None:
-    """Set the modes that were saved; where none were, those of the parts where training began."""
+    """Set the saved modes; modules without saved ones get the modes that they had when training began."""
     for group in groups:
         module = unwrapped(modules[group])
         now = _modes(module)
@@ -68,7 +69,7 @@ def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved
 
 
 def are_switches(flags: Any, modes: Any) -> bool:
-    """Say whether what an optimizer's tree has of switches is sound."""
+    """Return True if the switches in an optimizer's tree are well-formed."""
     plain = isinstance(flags, Mapping) and {*map(type, flags.values())} <= {bool}
     return plain and isinstance(modes, Mapping) and all(map(_are_modes, modes.values()))
 
@@ -100,7 +101,7 @@ def _modes(module: nn.Module) -> Modes:
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List a module and all in it: in every save, so faster than named_modules()."""
+    """List a module and all modules in it; every save does, so it must be faster than named_modules()."""
     modules = [("", module)]
     for name, one in modules:
         if inner := one._modules:

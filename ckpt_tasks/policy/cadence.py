@@ -36,11 +36,11 @@ __all__ = [
     "trade_off_at",
 ]
 
-OVERHEAD_CAP = 0.03  # training waits for saves at most this part of its time
+OVERHEAD_CAP = 0.03  # Training waits for saves at most this share of its time.
 PRIOR_MTBF_S = 86_400.0
-PRIOR_FAILURES = 0.1  # a prior of a whole failure would take days to unlearn
-HYSTERESIS = 0.25  # the optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best
-FIRST_INTERVAL_S = 60.0  # the first save comes soon, to measure what a save costs
+PRIOR_FAILURES = 0.1  # A prior of one whole failure would take days to unlearn.
+HYSTERESIS = 0.25  # The optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best.
+FIRST_INTERVAL_S = 60.0  # The first save comes early, to measure what a save costs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class SavePolicy:
     save_interval_secs: float | None = None
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a save is due at `now`; `last` is the last save (or the start of training).
+        """Return True if a save is due at `now`; `last` is the last save (or the start of training).
 
         Steps and epochs count from 0, not from the last save, so that a resumed run saves at the same steps as an
         uninterrupted one; if steps are reported in larger strides, a save is due when a multiple is crossed.
@@ -127,7 +127,7 @@ class TradeOff:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoCadence:
-    """Save as often as is best by the run's measurements so far; an immutable value, which `updated` replaces.
+    """Save as often as this run's measurements say is best; an immutable value, which `updated` replaces.
 
     `interval_s` is the first interval, until there are measurements. Raises ConfigError, a ValueError.
     """
@@ -143,7 +143,7 @@ class AutoCadence:
     def updated(self, observed: Observed) -> AutoCadence:
         """Return the cadence for new measurements: this one if its interval is off by less than a quarter.
 
-        An interval that the flush or the cap now forbids is changed at once, even if it is off by little.
+        An interval that the flush or the cap now forbids is changed at once, even if the change is small.
         """
         wanted = recommend(observed, overhead_cap=self.overhead_cap, prior_mtbf_s=self.prior_mtbf_s)
         margin = 1 + HYSTERESIS
@@ -153,7 +153,7 @@ class AutoCadence:
         return replace(self, interval_s=wanted.interval_s)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a save is due: a new step, and `interval_s` seconds since the last save."""
+        """Return True if a save is due: a new step, and `interval_s` seconds since the last save."""
         return SavePolicy(save_interval_secs=self.interval_s).due(last, now)
 
 
@@ -164,16 +164,16 @@ def recommend(
     prior_mtbf_s: float = PRIOR_MTBF_S,
     mtbf_s: float | None = None,
 ) -> Recommendation:
-    """Recommend an interval: Daly's optimum, but not below the flush time and with an overhead under the cap.
+    """Recommend an interval: Daly's optimum, but not below the flush time, and with an overhead under the cap.
 
-    `mtbf_s`, if given, replaces the estimate from the run's own history. Raises ConfigError for invalid numbers.
+    `mtbf_s` replaces the estimate from the run's own history. Raises ConfigError for invalid numbers.
     """
     _check_options(overhead_cap, prior_mtbf_s)
     if mtbf_s is None:
         mtbf_s = estimate_mtbf_s(observed.failures, observed.trained_s, prior_mtbf_s)
     _check_seconds("mtbf_s", mtbf_s)
     optimum_s = daly_interval_s(observed.stall_s, mtbf_s)
-    capped_s = observed.stall_s * (1 / overhead_cap - 1)  # stall / (interval + stall) = cap
+    capped_s = observed.stall_s * (1 / overhead_cap - 1)  # Solves stall / (interval + stall) = cap.
     least_s = max(observed.flush_s, capped_s)
     interval_s = max(optimum_s, least_s)
     longer_by = "cap" if capped_s > observed.flush_s else "flush"
@@ -188,11 +188,11 @@ def recommend(
 
 
 def estimate_mtbf_s(failures: int, trained_s: float, prior_mtbf_s: float = PRIOR_MTBF_S) -> float:
-    """Estimate the mean time between failures: by the prior before the first failure, afterwards by the data.
+    """Estimate the mean time between failures: from the prior before the first failure, then from the data.
 
     The rate of failures has a Gamma prior of mean 1 / `prior_mtbf_s` with the weight of a tenth of a failure; the
     result is one over the mean of the posterior (NIST/SEMATECH e-Handbook of Statistical Methods, 8.4.6). Losses are
-    linear in the rate to first order, so the interval that is best for the posterior's mean has the least expected
+    linear in the rate to first order, so the interval that is best for the posterior's mean has the lowest expected
     cost.
     """
     return (PRIOR_FAILURES * prior_mtbf_s + trained_s) / (PRIOR_FAILURES + failures)
@@ -219,14 +219,15 @@ def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float,
     beat = (interval_s + stall_s) / mtbf_s
     if beat <= 0:
         return math.exp(-(flush_s + restart_s) / mtbf_s)
-    if beat > 700:  # exp() ends at 709; not one save in e^700 is committed
+    # exp() overflows at 709. Here not one save in e^700 is committed.
+    if beat > 700:
         return 0.0
     kept = interval_s / (interval_s + stall_s)
     return kept * beat / math.expm1(beat) * math.exp(-(flush_s + restart_s) / mtbf_s)
 
 
 def trade_off_at(interval_s: float, observed: Observed, mtbf_s: float) -> TradeOff:
-    """Return what one interval costs."""
+    """Return the cost of one interval."""
     overhead = observed.stall_s / (interval_s + observed.stall_s) if observed.stall_s else 0.0
     total = 1 - goodput(interval_s, stall_s=observed.stall_s, flush_s=observed.flush_s, mtbf_s=mtbf_s)
     return TradeOff(interval_s, overhead, max(0.0, total - overhead), total)
@@ -235,11 +236,12 @@ def trade_off_at(interval_s: float, observed: Observed, mtbf_s: float) -> TradeO
 def trade_off(
     observed: Observed, recommended: Recommendation, *, points: int = 33, reach: float = 16.0
 ) -> list[TradeOff]:
-    """Return the curve: what intervals cost, from 1/`reach` to `reach` times the optimum and the recommended one.
+    """Return the costs of intervals from 1/`reach` to `reach` times the optimal and the recommended one.
 
     Intervals grow by a constant factor. Those below `recommended.least_s` are included, although they are not allowed.
     """
-    ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]  # not 0: they are divided
+    # At least 1 ms: the intervals are divisors.
+    ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]
     first_s, last_s = min(ends) / reach, max(ends) * reach
     ratio = last_s / first_s
     return [trade_off_at(first_s * ratio ** (n / (points - 1)), observed, recommended.mtbf_s) for n in range(points)]

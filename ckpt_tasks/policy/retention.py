@@ -1,8 +1,8 @@
 """Which checkpoints stay, and why: a pure function from facts to verdicts.
 
-Whatever the policy, these stay: the newest checkpoint, the newest verified one, the one that training was restored
-from, pinned and leased ones. Rules add up: a checkpoint stays if any rule keeps it. The form (plan with reasons, then
-execute) follows restic's forget.
+Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the one that training was restored
+from, and every pinned or leased one. Rules add up: a checkpoint stays if any rule keeps it. The form (a plan with
+reasons, which is then executed) follows restic's forget.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Candidate(Protocol):
 
 
 class Save(NamedTuple):
-    """A save as a rule sees it, which need not be committed yet: its step, and its time in seconds since 1970."""
+    """A save that may not be committed yet: its step, and its time in seconds since 1970."""
 
     step: int
     at_s: float | None
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     reason: str
 
 
-# The option of a rule is a field of RetentionPolicy and of CheckpointConfig; None switches it off.
+# Each rule's option is a field of RetentionPolicy and of CheckpointConfig; None switches the rule off.
 RULES = (Rule("keep_every_n_steps", lambda n, save, before: save.step % n == 0, "every {} steps"),)
 
 
@@ -70,18 +70,18 @@ class RetentionPolicy:
 
     @property
     def grows(self) -> bool:
-        """Whether the policy keeps ever more checkpoints."""
+        """Whether the number of kept checkpoints grows without limit."""
         return self.max_num_checkpoints is None or any(getattr(self, rule.option) is not None for rule in RULES)
 
     def preserves(self, save: Save, before: Save | None) -> tuple[str, ...]:
-        """Return why a save is kept for ever, as one reason for each rule; `before` is the save before it."""
+        """Return one reason for each rule that keeps a save for ever; `before` is the previous save."""
         values = ((rule, getattr(self, rule.option)) for rule in RULES)
         return tuple(
             rule.reason.format(value) for rule, value in values if value is not None and rule.keeps(value, save, before)
         )
 
     def preserved(self, newest_first: Sequence[Candidate]) -> dict[str, tuple[str, ...]]:
-        """Return the checkpoints that are kept for ever, by identity, each with the reasons."""
+        """Return the checkpoints that are kept for ever, by identity, each with its reasons."""
         again = _saved_again(newest_first)
         line = [one for one in newest_first if not one.abandoned and one.manifest_digest not in again]
         saves = [Save(one.step, one.saved_at_s) for one in line]
@@ -91,7 +91,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on one checkpoint: `reasons` say why it stays, or have the one reason why it goes."""
+    """The decision on one checkpoint: `reasons` say why it stays, or hold the one reason why it goes."""
 
     step: int
     manifest_digest: str
@@ -109,11 +109,10 @@ def plan_retention(
     restored_from: str | None,
     metrics: Mapping[str, Mapping[str, float]],
 ) -> list[Verdict]:
-    """Decide for each checkpoint, newest first as given.
+    """Decide for each checkpoint; `newest_first` and the result are in the order of commits, newest first.
 
-    `pins` and `leased` map identities (manifest digests) to reasons; `verified` holds the identities
-    that this process has verified; `metrics` adds evaluation results to a checkpoint's own metrics. No clock is used:
-    the order is that of the commits.
+    `pins` and `leased` map identities (manifest digests) to reasons; `verified` holds the identities that this process
+    has verified; `metrics` adds evaluation results to a checkpoint's own metrics. No clock is used.
     """
     best = {c.manifest_digest: place for place, c in enumerate(rank_best(newest_first, policy, metrics), start=1)}
     limit, again, preserved = policy.max_num_checkpoints, _saved_again(newest_first), policy.preserved(newest_first)

@@ -1,8 +1,8 @@
-"""How much room a run will need: a pure forecast, from what the policy keeps and what one checkpoint takes.
+"""How much disk space a run will need: a pure forecast, from what the policy keeps and the size of one checkpoint.
 
-A save is written before the checkpoint that makes way for it is deleted, so the peak has one checkpoint more than the
-policy keeps. What never changes (frozen parameters) is stored once, however many checkpoints use it. The forecast is an
-upper bound: the best and the pinned ones may be among the newest.
+A save is written before the checkpoint that it replaces is deleted, so the peak has one checkpoint more than the policy
+keeps. What never changes (frozen parameters) is stored once, however many checkpoints use it. The forecast is an upper
+bound: the best and the pinned checkpoints may be among the newest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ckpt_tasks.policy.retention import Candidate, RetentionPolicy
 
 __all__ = ["CheckpointSize", "Forecast", "forecast", "gib"]
 
-_FEW = 3  # so many saves are left to do something about it
+_FEW = 3  # Warn when the disk has room for only this many more saves.
 
 
 class CheckpointSize(NamedTuple):
-    """What a checkpoint takes on the disk, in bytes: what each one writes, and what is written once for all."""
+    """The bytes that each checkpoint writes, and those that are written once for all checkpoints."""
 
     own_bytes: int
     shared_bytes: int = 0
@@ -27,10 +27,10 @@ class CheckpointSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run will need beyond what it has on the disk, against what is free there.
+    """The bytes that a run still needs on the disk, against those that are free there.
 
-    `most` is the number of checkpoints at the peak, the one that is being written included. `grows`: the policy keeps
-    ever more, so that any disk will be full one day; `most` is the next save's then.
+    `most` is the number of checkpoints at the peak, including the one being written. `grows`: the policy keeps more and
+    more checkpoints, so any disk will be full one day; then `most` counts only up to the next save.
     """
 
     most: int
@@ -51,7 +51,7 @@ class Forecast:
 
     @property
     def words(self) -> str:
-        """What is needed and what is free, in one clause."""
+        """The space that is needed and the space that is free, in one clause."""
         each = f"checkpoint{'' if self.most == 1 else 's'} of {gib(self.own_bytes)}"
         if self.grows:
             room = f"room for {self.room_for} more {'checkpoint' if self.room_for == 1 else 'checkpoints'}"
@@ -67,9 +67,9 @@ def forecast(
     size: CheckpointSize,
     free_bytes: int,
 ) -> Forecast:
-    """Forecast the peak of a run whose live checkpoints are these; `pinned` holds the identities of pinned ones.
+    """Forecast the peak of a run from its `live` checkpoints; `pinned` holds the identities of pinned ones.
 
-    Without a policy the run is taken to keep as many as it has.
+    Without a policy, assume that the run keeps as many checkpoints as it has now.
     """
     most = max(_most(policy, live, pinned), len(live) + 1)
     return Forecast(
@@ -90,7 +90,7 @@ def _most(policy: RetentionPolicy | None, live: Sequence[Candidate], pinned: Col
 
 
 def gib(size_bytes: float) -> str:
-    """Write a size in GiB; a small one, which is not one of a real training, in MiB or KiB."""
+    """Write a size in GiB, or in MiB or KiB if it is below what a real training takes."""
     for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit_bytes / 10:
             return f"{size_bytes / unit_bytes:.1f} {unit}"

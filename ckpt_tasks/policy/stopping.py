@@ -1,4 +1,4 @@
-"""Early stop: a pure function from evaluations to the number of those since the best one.
+"""Early stop: a pure function from evaluations to the number of evaluations since the best one.
 
 Evaluations count in the order of their steps, not of their arrival: the newest checkpoint is often evaluated first. The
 rule (patience, min_delta, mode) is that of Keras' EarlyStopping.
@@ -24,7 +24,7 @@ class EarlyStop:
     Only evaluations by `suite` count. Raises ConfigError, a ValueError.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     metric: str
@@ -47,7 +47,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a run: its best value, the step of that (None: there is none), and the evaluations since."""
+    """The best value of a run's metric, its step (None: no evaluation yet), and the evaluations since."""
 
     best: float | None
     best_step: int | None
@@ -57,7 +57,7 @@ class Standing:
 def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int = -1) -> Standing:
     """Return the standing of a run by the `rule`, from the values of its metric by step.
 
-    Evaluations up to the step `let_go_on_at` do not count as "since": a person resumed the run there. The best value is
+    Evaluations up to step `let_go_on_at`, where a person resumed the run, do not count as "since". The best value is
     that of all evaluations.
     """
     sign = 1.0 if rule.mode == "min" else -1.0
@@ -71,6 +71,6 @@ def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int 
 
 
 def kept(values: Mapping[int, float], rule: EarlyStop) -> dict[int, float]:
-    """Return the values from the best one on: they are enough to compute `standing`, also with later values."""
+    """Return the values from the best one on: they suffice to compute `standing`, even with later values."""
     best_step = standing(values, rule).best_step
     return {step: value for step, value in values.items() if best_step is None or step >= best_step}

@@ -15,8 +15,8 @@ __all__ = ["gc_paused"]
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: it would scan 10⁵ new live objects again and again (half of the time).
 
-    It belongs to the process, not to the thread: it is on again when the last of the threads that paused it is done,
-    and then also if the program has disabled it meanwhile.
+    The pause applies to the process, not to the thread: the collector is on again when the last thread that paused it
+    is done, even if the program has disabled it meanwhile.
     """
     ours = _pauses.begin()
     try:
@@ -30,7 +30,7 @@ class _Pauses:
     """How many pauses of the garbage collector, in all threads, are under way."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may run in here, and may pause as well
+        self._lock = threading.RLock()  # A finalizer may run while the lock is held, and may pause as well.
         self._count = 0
 
     def begin(self) -> bool:
@@ -44,7 +44,8 @@ class _Pauses:
 
     def end(self) -> None:
         with self._lock:
-            self._count = max(0, self._count - 1)  # 0 already in a child that was forked during this pause
+            # The count is already 0 in a child that was forked during this pause.
+            self._count = max(0, self._count - 1)
             if not self._count:
                 gc.enable()
 

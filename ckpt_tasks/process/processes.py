@@ -6,12 +6,12 @@ has objects of threads that do not run in it.
 
 Invariants
 
-1. A child has no page of map_memory(): it can neither write nor read nor keep one. MADV_DONTFORK tells the kernel so,
+1. A child has no page of map_memory(): it can neither write, read nor keep one. MADV_DONTFORK tells the kernel so,
    also for a child that C code forks.
 2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork happens between the creation of a page or descriptor and its mark.
-5. No file of ours is descriptor 0, 1 or 2, also in a process that was started without them: C code prints there.
+5. No file of ours is descriptor 0, 1 or 2, even in a process that was started without them: C code prints there.
 
 Threads that share work are daemon threads, not an executor's: Python shuts executors down before it waits for threads
 that still train, and before it calls atexit functions. From then on executors refuse new work, and wait without limit
@@ -48,9 +48,9 @@ __all__ = [
     "open_nameless",
 ]
 
-_DONTFORK = 10  # MADV_DONTFORK, which the mmap module of some Python builds lacks
+_DONTFORK = 10  # MADV_DONTFORK; the mmap module of some Python builds lacks it.
 _FAILED = ctypes.c_void_p(-1).value
-# The system shows this for every file of open_nameless.
+# /proc/<pid>/fd shows this name for every file of open_nameless.
 NAMELESS = "ckpt-tasks"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -90,8 +90,8 @@ class Process:
 def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
     """Map zeroed memory of this process, or a file; writes reach the file if the mapping is `shared`.
 
-    The mapping ends with its last view. Raises OSError if there is no memory. Not mmap.mmap: that keeps its own
-    descriptor for each file, which children inherit, and unmaps addresses that a child may have reused.
+    The mapping ends with its last view. Raises OSError if there is no memory. mmap.mmap would not do: it keeps a
+    descriptor of its own for each file, which children inherit, and unmaps addresses that a child may have reused.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     with _forking:
@@ -103,13 +103,13 @@ def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -
             _munmap(address, size_bytes)
             raise error
     pages = (ctypes.c_ubyte * size_bytes).from_address(address)
-    finalize_here(pages, _munmap, address, size_bytes)  # every view holds `pages`
+    finalize_here(pages, _munmap, address, size_bytes)  # Every view keeps `pages` alive.
     return memoryview(pages).cast("B")
 
 
 def fill_standard_descriptors() -> None:
-    """Open /dev/null as each of the descriptors 0, 1 and 2 that is closed; the next files would get their numbers."""
-    with suppress(OSError):  # no /dev/null, or no descriptor left
+    """Open /dev/null as each of the descriptors 0, 1 and 2 that is closed, so that no later file gets their numbers."""
+    with suppress(OSError):  # There is no /dev/null, or no descriptor is free.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             os.set_inheritable(fd, True)
         os.close(fd)
@@ -126,8 +126,8 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
 def open_nameless() -> int:
     """Make a file in memory without a name: it disappears with the last process that has it open or mapped.
 
-    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if the system has no such
-    files. Close it with close_descriptor().
+    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if the system does not support
+    such files. Close it with close_descriptor().
     """
     with _forking:
         if not hasattr(os, "memfd_create"):
@@ -138,14 +138,14 @@ def open_nameless() -> int:
 
 
 def close_descriptor(fd: int) -> None:
-    """Close what open_descriptor() or open_nameless() has opened."""
+    """Close a descriptor of open_descriptor() or open_nameless()."""
     with _forking:
         _descriptors.remove(fd)
         os.close(fd)
 
 
 def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
-    """Call a function when `owner` is freed, only in this process, and not at its end: the kernel frees the rest."""
+    """Call a function when `owner` is freed, only in this process, and not when it exits: the kernel frees the rest."""
     end = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
     end.atexit = False
     return end
@@ -178,8 +178,9 @@ _R = TypeVar("_R")
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
     """Return `work(item)` for every item, in order; after an error start no more items, and raise it.
 
-    The calling thread is one of the `threads`. It does all the work if no thread can be started: at the interpreter's
-    end from Python 3.12 on.
+    The calling thread is one of the `threads`. It does all the work if no thread can be started: from Python 3.12 on,
+    when
+    the interpreter exits.
     """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 
@@ -196,7 +197,7 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
 
     started: list[threading.Thread] = []
     for _ in range(min(threads, len(left)) - 1):
-        # In the caller's context, so that a store's progress counts for the caller's write.
+        # Run in the caller's context, so that a store's progress counts for the caller's write.
         try:
             started.append(system().start_thread(copy_context().run, run, name=name))
         except RuntimeError:

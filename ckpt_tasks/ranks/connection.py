@@ -14,7 +14,7 @@ _PROBE_S = 2.0
 
 
 class Connection:
-    """A connection to a c10d store in a thread of its own, because torch waits for an answer without a time limit."""
+    """A connection to a c10d store, in a thread of its own: torch waits for an answer without a time limit."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -48,19 +48,19 @@ class Connection:
 
 
 def _check_listening(store: Any) -> None:
-    """Raise RuntimeError if the store's process has ended; torch tries for minutes to make a new connection to it."""
+    """Raise RuntimeError if the store's process has ended; torch would try for minutes to connect to it again."""
     tcp = store
     while (inner := getattr(tcp, "underlying_store", None)) is not None:
         tcp = inner
     place = (getattr(tcp, "host", None), getattr(tcp, "port", None))
     if None in place:
-        return  # a store in a file or in this process
+        return  # The store is in a file or in this process.
     try:
         socket.create_connection(place, timeout=_PROBE_S).close()
     except ConnectionRefusedError as error:
         raise RuntimeError(f"nothing listens at {place[0]}:{place[1]}") from error
     except OSError:
-        return  # it may be stopped, or slow
+        return  # The process may be stopped, or slow.
 
 
 def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:

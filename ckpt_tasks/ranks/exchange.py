@@ -1,4 +1,4 @@
-"""How the ranks of one training agree: each sends a word, rank 0 decides, and every rank gets the same answer.
+"""How the ranks of one training agree: each sends a word (some bytes), rank 0 decides, and all get the same answer.
 
 Invariants
 
@@ -6,7 +6,7 @@ Invariants
 2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
 4. Every request to that store has a time limit: the process that holds the store may hang.
-5. The end of a rank ends all waits for its word within seconds, if another rank is left on its host.
+5. If a rank ends, all waits for its word end within seconds, provided that another rank is left on its host.
 
 One process is the case of one rank: it sends nothing.
 """
@@ -40,11 +40,11 @@ __all__ = [
     "from_first",
 ]
 
-_PIECE_BYTES = 4 << 20  # the c10d store refuses a value of more than 8 MiB
+_PIECE_BYTES = 4 << 20  # The c10d store refuses a value of more than 8 MiB.
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
-_LOOK_S = 1.0  # a waiting rank looks this often whether ranks have ended
-_MARGIN = 1.5  # rank 0 gives up first, and says which rank it waited for
+_LOOK_S = 1.0  # A waiting rank checks this often whether ranks have ended.
+_MARGIN = 1.5  # Rank 0 gives up first, and says which rank it waited for.
 SILENT = "It hangs, is slow or has ended, or has made another number of Checkpointers: look at its log."
 
 Decide = Callable[[list[bytes]], bytes]
@@ -52,9 +52,9 @@ _T = TypeVar("_T")
 
 
 class Exchange(Protocol):
-    """The exchange of words between the ranks of one training: this is `rank` of `size`, and the `first` one decides.
+    """The exchange of words between the ranks of one training: this is rank `rank` of `size`; rank 0 is the `first`.
 
-    A meeting may take `patience` deadlines: rank 0 gives up after one, and says which rank it waited for.
+    A meeting may take `patience` deadlines: rank 0 gives up after one deadline, and says which rank it waited for.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Exchange(Protocol):
     patience: int
 
     def meeting(self, topic: str, deadline_s: float) -> AbstractContextManager[Meeting]:
-        """Meet the other ranks on a topic, which is used once: each one gathers and then publishes in the block.
+        """Meet the other ranks on a topic, which is used only once: in the block each rank gathers, then publishes.
 
         An exception in any rank's block is raised in all ranks. Raises StoreError if a rank sends nothing for
         `deadline_s`.
@@ -81,17 +81,17 @@ class Exchange(Protocol):
             return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every rank has read rank 0's answers: this process may hold them, and end next."""
+        """Wait until every rank has read rank 0's answers: this process may hold them, and ends next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Set the word of a topic, for `look`; replaces the last one."""
+        """Set the word of a topic, for `look`; replaces the previous word."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return the last posted word of a topic, from any rank; does not wait."""
+        """Return the newest word of a topic, posted by any rank; does not wait."""
 
 
 class Alone(Exchange):
-    """The only rank of a training in one process: what it says is what all say."""
+    """The only rank of a training in one process: its word is everyone's."""
 
     rank = 0
     size = 1
@@ -99,7 +99,7 @@ class Alone(Exchange):
     patience = 1
 
     def meeting(self, topic: str, deadline_s: float) -> Self:
-        """Return this: there is no other rank to meet."""
+        """Return this object: there is no other rank to meet."""
         return self
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ ALONE = Alone()
 
 
 class StoreExchange(Exchange):
-    """Ranks that share a c10d store; `name` is that of one Checkpointer, the same in all ranks."""
+    """Ranks that share a c10d store; `name` stands for one Checkpointer, and is the same in all ranks."""
 
     patience = 2
 
@@ -144,9 +144,10 @@ class StoreExchange(Exchange):
         self._store = store
         self._name = name
         self._timeout_s = timeout_s
-        self.must_end: Callable[[], bool] = bool  # returns True once this process may wait for no other rank
+        # Returns True when this process must end, and may wait for no other rank.
+        self.must_end: Callable[[], bool] = bool
         self._clients = threading.local()
-        self._answers: dict[int, set[str]] = {}  # keys of the last agreement in each thread of rank 0
+        self._answers: dict[int, set[str]] = {}  # In rank 0: the keys of each thread's newest agreement.
         self._processes = f"{name}/processes/{host_name()}"
         if start := process_start(os.getpid()):
             with _reaching(name):
@@ -189,7 +190,7 @@ class StoreExchange(Exchange):
             return [self._get(f"{topic}/{rank}", for_s, rank) for rank, for_s in enumerate(left_s, start=1)]
 
     def tell(self, topic: str, answer: bytes) -> None:
-        """Send rank 0's answer to the others."""
+        """Send rank 0's answer to the other ranks."""
         with _reaching(topic):
             for rank in range(1, self.size):
                 self._put(f"{topic}/answer/{rank}", answer)
@@ -208,7 +209,7 @@ class StoreExchange(Exchange):
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
-            self._clients.connection = None  # its late answer must not be taken for that of the next request
+            self._clients.connection = None  # A late answer must not be taken for that of the next request.
             raise StoreError(
                 f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
                 hint="The process that holds it hangs or is stopped: look at its log.",
@@ -218,13 +219,13 @@ class StoreExchange(Exchange):
         pieces = range(0, len(data), _PIECE_BYTES)
         for begin in pieces[1:]:
             self._request("set", f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
-        # Set last: it says that all pieces are there.
+        # Set this piece last: it says that all pieces are there.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
     def _get(self, key: str, deadline_s: float, rank: int) -> bytes:
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
-        # Not wait(): torch prints a warning when that times out.
+        # torch's wait() prints a warning when it times out.
         while not self._request("check", [key]):
             if time.monotonic() > end_s:
                 error = StoreError(f"rank {rank} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
@@ -242,9 +243,9 @@ class StoreExchange(Exchange):
         return b"".join(pieces)
 
     def _check_ended(self, rank: int) -> None:
-        """Raise StoreError if a rank has ended, or this one must; tell all ranks which ones of this host have."""
+        """Raise StoreError if a rank has ended, or this one must; tell all ranks which of this host's ranks ended."""
         listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
-        with suppress(ValueError):  # not what a rank has written
+        with suppress(ValueError):  # No rank has written this.
             for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
                 if has_ended(int(pid), start):
                     self._request("set", f"{self._name}/ended/{other}", b"")
@@ -255,7 +256,7 @@ class StoreExchange(Exchange):
             raise StoreError(f"rank {rank} has ended", hint="Look at its log: it was killed, or it has failed.")
 
     def _has_ended(self, key: str) -> bool:
-        """Return True if the rank that a key ends with has ended."""
+        """Return True if the rank in a key's last part has ended."""
         return bool(self._request("check", [f"{self._name}/ended/{key.rpartition('/')[2]}"]))
 
 
@@ -263,7 +264,7 @@ _made = 0
 
 
 def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
-    """Return the exchange of a process group (default: torch's default group), or `ALONE` if there is none.
+    """Return the exchange of a process group (torch's default group if None), or `ALONE` if there is no group.
 
     Every rank must call it equally often. A request to the c10d store may take `timeout_s`.
     """
@@ -281,7 +282,7 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
 
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:
-    """Return in every rank what `make` returns in rank 0, or raise what it raises there."""
+    """Return in every rank what `make` returns in rank 0; raise in every rank what it raises there."""
     with exchange.meeting(topic, deadline_s) as meeting:
         answer = make() if exchange.first else b""
         meeting.gather(b"", bytes, bytes)
@@ -316,7 +317,7 @@ class Together:
         self._count = 0
 
     def __call__(self, word: bytes | BaseException = b"", decide: Decide = lambda words: b"") -> bytes:
-        """Wait until every rank has called this; return the same answer in all. See `Exchange.agree`."""
+        """Wait until every rank has called this; return the same answer in all ranks. See `Exchange.agree`."""
         self._count, self.asking = self._count + 1, True
         answer = self._exchange.agree(f"{self._topic}/{self._count}", word, decide, self._deadline_s)
         self.asking = False
@@ -328,5 +329,6 @@ def _reaching(topic: str) -> Iterator[None]:
     """Raise StoreError if torch cannot reach the c10d store."""
     try:
         yield
-    except RuntimeError as error:  # torch's DistError: the process that holds the store is gone
+    # torch's DistError: the process that holds the store is gone.
+    except RuntimeError as error:
         raise StoreError(f"the ranks cannot reach each other: {error!s:.200}", key=topic) from error

@@ -1,6 +1,6 @@
-"""The horizon: ranks run only up to a step that rank 0 has granted, so that all of them do the same at a step.
+"""The horizon: ranks run only up to a step that rank 0 has granted, so that all do the same at each step.
 
-A save that is due by the clock, or a signal, is known in one rank only. Rank 0 schedules it for the step after the last
+Only one rank knows of a signal, or of a save that is due by the clock. Rank 0 schedules it for the step after the last
 one that it has granted, which no rank has passed yet, and then grants more. It grants half a second of steps ahead: a
 rank reads a key some twenty times a second, and waits only if it is that far ahead of rank 0.
 """
@@ -18,11 +18,11 @@ __all__ = ["Horizon"]
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
 _MOST_AHEAD = 10_000
-_KEPT = 8  # how many orders are kept; all ranks have carried out older ones
+_KEPT = 8  # Keep this many orders; all ranks have carried out older ones.
 
 
 class Horizon:
-    """Return at every step what all ranks do there; call `begin` first, at the same point in all ranks."""
+    """Return at every step what all ranks do there; call `begin` first, at the same point of all ranks."""
 
     def __init__(self, exchange: Exchange, deadline_s: float):
         self._exchange = exchange
@@ -36,15 +36,15 @@ class Horizon:
         self._until = step
         self._orders: list[tuple[int, str]] = []
         self._done = step
-        self._asked = [""]  # this rank's wishes so far; the last one may not be granted yet
-        self._heard: dict[int, int] = {}  # in rank 0: how many wishes of each rank it has granted
-        self._newest: bytes | None = None  # in rank 0: the last word on whose wish is the newest
+        self._asked = [""]  # This rank's wishes so far; the last one may not be granted yet.
+        self._heard: dict[int, int] = {}  # In rank 0: how many wishes of each rank it has granted.
+        self._newest: bytes | None = None  # In rank 0: the word that says which rank had the newest wish.
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
 
     def at(self, step: int, wish: str | None) -> str | None:
-        """Return the order for a step, None if there is none; a `wish` becomes an order for this step or a later one.
+        """Return the order for a step, or None; a `wish` becomes an order for this step or a later one.
 
         Raises StoreError if rank 0 grants no step for too long.
         """
@@ -78,7 +78,7 @@ class Horizon:
         self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
 
     def _hear(self) -> list[str]:
-        """Return the wishes since the last call; where there are none, one word says so for any number of ranks."""
+        """Return the wishes since the last call; if there are none, it reads one word for any number of ranks."""
         newest = self._exchange.look(f"wish/{self._begun}")
         if newest == self._newest:
             return []
@@ -96,7 +96,8 @@ class Horizon:
             self._asked.append(wish)
             rank, number = self._exchange.rank, len(self._asked)
             self._exchange.post(f"wish/{self._begun}/{rank}", f"{number} {wish}".encode())
-            self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())  # after it: rank 0 looks here
+            # Post it after the wish: rank 0 looks here.
+            self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())
         end_s = time.monotonic() + self._deadline_s
         while step > self._until or time.monotonic() - self._looked_s > _LOOK_S:
             self._looked_s = time.monotonic()

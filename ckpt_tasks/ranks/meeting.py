@@ -22,9 +22,9 @@ class Meeting(Protocol):
     """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the words of all ranks in rank 0, in their order, and nothing in the others.
+        """Return the words of all ranks, in their order, in rank 0, and an empty list in the others.
 
-        `write` and `read` turn a word into bytes and back where it leaves the process.
+        `write` and `read` turn a word into bytes and back when it leaves the process.
         """
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
@@ -32,7 +32,7 @@ class Meeting(Protocol):
 
 
 class StoreMeeting:
-    """A meeting by way of a c10d store. Whoever has said nothing when the block fails says that, and hears the rest."""
+    """A meeting by way of a c10d store. A rank whose block fails before it has sent anything sends the error."""
 
     def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
         self._exchange = exchange
@@ -58,7 +58,7 @@ class StoreMeeting:
             self._tell(raised)
         elif not self._over:
             try:
-                self._hear()  # raises what rank 0 raises, which may be what another rank has said
+                self._hear()  # Raises what rank 0 raises, which may be another rank's error.
             except BaseException as heard:
                 raise heard from None
         if raised is not error:
@@ -79,7 +79,7 @@ class StoreMeeting:
     def _gather(self, word: bytes | BaseException) -> list[bytes]:
         self._said = True
         if not self._exchange.first:
-            self._over = True  # if the word cannot be sent, no answer will come
+            self._over = True  # If the word cannot be sent, no answer will come.
             self._exchange.send(self._topic, sealed(word))
             self._over = False
             return []
@@ -114,7 +114,8 @@ def opened(data: bytes, rank: int | None = None) -> bytes:
     kind, message = str(said.pop("kind")), str(said.pop("message"))
     error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
     for name, value in said.items():
-        ours = getattr(error, name, callable)  # anybody may have written into the store: only what errors have is set
+        # A foreign program may have written into the store: set only attributes that our errors have.
+        ours = getattr(error, name, callable)
         if not name.startswith("_") and not callable(ours):
             setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
     if rank is not None and not error.message.startswith("rank "):

@@ -34,7 +34,7 @@ def box_of(into: torch.Tensor, key: str) -> Box:
 
 
 def meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
-    """Say whether a region shares an element with one of the boxes."""
+    """Return True if a region shares an element with one of the boxes."""
     return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
 
 
@@ -56,7 +56,7 @@ def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
 
 
 def in_order(rows: Sequence[IndexRow]) -> bool:
-    """Say whether the regions hold a tensor's elements in order, contiguous in one object."""
+    """Return True if the regions hold a tensor's elements in order, contiguous in one object."""
     first = rows[0]
     if len(rows) == 1:
         return first.box.shape == first.tensor_shape

@@ -100,7 +100,7 @@ class StoredTensors:
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _is_whole(self, into: torch.Tensor, key: str) -> bool:
-        """Say whether a target takes a tensor's stored bytes whole and in order."""
+        """Return True if a target takes a tensor's stored bytes whole and in order."""
         return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
 
     def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:

@@ -1,11 +1,11 @@
-"""The last steps of a commit: a prepared checkpoint → index and manifest in the store → ledger entry.
+"""The last steps of a commit: from a prepared checkpoint to index and manifest in the store, then the ledger entry.
 
 Invariants (MUST: breaking one loses data)
 
 1. Every object is durable before the manifest is written, and the manifest before the ledger entry is put.
 2. The entry is put only when every expected rank handed in its part, the regions of every tensor tile its box exactly,
    and every object has its expected size.
-3. Every object's name holds the attempt's own nonce: no save ever writes into another one's objects.
+3. Every object's name holds the attempt's own nonce: no save ever writes into another save's objects.
 4. Any failure of any writer is raised, and then nothing is committed.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["commit", "discard", "write_index_and_manifest"]
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
-    """Check every object's size, then write index and manifest: now all but the ledger entry is durable.
+    """Check every object's size, then write index and manifest: then all but the ledger entry is durable.
 
     Raises IntegrityError if an object has another size, and StoreError.
     """
@@ -52,14 +52,14 @@ def commit(
 
     `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the entry's
     event, for people and for the cadence. Raises StateError if the checkpoint names a retired object. After FencedError
-    or StoreError the newest checkpoint is still the old one; after CommitUncertainError it is unknown. The objects stay
-    in any case: the entry may still arrive.
+    or StoreError the newest checkpoint is still the old one; after CommitUncertainError it may be either. The objects
+    stay in any case: the entry may still arrive.
     """
     manifest = prepared.manifest
     named = [record.name for record in (*manifest.objects, manifest.index)]
 
     def change(state: State, n: int) -> State:
-        # A retired object may be deleted, and forgotten, by now: only a live checkpoint's object is known to stay.
+        # A retired object may be deleted, and forgotten, by now: only the objects of live checkpoints certainly stay.
         gone = [*filter(state.has_retired, named), *(name for name in prepared.reuses if not state.keeps(name))]
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
@@ -73,6 +73,6 @@ def commit(
 
 
 def discard(store: Store, attempt: Attempt) -> None:
-    """Delete the objects of an attempt that failed before its commit; a later owner sweeps what cannot be deleted."""
+    """Delete the objects of an attempt that failed before its commit; a later owner sweeps what stays."""
     with suppress(CkptError):
         store.delete_all(store.names(attempt_prefix(attempt)))

@@ -54,12 +54,13 @@ class Committer:
         self._history = history
         self._pruner = pruner
         self._space = _SpaceWatch(history.store, pruner.policy)
-        self._entered: Attempt | None = None  # its entry was about to be put, and may exist whatever was raised since
+        # The attempt whose entry was about to be put: the entry may exist, whatever was raised since.
+        self._entered: Attempt | None = None
 
     def check_line(self) -> None:
         """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
 
-        It must not continue with a line of its own. One check per ownership is enough: only the owner commits.
+        This process must not add a line of its own. One check per ownership is enough: only the owner commits.
         """
         state = self._history.head().state
         check_owner(state.owner, self.owner)
@@ -70,15 +71,15 @@ class Committer:
             )
 
     def hold_base(self) -> None:
-        """Let no checkpoint be retired whose objects the next save may reuse, until the save ends."""
+        """Protect from retirement all checkpoints whose objects the next save may reuse, until the save ends."""
         with self._pruner.retiring:
             self._pruner.base = self._line.digest
 
     def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
         """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory.
 
-        The heartbeat looks at the owner too: a server is not asked again within one beat.
-        Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
+        The heartbeat checks the owner, too: a server is not asked again within one beat. Warns once if the disk lacks
+        the room that the policy will need for checkpoints whose parts have this `size`.
         """
         head = self._history.head_within(self._beat_s)
         state = head.state.sparing(head.spared_epochs)
@@ -104,12 +105,12 @@ class Committer:
     def abandon(self, attempt: Attempt) -> None:
         """Delete what a failed attempt wrote, unless its ledger entry may exist.
 
-        Raises FencedError if another process owns the directory: that is why the attempt failed.
+        Raises FencedError if another process owns the directory: then that is why the attempt failed.
         """
         self._pruner.base = None
         if self._entered == attempt:
             return
-        with suppress(StoreError):  # a later owner sweeps what is left
+        with suppress(StoreError):  # A later owner sweeps what is left.
             check_owner(self._history.head().state.owner, self.owner)
         discard(self._history.store, attempt)
 
@@ -146,7 +147,7 @@ class Committer:
         write_index_and_manifest(self._history.store, prepared)
 
     def prune_behind(self, entry: Entry) -> None:
-        """Prune the rest after a commit, soon and in the background."""
+        """Prune the rest after a commit, in the background."""
         self._pruner.follow(self.owner, entry.state)
 
     def note(
@@ -157,7 +158,7 @@ class Committer:
         self._history.append(event, lambda state, n: change(state), owner=self.owner)
 
     def heartbeat(self) -> Heartbeat:
-        """Show life from now on."""
+        """Show life from now on, and return the heartbeat that does so."""
         return Heartbeat(self._history, self.owner, self._owner_timeout_s)
 
     def release(self) -> bool:
@@ -166,9 +167,10 @@ class Committer:
 
 
 class _SpaceWatch:
-    """Warn before the disk is full: what the policy will need at its peak against what is free, before each save.
+    """Warn before the disk is full: before each save, compare the policy's peak with the free space.
 
-    It warns once and refuses nothing: others may free the room in time, and a quota is not seen (docs/decisions/0071).
+    It warns once and refuses nothing: others may free the room in time, and quotas are not considered
+    (docs/decisions/0071).
     """
 
     def __init__(self, store: Store, policy: RetentionPolicy):
@@ -177,7 +179,7 @@ class _SpaceWatch:
         self._warned = False
 
     def look(self, state: State, size: CheckpointSize) -> None:
-        """Log a warning if the room will not do; once, and never where the store has no limit that it tells."""
+        """Log a warning if the space will not suffice; only once, and never for a store without a known limit."""
         free = None if self._warned or not size.own_bytes else free_bytes(self._store)
         if free is None:
             return

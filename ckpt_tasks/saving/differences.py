@@ -1,4 +1,4 @@
-"""What must be equal in all ranks of a save. A commit and a restart from memory compare it by the same rule."""
+"""The values that must be equal in all ranks of a save. Commits and restarts from memory compare them the same way."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ckpt_tasks.snapshot.samples import Samples
 
 __all__ = ["compared", "refuse_differences"]
 
-_MOST_ITEMS = 32  # of a container: one with more has one digest
-_MOST_LEAVES = _MOST_TENSORS = 256  # of a group: one with more has one digest; of tensors, several have one then
-_SHOWN = 80  # characters of a value: a longer one has a digest
+_MOST_ITEMS = 32  # A container with more items has one digest.
+# A group with more leaves has one digest; if it has more tensors, several tensors share a digest.
+_MOST_LEAVES = _MOST_TENSORS = 256
+_SHOWN = 80  # A longer value has a digest.
 
 
 def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicated: Samples) -> Compared:
-    """Return what must be equal in other ranks: short values and digests by place.
+    """Return what must be equal in other ranks: short values and digests, by path.
 
-    `all`: what every rank has; `held`: parts of replicated tensors, which some ranks hold.
+    `all`: what every rank has; `held`: parts of replicated tensors, which only some ranks hold.
     """
     same: dict[str, str] = {}
     for name, group in groups.items():
@@ -64,7 +65,7 @@ def refuse_differences(ranks: Sequence[Compared]) -> None:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the short value of every leaf of an encoded tree, and of every container of many items."""
+    """Yield (path, short value) for every leaf of an encoded tree, and for every container of many items."""
     if node and isinstance(node, dict | list) and len(node) <= _MOST_ITEMS:
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(item, f"{place}/{key}")

@@ -1,4 +1,4 @@
-"""The end of the interpreter: commit saves under way before Python stops the threads that do it.
+"""When the interpreter exits: commit saves under way before Python stops the threads that do it.
 
 Python calls atexit functions in the reverse order of their registration, while daemon threads still run. `os._exit`,
 SIGKILL and a signal without a handler call none.
@@ -35,9 +35,10 @@ class UnderWay(Protocol):
 
 
 def end_with_interpreter(ending: Ending) -> None:
-    """Call `ending.end()` at the interpreter's end, if it still exists then."""
+    """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit at first use: let it come first.
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: register it
+        # first.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)
         atexit.register(_end_all)
@@ -45,7 +46,7 @@ def end_with_interpreter(ending: Ending) -> None:
 
 
 def say_wait(flushing: UnderWay | None, moved_s: float, timeout_s: float) -> bool:
-    """Log what a thread waits for, until when, and how to leave, if the store is silent; return True if it was said."""
+    """If the store is silent, log what a thread waits for, until when, and how to leave; return True if logged."""
     silent_s = system().monotonic() - moved_s
     if flushing is None or silent_s < min(_SILENT_S, timeout_s / 2):
         return False
@@ -73,4 +74,4 @@ def _end_all() -> None:
 
 
 _endings: weakref.WeakSet[Ending] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_endings.clear)  # a forked child has none of the threads
+os.register_at_fork(after_in_child=_endings.clear)  # A forked child has none of the threads.

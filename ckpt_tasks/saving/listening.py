@@ -22,10 +22,11 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Functions that are called after an event. They must return at once; their exceptions are only logged.
+    """Functions that are called after an event of a run. They must return at once; their exceptions are only logged.
 
-    `committed` gets the checkpoint of each durable commit, and `measured`, just before, the metrics of the steps that
-    it adds; `failed` gets step and error of a snapshot that will not be committed; `restored` the report of a restore.
+    The listener `committed` gets the checkpoint of each durable commit; just before, `measured` gets the metrics of the
+    steps that it adds. `failed` gets step and error of a snapshot that will not be committed, `restored` the report of
+    a restore.
     """
 
     committed: Callable[[Checkpoint], object] | None = None
@@ -40,7 +41,7 @@ class Listeners:
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
-        self._callers: set[int] = set()  # threads of saves that call a listener now
+        self._callers: set[int] = set()  # Threads of saves that are in a listener now.
 
     def add(self, listener: Listener) -> None:
         """Add a listener; raise ConfigError if it is not a Listener."""
@@ -68,7 +69,7 @@ class Listeners:
         self._tell("restored", report)
 
     def check(self) -> None:
-        """Raise StateError in a listener that a save has called: what waits for this save would wait for ever."""
+        """Raise StateError inside a listener that a save has called: waiting for this save there would never end."""
         if threading.get_ident() in self._callers:
             raise StateError(
                 "a listener is called by the save that it would wait for",
@@ -76,7 +77,7 @@ class Listeners:
             )
 
     def _tell(self, name: str, *arguments: Any) -> None:
-        if name == "restored":  # nothing is under way
+        if name == "restored":  # Nothing is under way after a restore.
             self._call(name, *arguments)
             return
         self._callers.add(threading.get_ident())
@@ -92,9 +93,9 @@ class Listeners:
             try:
                 if function is not None:
                     function(*arguments)
-            except BaseException as error:  # logged: a listener must not stop a save
+            except BaseException as error:  # Only logged: a listener must not stop a save.
                 if not (background or isinstance(error, Exception)):
-                    raise  # a Ctrl-C
+                    raise  # A Ctrl-C in the main thread.
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))
                     _log.exception("The listener %r failed after an event %r; the run goes on", function, name)

@@ -1,7 +1,7 @@
 """One save, from a snapshot in memory to its ledger entry: the same for one rank and for many.
 
-Each rank writes its part, the first one commits the parts of all, and all follow the new checkpoint. A lone rank
-gathers its own part, and what it publishes is its own answer.
+Each rank writes its part, the first rank commits all parts, and all follow the new checkpoint. A rank that is alone
+gathers its own part, and gets the answer that it publishes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["OneSave"]
 
 
 class OneSave:
-    """Save one snapshot after the other; `run` is called by one thread at a time."""
+    """Save one snapshot after another; `run` is called by one thread at a time."""
 
     def __init__(
         self,
@@ -51,32 +51,35 @@ class OneSave:
     def run(self, snapshot: Snapshot) -> Checkpoint:
         """Write this rank's part of a snapshot, and commit it with the parts of all ranks; return the checkpoint.
 
-        Raises SupersededError if a rank has a newer snapshot already, and the error of any rank in all of them: nothing
-        is committed then.
+        Raises SupersededError if a rank has a newer snapshot already; and raises in all ranks the error of any of them.
+        Then nothing is committed.
         """
         topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
         try:
-            # What one rank raises, all of them raise: a FencedError if another process has taken the run.
+            # An error in one rank is raised in all; FencedError replaces it if another process has taken the run.
             with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
-                if admitted is not None and all(parts):  # the first rank has all parts, and none was replaced
+                # The first rank has all parts, and no snapshot was replaced.
+                if admitted is not None and all(parts):
                     entry = self._commit(snapshot, admitted, parts)
                 done = ranks.publish(_checkpoint_of(entry), _to_bytes, _from_bytes)
         except CkptError as error:
             if (done := _checkpoint_of(entry)) is None:
                 self._failed(snapshot, error)
                 raise
-            # else it is committed, though not all ranks know it
+            # Otherwise it is committed, though not all ranks know that.
         if done is None or part is None:
-            if snapshot.tenure.committer is not None and any(parts):  # no rank is still writing: all have answered
+            # No rank is still writing: all have answered.
+            if snapshot.tenure.committer is not None and any(parts):
                 snapshot.tenure.committer.abandon(snapshot.saving.attempt)
             raise SupersededError
         self._follow(snapshot, done, part, entry)
         return done
 
     def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
-        """Write this rank's part, except what the last checkpoint has; return it, and what the first rank commits upon.
+        """Write this rank's part, except objects of the last checkpoint; return it, and the first rank's admitted
+        state.
 
         The part is None if a newer snapshot has replaced this one.
         """
@@ -84,9 +87,9 @@ class OneSave:
         admitted = None
         try:
             if snapshot.given_up:
-                return None, None  # its slot is being filled again
+                return None, None  # Its slot is being refilled.
             if committer is not None:
-                admitted = committer.admit(self._rank.size)  # a fenced process must not write
+                admitted = committer.admit(self._rank.size)  # A fenced process must not write.
                 committer.hold_base()
             stored = line.reusable(store)
             if stored is not None and admitted is not None:
@@ -99,7 +102,7 @@ class OneSave:
     def _commit(self, snapshot: Snapshot, admitted: tuple[Head, State], parts: list[RankPart | None]) -> Entry:
         """Check the parts, write index and manifest, and put the ledger entry: here the checkpoint begins to exist."""
         committer = snapshot.tenure.committer
-        assert committer is not None  # the first rank's
+        assert committer is not None  # This rank is the first one.
         present = same_step([part for part in parts if part is not None])
         prepared = prepare_checkpoint(snapshot.saving, present, snapshot.sealed)
         committer.put_manifest(prepared)
@@ -112,10 +115,11 @@ class OneSave:
         return entry
 
     def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
-        """Leave nothing of a save that has failed in this or another rank, except the snapshot in memory."""
+        """Remove all of a save that failed in this or another rank, except the snapshot in memory."""
         tenure, attempt = snapshot.tenure, snapshot.saving.attempt
         tenure.fenced = tenure.fenced or isinstance(error, FencedError)
-        if type(error) is StateError:  # the ranks do not fit together: in no rank may the snapshot be restored
+        # The ranks do not fit together: no rank may restore the snapshot.
+        if type(error) is StateError:
             snapshot.unsealed = True
             self._rank.refuse(snapshot.slot, attempt)
         if tenure.committer is None:
@@ -124,7 +128,7 @@ class OneSave:
             tenure.committer.abandon(attempt)
 
     def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
-        """Continue from the new checkpoint: tell listeners, learn what it cost, and prune what it makes superfluous."""
+        """Continue from the new checkpoint: call listeners, learn its cost, and prune what it replaces."""
         tenure = snapshot.tenure
         tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
         self._cache.forget_left()

@@ -1,6 +1,6 @@
 """A rank's part of a checkpoint: index rows and objects, from its digested images.
 
-Nothing here knows a ledger. The committer's half is `commit.py`.
+This module does not know the ledger. The committer's half is `commit.py`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ __all__ = [
     "same_step",
 ]
 
-_ALIGNMENT = 64  # of Arrow's columns
+_ALIGNMENT = 64  # The alignment of Arrow's columns.
 _LENGTH = struct.Struct("<Q")
-_REUSED_BYTES = 1 << 20  # below this, writing an object costs less than depending on an older checkpoint
+# Below this size, writing an object costs less than depending on an older checkpoint.
+_REUSED_BYTES = 1 << 20
 
 
 class SupersededError(Exception):
@@ -59,7 +60,7 @@ class RankPart:
     step: int = -1
 
     def with_groups(self, step: int, groups: Mapping[str, Mapping[str, object]], compared: Compared) -> RankPart:
-        """Return the part with the step, this rank's groups, as `encode_groups` returned them, and what is compared."""
+        """Return the part with the step, this rank's encoded groups, and the values that ranks compare."""
         trees = {name: group["tree"] for name, group in groups.items() if "by_rank" in group}
         return replace(self, trees=trees, compared=compared, step=step)
 
@@ -82,7 +83,7 @@ class RankPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What is known of a save before it begins: step, groups, metrics, attempt, owner."""
+    """The facts of a save before it begins: step, groups, metrics, attempt, owner."""
 
     attempt: Attempt
     run_key: str
@@ -92,13 +93,13 @@ class Saving:
     epochs: int | None = None
     interim: bool = False
     world_size: int = 1
-    number: int = 0  # counts the saves of this owner
-    steps: tuple[StepMetrics, ...] = ()  # whose metrics are not known to be committed
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside the versions
+    number: int = 0  # Counts the saves of this owner.
+    steps: tuple[StepMetrics, ...] = ()  # Steps whose metrics are not known to be committed.
+    environment: Mapping[str, str] = field(default_factory=dict)  # Facts for people, beside the versions.
 
     @property
     def turn(self) -> int:
-        """A number that is the same in all ranks: the next one in the next save, any one in the first of a process."""
+        """A number that all ranks share: it grows by one with each save, and starts anywhere in each process."""
         return zlib.crc32(self.owner.id.encode()) + self.number
 
 
@@ -133,7 +134,8 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     for name, group in captured.groups.items():
         encoded[name] = {"kind": group.kind, "tree": encode(group.tree, name)}
         if group.by_rank:
-            encoded[name]["by_rank"] = True  # in the rank's own memory; a checkpoint has the trees of all
+            # It stays in the rank's own memory; a checkpoint has the trees of all ranks.
+            encoded[name]["by_rank"] = True
         elif group.buffers:
             encoded[name]["buffers"] = [*group.buffers]
     return encoded
@@ -169,7 +171,7 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 
 
 def reuse(part: RankPart, stored: Stored | None) -> RankPart:
-    """Return the part with the stored object in place of the new one, if header, regions and digests are equal."""
+    """Return the part with stored objects in place of those new ones whose header, regions and digests are equal."""
     (record,) = part.objects
     name = _last(record.name)
     old = stored.records.get(name) if stored else None

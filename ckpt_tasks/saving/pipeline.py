@@ -2,7 +2,7 @@
 
 Training fills a slot and continues. One thread digests and seals the snapshot. Another thread writes and commits it,
 then takes the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
-Here is what training and these threads know of each other; `saver.py` starts them.
+This module is what training and these threads share; `saver.py` starts the threads.
 
 Invariants
 
@@ -35,18 +35,19 @@ from ckpt_tasks.system import system
 
 __all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
 
-_LOOK_S = 1.0  # a waiting thread checks this often whether the store is stuck
-_LAST = (FencedError, CommitUncertainError)  # no snapshot may follow: the run is lost, or the commit may have succeeded
+_LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.
+# After these errors no snapshot may follow: the run is lost, or the commit may have succeeded.
+_LAST = (FencedError, CommitUncertainError)
 
 
 class Committed(NamedTuple):
-    """The checkpoint exists."""
+    """The snapshot is committed; its checkpoint exists."""
 
     checkpoint: Checkpoint
 
 
 class Superseded(NamedTuple):
-    """A newer snapshot took this one's place."""
+    """A newer snapshot replaced this one."""
 
 
 class Failed(NamedTuple):
@@ -62,11 +63,11 @@ Outcome = Committed | Superseded | Failed
 class Snapshot:
     """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer snapshot may replace it. `digested` yields the part of each image, and then None; `known` is set
-    once it has, and `error` says why it may have ended early. `sealed` is the index and manifest that the snapshot has
+    `keep`: no newer snapshot may replace it. `digested` yields the part of each image, and then None; then `known` is
+    set, and `error` says why digesting may have ended early. `sealed` is the index and manifest that the snapshot has
     in memory. `copy` runs on devices: call its wait() before reading the images. `given_up` asks the threads to drop
-    the snapshot; `superseded` are the steps of those whose place it has taken; `outcome` says how its flush ended.
-    `patience`: the flush is stuck after so many timeouts, since it may wait for other ranks. `unsealed`: the memory
+    the snapshot; `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended.
+    `patience`: the flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory
     directory could not take its seal. `compared` returns what is compared between ranks.
     """
 
@@ -92,17 +93,20 @@ class Snapshot:
 
     @property
     def lacks_seal(self) -> bool:
-        """Whether the snapshot could not be sealed; False as long as it is not `known`."""
+        """Whether the snapshot could not be sealed; False until it is `known`."""
         return self.unsealed or self.error is not None
 
     def wait_digested(self) -> None:
-        """Wait until the snapshot is digested; raise the error that digesting ended with."""
+        """Wait until the snapshot is digested; raise the error that ended digesting."""
         self.known.wait()
         if self.error is not None:
             raise self.error
 
     def seal_of(self, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
-        """Return the seal of the snapshot in memory; `in_flight` names the one before it, if storage lacks that."""
+        """Return the seal of the snapshot in memory.
+
+        `in_flight`: the digest of the previous checkpoint, if it is not committed yet.
+        """
         newest = self.tenure.line.digest
         return Seal(
             run_key=self.saving.run_key,
@@ -114,13 +118,13 @@ class Snapshot:
 
 
 class Pipeline:
-    """The snapshots under way: one that is flushed, one that waits, those replaced since, and what is in each slot.
+    """The snapshots under way: the flushed one, the waiting one, those replaced since, and the content of each slot.
 
     A flush is stuck after `timeout_s` without progress.
     """
 
     def __init__(self, timeout_s: float):
-        self.running = False  # a thread takes snapshots until none waits
+        self.running = False  # True while a thread takes snapshots; it stops when none waits.
         self._timeout_s = timeout_s
         self._changed = system().condition()
         self._flushing: Snapshot | None = None
@@ -130,10 +134,11 @@ class Pipeline:
         self._failure: BaseException | None = None
         self._ended = False
         self._held: str | None = None
-        self._held_lacks = False  # storage does not have the snapshot in the held slot, nor a newer one
+        # True if storage has neither the snapshot in the held slot nor a newer one.
+        self._held_lacks = False
         self._in_slot: dict[str, Snapshot] = {}
-        self._stored_s = -math.inf  # when the newest committed snapshot was taken
-        self.superseded: list[int] = []  # the steps of replaced snapshots that no ledger entry names yet
+        self._stored_s = -math.inf  # The time when the newest committed snapshot was taken.
+        self.superseded: list[int] = []  # The steps of replaced snapshots that no ledger entry names yet.
         self._replaced: list[Snapshot] = []
 
     @property
@@ -155,7 +160,7 @@ class Pipeline:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the interpreter is ending: only the main thread may still submit snapshots."""
+        """Whether the interpreter is exiting: then only the main thread may still submit snapshots."""
         return self._ended
 
     @property
@@ -173,11 +178,11 @@ class Pipeline:
     def take_slot(self) -> str:
         """Return the slot to fill next; wait for a flush if neither may be filled before.
 
-        Raises StoreError if the store is stuck then, and the slot holds the only snapshot for a restart.
+        Raises StoreError if the store is stuck and the slot holds the only snapshot for a restart.
         """
-        self.wait_sealed()  # until then the other slot holds the only complete snapshot
+        self.wait_sealed()  # Until then the other slot holds the only complete snapshot.
         with self._changed:
-            # The flush thread is about to take the waiting one.
+            # The flush thread is about to take the waiting snapshot.
             self._changed.wait_for(lambda: self._goes_on() and (self._flushing is not None or self._waiting is None))
             while self._flushing and ((self._waiting and self._waiting.keep) or self._is_only(self.next_slot())):
                 if self.stuck:
@@ -194,23 +199,24 @@ class Pipeline:
             before = self._in_slot.pop(slot, None)
             self._held_lacks = self._held_lacks and slot != self._held
         if before is not None:
-            before.given_up = True  # also if its flush failed: no thread may read the slot any more
+            # Also if its flush failed: no thread may read the slot any more.
+            before.given_up = True
             before.known.wait()
         return slot
 
     def wait_sealed(self) -> None:
-        """Wait until the snapshot that was taken last is sealed, or cannot be."""
+        """Wait until the newest snapshot is sealed, or cannot be sealed."""
         if self._last is not None:
             self._last.known.wait()
 
     def next_slot(self) -> str:
-        """Return the slot that no flush reads; if none reads any, the one without the newest sealed snapshot."""
+        """Return the slot that no flush reads; if none does, the one without the newest sealed snapshot."""
         sealed = (snapshot for snapshot in self._in_slot.values() if not snapshot.lacks_seal)
         newest = self._flushing or max(sealed, key=lambda snapshot: snapshot.taken_s, default=None)
         return next(slot for slot in SLOTS if slot != (newest.slot if newest else self._held))
 
     def _is_only(self, slot: str) -> bool:
-        """Whether a slot holds a sealed snapshot, and neither the other slot nor storage has it or a newer one."""
+        """Return True if a slot's sealed snapshot, or a newer one, is neither in the other slot nor in storage."""
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return self._only_memory_has(slot) and any(other.lacks_seal for other in others)
 
@@ -220,7 +226,7 @@ class Pipeline:
         return not snapshot.lacks_seal and snapshot.taken_s > self._stored_s
 
     def hold(self, slot: str | None, *, lacks: bool) -> None:
-        """Fill the other slot first, since this one holds the snapshot that was restored; none may be under way.
+        """Fill the other slot first, since this slot holds the restored snapshot; no snapshot may be under way.
 
         `lacks`: storage does not have the snapshot.
         """
@@ -233,7 +239,7 @@ class Pipeline:
         """Forget every snapshot; none may be under way."""
         snapshots, last = [*self._in_slot.values()], self._last
         for snapshot in snapshots:
-            snapshot.given_up = snapshot is not last  # the newest is sealed first: the next process restores it
+            snapshot.given_up = snapshot is not last  # The newest is sealed first: the next process restores it.
             snapshot.known.wait()
             snapshot.given_up = True
         held = next(slot for slot in SLOTS if slot != self.next_slot())
@@ -243,11 +249,12 @@ class Pipeline:
     def submitting(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
         """Take over a full slot after the block, which starts the threads; yield the snapshot in the other slot.
 
-        The other one only if storage lacks it. The threads wait until the block has ended, so that training continues
-        before they start. If the block fails, or the run was lost, the error is raised and the slot stays the caller's.
+        It yields the snapshot only if storage lacks it. The threads wait until the block has ended, so that training
+        continues before they start. If the block fails, or the run was lost, it raises the error and the caller keeps
+        the slot.
         """
         with self._changed:
-            # The flush thread is about to take up the waiting snapshot.
+            # The flush thread is about to take the waiting snapshot.
             self._changed.wait_for(lambda: self._waiting is None and self._goes_on())
             if isinstance(self._failure, _LAST):
                 failure, self._failure = self._failure, None
@@ -257,7 +264,7 @@ class Pipeline:
             self._in_slot[snapshot.slot] = snapshot
 
     def _not_stored(self, slot: str) -> Snapshot | None:
-        """Return the snapshot in the other slot if storage does not have it: its flush is under way or has failed."""
+        """Return the snapshot in the other slot if storage lacks it: its flush is under way or has failed."""
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return next((other for other in others if not isinstance(other.outcome, Committed)), None)
 
@@ -285,7 +292,7 @@ class Pipeline:
             return failure
 
     def fail(self, failure: BaseException) -> None:
-        """Remember the first failure, and any that is final; a final one also drops the waiting snapshot."""
+        """Keep the first failure, and every final one; a final failure also drops the waiting snapshot."""
         final = isinstance(failure, _LAST)
         with self._changed:
             if self._failure is None or final:
@@ -297,7 +304,7 @@ class Pipeline:
     # ── for the threads ──────────────────────────────────────────────────────────────────────────────────────
 
     def take(self) -> list[Snapshot]:
-        """Return the snapshot to flush next, after those that were replaced; nothing if no snapshot waits."""
+        """Return the next snapshot to flush, after those that were replaced; an empty list if none waits."""
         with self._changed:
             waiting, replaced = self._waiting, self._replaced
             self._flushing, self._waiting, self._moved_s = waiting, None, system().monotonic()
@@ -312,7 +319,7 @@ class Pipeline:
         """Remember how the flush of a snapshot has ended."""
         with self._changed:
             if snapshot is not self._flushing:
-                return  # it was replaced
+                return  # It was replaced.
             snapshot.outcome, self._flushing = outcome, None
             if isinstance(outcome, Committed):
                 self._stored_s, self._held_lacks = snapshot.taken_s, False
@@ -322,7 +329,7 @@ class Pipeline:
             self._changed.notify_all()
 
     def moved(self) -> None:
-        """Note that the flush has made progress."""
+        """Record that the flush has made progress."""
         self._moved_s = system().monotonic()
 
     def submitted(self) -> None:
@@ -333,11 +340,11 @@ class Pipeline:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def end(self) -> BaseException | None:
-        """Wait as wait() does, at the interpreter's end; daemon threads that still train cannot submit any more."""
+        """Wait as wait() does, while the interpreter exits; daemon threads that still train can no longer submit."""
         with self._changed:
             self._ended = True
         return self.wait()
 
     def _goes_on(self) -> bool:
-        """Whether this thread may submit a snapshot; at the interpreter's end a daemon thread waits to be stopped."""
+        """Return True if this thread may submit a snapshot; when the interpreter exits, a daemon thread waits here."""
         return not self._ended or threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""From the parts of the ranks to a checkpoint: index and manifest, checked as a restore does; nothing is written."""
+"""From the parts of the ranks to a checkpoint: index and manifest, checked as a restore checks them; writes nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PreparedCheckpoint:
 def prepare_part(saving: Saving, part: RankPart, sealed: PreparedCheckpoint | None = None) -> PreparedCheckpoint:
     """Make index and manifest of one rank's part, for its own host; a part that is a whole checkpoint is checked, too.
 
-    Returns `sealed`, what was made for the seal of the same part, if no other checkpoint's objects are in it since.
+    Returns `sealed`, made earlier for the seal of the same part, if the part has reused no other objects since.
     """
     if sealed is not None and sealed.manifest.objects == part.objects:
         return sealed
@@ -93,18 +93,18 @@ def prepare_checkpoint(
 ) -> PreparedCheckpoint:
     """Make index and manifest from the parts of all ranks, and check them as a restore does; write nothing.
 
-    `sealed` is what `prepare_part` has made of the first part: the checkpoint itself if there is no other part. Raises
-    IntegrityError if a rank or a region is missing, UnsupportedStateError if one would be too large, and StateError if
-    ranks have drifted apart.
+    `sealed` is the result of `prepare_part` for the first part: the checkpoint itself if there is no other part. Raises
+    IntegrityError if a rank or a region is missing, UnsupportedStateError if the checkpoint would be too large, and
+    StateError if ranks have drifted apart.
     """
     if sealed is not None and saving.world_size == len(parts) == 1 and sealed.manifest.objects == parts[0].objects:
         return sealed
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
     index_bytes = write_index(index)
-    del index  # for 10⁶ regions it has 130 MiB
+    del index  # For 10⁶ regions it has 130 MiB.
     prepared = _prepared(saving, index_bytes, objects, groups)
-    # The reader itself checks it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
+    # Readers themselves check it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
     try:
         open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
     except IntegrityError as error:
@@ -178,7 +178,7 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[Ob
 def _combine_groups(
     groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the groups of the checkpoint: with every rank's tree what is by rank, the others as rank 0 has them.
+    """Return the checkpoint's groups: with the trees of all ranks if by rank, otherwise with rank 0's.
 
     Raises StateError if ranks differ in what must be equal.
     """

@@ -1,7 +1,7 @@
-"""What made a checkpoint: code, command, versions and machine, as texts for people.
+"""Where a checkpoint comes from: code, command, versions and machine, as texts for people.
 
-They are collected once per process, in the background, and go into every manifest's `environment`. Of the command line
-they have the names of options, and values that are known to be harmless. Environment variables are never read.
+They are collected once per process, in the background, and go into every manifest's `environment`. The command line is
+reduced to names of options, and values that are known to be harmless. Environment variables are never read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ckpt_tasks.system import system
 __all__ = ["code_of", "command_of", "directory_of", "provenance"]
 
 _GIT_S = 2.0
-_LONGEST = 2000  # characters of a command line
+_LONGEST = 2000  # A longer command line is cut.
 _HIDDEN = "***"
-# A number, a span of time, a switch, a device, a dtype; or nothing.
+# Harmless values: a number, a span of time, a switch, a device, a dtype, or nothing.
 _HARMLESS = re.compile(
     r"[+-]?\d{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?[smhd]?|true|false|yes|no|on|off|none|auto|--|"
     r"cpu|(cuda|mps|xpu)(:\d+)?|b?f(p|loat)?(8|16|32|64)",
     re.IGNORECASE | re.ASCII,
 )
 _STORE = re.compile(r"(s3|gs|gcs|az|abfss?|file)://[\w./-]*", re.ASCII)
-# -n and -lr; --name; name=. A longer word after one hyphen can have its value attached: -phunter2.
+# Options look like -n, -lr, --name or name=. A longer word after one hyphen may hold a value: -phunter2.
 _OPTION = re.compile(
     r"(?P<name>-[a-z]{1,2}|--[a-z][\w.-]*|[a-z_][\w.-]*(?==[^=]))(=(?P<value>.*))?",
     re.IGNORECASE | re.ASCII | re.DOTALL,
@@ -68,7 +68,7 @@ def provenance() -> MappingProxyType[str, str]:
 def command_of(arguments: Sequence[str]) -> str:
     """Return a command line as one text: its program, the names of options, and values that are known to be harmless.
 
-    Those are numbers, switches, devices, existing paths, places in an object store, programs that are imported, and the
+    Harmless are numbers, switches, devices, existing paths, paths in an object store, imported programs, and the
     options of a CheckpointConfig. Everything else is hidden, because any word can be a secret.
     """
     shown: list[str] = []
@@ -87,7 +87,7 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def _shown(value: str, name: str, before: Sequence[str]) -> str:
-    """Return the value of the option `name` (if any) if it is harmless where it stands, else asterisks."""
+    """Return the value of the option `name` (if any) if the value is harmless there, else asterisks."""
     names_a_secret = any(_OF_SECRETS.fullmatch(word.lower()) for word in _WORD.findall(name))
     is_program = (
         not before
@@ -122,11 +122,12 @@ def _git(directory: str, *arguments: str) -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    # Takes no lock, and runs no program that the configuration of the repository (or of a submodule) names.
+    # These options take no lock, and run no program that the repository's (or a submodule's) configuration names.
     command = [git, "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
-        # No pipe, for the output or inside Popen: this is a thread, and a loader's worker that training forks meanwhile
-        # would hold it open for as long as it lives. With a path and without close_fds, Popen spawns and needs none.
+        # Use a file, not a pipe: this is a thread, and a loader's worker that training forks meanwhile would hold a
+        # pipe open for its whole life. With a path and without close_fds, Popen spawns the process and needs no pipe of
+        # its own.
         with tempfile.TemporaryFile() as said:
             done = subprocess.run(
                 command,
@@ -144,8 +145,8 @@ def _git(directory: str, *arguments: str) -> str | None:
 
 
 def directory_of(script: str | None) -> str:
-    """Return the directory of the script that runs; the working directory for what was installed, or for none."""
-    installed = {"site-packages", "dist-packages"}  # of the user, of the system, or along PYTHONPATH
+    """Return the directory of the running script; the working directory for an installed script, or without one."""
+    installed = {"site-packages", "dist-packages"}  # The user's, the system's, or along PYTHONPATH.
     if script is None or not installed.isdisjoint(Path(script).resolve().parts):
         return os.curdir
     is_command = os.path.realpath(script).startswith(os.path.realpath(sys.prefix) + os.sep)

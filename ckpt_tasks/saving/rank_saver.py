@@ -1,6 +1,6 @@
 """A rank's half of a save: live tensors → images in memory → digests → objects in the store.
 
-Nothing here reads or writes the ledger. What a rank hands to the committer is a RankPart.
+This module does not read or write the ledger. The committer gets a RankPart from each rank.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class RankSaver:
         self._world_size = world_size
         self._devices = Devices()
         self._plan: SnapshotPlan | None = None
-        self._sets: dict[str, ImageSet] = {}  # by slot
+        self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def size(self) -> CheckpointSize:
-        """What this rank's part of a checkpoint takes on storage; nothing before a plan is made."""
+        """The size of this rank's part of a checkpoint in storage; zero before a plan is made."""
         plan = self._plan
         return CheckpointSize(0) if plan is None else plan.size
 
@@ -64,7 +64,7 @@ class RankSaver:
         return self._plan is not None
 
     def fits(self, captured: Captured) -> bool:
-        """Say whether the plan fits a state of this structure."""
+        """Return True if the plan fits a state of this structure."""
         return self._plan is not None and self._plan.fits(captured.tensors, captured.frozen, captured.places)
 
     def plan(self, captured: Captured) -> None:
@@ -88,8 +88,7 @@ class RankSaver:
         """Copy a state into the images of a slot; the plan must fit it.
 
         On return host tensors are copied. A device copies its tensors before any work that training queues later: wait
-        for the DeviceCopy before you read the images. Raises StoreError if there is no
-        memory.
+        for the DeviceCopy before you read the images. Raises StoreError if there is no memory.
         """
         assert self._plan is not None
         first = FirstCopy(self._plan, captured.tensors)
@@ -99,7 +98,7 @@ class RankSaver:
         return images, None if first.done else images.fill(captured.tensors, self._devices)
 
     def sample(self, captured: Captured, saving: Saving) -> Callable[[], Compared]:
-        """Sample what several ranks hold; return what computes, in the background, what is compared between them."""
+        """Sample values that several ranks hold; return a function that computes, in the background, their digests."""
         if self._world_size == 1:
             return dict
         held = take_samples(captured.replicated, saving.turn, self._devices)
@@ -112,8 +111,8 @@ class RankSaver:
         """Prepare the memory of a slot: touching memory for the first time costs several times a copy."""
         system().lower_priority()
         images: tuple[Image, ...] = ()
-        with suppress(CkptError), self._taking:  # the snapshot that needs it will raise
-            if (plan := self._plan) is not None:  # the plan may have been forgotten or replaced meanwhile
+        with suppress(CkptError), self._taking:  # The snapshot that needs the memory will raise.
+            if (plan := self._plan) is not None:  # The plan may have been forgotten or replaced meanwhile.
                 images = self._take(slot, plan).images
         for image in images:
             touch(image.buffer, lambda: self._plan is plan)
@@ -143,7 +142,8 @@ class RankSaver:
 
     def refuse(self, slot: str, attempt: Attempt) -> None:
         """Unseal the snapshot in a slot and its local copy: its save was refused, so nothing may restore it."""
-        with suppress(CkptError):  # a restart compares it with the other ranks' before it is restored
+        # If unsealing fails, a restart still compares the snapshot with the other ranks' before it restores it.
+        with suppress(CkptError):
             self._cache.memory.unseal(slot)
             if self._cache.copies is not None:
                 self._cache.copies.unseal(attempt)
@@ -151,8 +151,8 @@ class RankSaver:
     def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
         """Put every image as soon as it is digested, except those that are `stored` already; return this rank's part.
 
-        Returns None if a newer snapshot has replaced this one. With a local directory, what storage would hold of this
-        rank is written there first; a failure of that is logged.
+        Returns None if a newer snapshot has replaced this one. With a local directory, this rank's objects are written
+        there first; a failure of that is logged.
         """
         attempt = snapshot.saving.attempt
         digested: Iterable[RankPart] = iter(snapshot.digested.get, None)

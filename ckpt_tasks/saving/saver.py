@@ -1,6 +1,6 @@
-"""Saves behind training's back: training waits for `snapshot` only, and threads seal and save what it has copied.
+"""Saves in the background: training waits only for `snapshot`; threads seal and save the copy.
 
-`one_save.py` says what a save is.
+`one_save.py` has the save itself.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
 
-_END_S = 5.0  # time to stop for the prune after the last commit, and for threads inside torch or Arrow
+# The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
+_END_S = 5.0
 _log = logging.getLogger("ckpt_tasks")
 
 
 class Saver:
     """Take snapshots of the state and commit them in the background.
 
-    `tenure` is the present ownership, which is released at the interpreter's end. Every snapshot is committed in the
-    one that it was taken in.
+    `tenure` is the current ownership, which is released when the interpreter exits. Every snapshot is committed in the
+    ownership in which it was taken.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class Saver:
             deadline_s=config.flush_timeout_s,
         )
         self._sealer: threading.Thread | None = None
-        self._early = False  # the newest snapshot is of step 0: an optimizer will create its state in step 1
+        # True if the newest snapshot is of step 0: an optimizer creates its state in step 1.
+        self._early = False
         self._warned_stuck = False
         self._turn = system().lock()
 
     @property
     def unprepared(self) -> bool:
-        """Whether to prepare memory for the next snapshot: before the first one, and after the one of step 0."""
+        """Whether to prepare memory for the next snapshot: before the first one, and after that of step 0."""
         return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
     def prepare(self, captured: Captured) -> None:
@@ -100,7 +102,7 @@ class Saver:
 
         `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
         device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
-        If no slot may be filled, returns None: nothing is copied, and the failure is kept as that of a flush is.
+        If no slot may be filled, copies nothing and returns None; the failure is kept, like that of a flush.
         """
         try:
             slot = self._pipeline.take_slot()
@@ -132,15 +134,17 @@ class Saver:
         )
         self._warn_if_stuck(saving.attempt.step)
         try:
-            self._submit(snapshot)  # last: whatever waits after it waits for what the threads compute
+            # Do this last: a later step would wait for what the threads compute.
+            self._submit(snapshot)
         except BaseException:
-            if copy is not None:  # no thread waits for the copy, and the slot will be filled again
+            # No thread waits for the copy, and the slot will be refilled.
+            if copy is not None:
                 copy.wait()
             raise
         return snapshot
 
     def checkpoint_of(self, snapshot: Snapshot | None) -> Checkpoint:
-        """Return what a snapshot became once `wait` has returned; raise its failure, if another thread was told it."""
+        """Return a snapshot's checkpoint after `wait`; raise its failure, even if another thread has taken that."""
         outcome = snapshot.outcome if snapshot is not None else None
         if isinstance(outcome, Committed):
             return outcome.checkpoint
@@ -159,7 +163,7 @@ class Saver:
         self._pipeline.wait_idle()
 
     def wait_sealed(self) -> None:
-        """Wait until the last snapshot is in memory as a restart would find it, or cannot be sealed."""
+        """Wait until the last snapshot is in memory as a restart would need it, or cannot be sealed."""
         self._pipeline.wait_sealed()
 
     def take_failure(self) -> BaseException | None:
@@ -175,21 +179,22 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._pruner.unnoted.append(event)  # written to the history once the store takes a checkpoint again
+        self._pruner.unnoted.append(event)  # It goes into the history once the store takes a checkpoint again.
 
     def restored(self, slot: str | None, *, lacks: bool = False) -> None:
-        """Fill the slot that was restored from only after the other one; `lacks`: storage does not have it."""
+        """Fill the restored slot only after the other slot; `lacks`: storage does not have its snapshot."""
         self._pipeline.hold(slot, lacks=lacks)
 
     def forget_plan(self) -> None:
-        """Forget the plan and the images; the next snapshot makes them anew. No snapshot may be under way."""
+        """Forget the plan and the images; the next snapshot makes new ones. No snapshot may be under way."""
         self._pipeline.forget()
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
         """Return the lock that a training thread and a closing thread take in turn.
 
-        At the interpreter's end the main thread takes none, and daemon threads wait for it until they are stopped.
+        When the interpreter exits, the main thread takes no lock, and daemon threads wait for it until they are
+        stopped.
         """
         self.listeners.check()
         ends = self._pipeline.has_ended and threading.current_thread() is threading.main_thread()
@@ -201,11 +206,11 @@ class Saver:
             return False
         tenure, self.tenure = self.tenure, None
         if tenure is not None and not tenure.release():
-            self._cache.close(keep=False)  # the memory of a fenced process is not part of the run
+            self._cache.close(keep=False)  # The memory of a fenced process is not part of the run.
         return True
 
     def finish(self) -> None:
-        """Commit what a Checkpointer that is gone has under way, and release its memory for the next one."""
+        """Commit the saves under way of a Checkpointer that is gone, and release its memory for the next one."""
         failure = self._end_pipeline()
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
@@ -213,11 +218,11 @@ class Saver:
         self._cache.close(keep=True)
 
     def end(self) -> None:
-        """Commit the last snapshot and release the run at the interpreter's end; report what is lost."""
+        """When the interpreter exits, commit the last snapshot and release the run; report lost steps."""
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
-            # A daemon thread that is taking a snapshot submits it first: the one before may have made way for it. The
+            # A daemon thread that is taking a snapshot submits it first: it may have replaced the previous one. The
             # next one waits for its turn until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._end_pipeline()
@@ -239,7 +244,7 @@ class Saver:
 
     def _plan(self, captured: Captured) -> None:
         if not self._rank.fits(captured):
-            self._pipeline.wait_idle()  # snapshots under way still have the old structure
+            self._pipeline.wait_idle()  # Snapshots under way still have the old structure.
             self.forget_plan()
             self._rank.plan(captured)
 
@@ -248,12 +253,12 @@ class Saver:
         with self._pipeline.submitting(snapshot) as before:
             if not self._pipeline.running:
                 system().start_thread(self._save_all, name="ckpt-flush")
-                self._pipeline.running = True  # until no snapshot waits
+                self._pipeline.running = True  # It stays True until no snapshot waits.
             self._sealer = system().start_thread(self._seal, snapshot, before, name="ckpt-seal")
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         self._pipeline.submitted()
-        system().lower_priority()  # only now: training waits for this thread to start
+        system().lower_priority()  # Do it only now: training waits for this thread to start.
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -265,7 +270,7 @@ class Saver:
         finally:
             snapshot.digested.put(None)
             snapshot.known.set()
-        # Only after a seal: until then the other slot may hold the previous process's snapshot.
+        # Wait for a seal: until then the other slot may hold the previous process's snapshot.
         if not (snapshot.lacks_seal or snapshot.given_up) and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
@@ -293,7 +298,8 @@ class Saver:
     def _end_pipeline(self) -> BaseException | None:
         failure = self._pipeline.end()
         if self._sealer is not None:
-            self._sealer.join(self._config.flush_timeout_s)  # a thread inside torch would abort the interpreter
+            # A thread inside torch would abort the interpreter.
+            self._sealer.join(self._config.flush_timeout_s)
         return failure
 
     def _warn_if_stuck(self, step: int) -> None:

@@ -33,7 +33,7 @@ class Position:
     def __init__(self) -> None:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._since: SavePoint | None = None  # when the current step began
+        self._since: SavePoint | None = None  # When the current step began.
 
     @property
     def step_s(self) -> float | None:
@@ -44,8 +44,8 @@ class Position:
     def unsaved(self) -> str:
         """The steps since the last save, as "11 to 13"; "" if there are none.
 
-        The end of a block does not save them: the state may have changed since step() (by an evaluation, or a fetched
-        batch), and only the program knows whether it still is that of the last step.
+        The end of a block does not save them: the state may have changed since step() (an evaluation, a fetched batch),
+        and only the program knows whether it is still that of the last step.
         """
         return f"{self.saved_step + 1} to {self.step}" if self.step > self.saved_step else ""
 
@@ -55,19 +55,19 @@ class Position:
         self.last = point(step, epoch)
 
     def saves(self, now: SavePoint) -> tuple[Save, Save]:
-        """Return a save at `now` and the one before it, as a rule of retention sees them."""
+        """Return the save at `now` and the previous one, as a retention rule sees them."""
         at_s = system().time()
         return Save(now.step, at_s), Save(self.last.step, at_s - now.clock_s + self.last.clock_s)
 
     def stepped(self, now: SavePoint) -> None:
-        """Note a completed step."""
+        """Record a completed step."""
         self.step = now.step
         if self._since is not None and now.step > self._since.step:
             self._seconds.append((now.clock_s - self._since.clock_s) / (now.step - self._since.step))
         self._since = now
 
     def saved(self, step: int, epoch: int | None, *, interim: bool) -> None:
-        """Note a save; an interim one does not move the intervals."""
+        """Record a save; an interim one does not move the intervals."""
         self.step = self.saved_step = step
         self._since = point(step, epoch)
         if not interim:
@@ -80,7 +80,7 @@ class Position:
 
 
 def point(step: int, epoch: int | None) -> SavePoint:
-    """Return a point of training as of now."""
+    """Return the current point of training."""
     return SavePoint(step=step, epoch=epoch, clock_s=system().monotonic())
 
 
@@ -96,24 +96,24 @@ class SaveSchedule:
         self._config = config
 
     def steady(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due at `now` by steps or epochs, alike in every rank; `last` is the last save."""
+        """Return True if a snapshot is due at `now` by steps or epochs, as in every rank; `last` is the last save."""
         return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Say whether a snapshot is due at `now` by steps, epochs or time. `last` is the last save."""
+        """Return True if a snapshot is due at `now` by steps, epochs or time. `last` is the last save."""
         if self._config.automatic and self.cadence is None:
             self.cadence = LearningCadence(self._history)
         timely = self.cadence is not None and self.cadence.due(last, now)
         return timely or self._config.save_policy.due(last, now)
 
     def learn(self, entry: Entry) -> None:
-        """Learn from a commit what a save costs."""
+        """Learn the cost of a save from a commit."""
         if self.cadence is not None:
             self.cadence.learn(entry)
 
 
 def check_epoch(epoch: SupportsIndex | None) -> int | None:
-    """Return an epoch as an int, None for none; raise StateError if it is not a number of completed epochs."""
+    """Return an epoch as an int, or None; raise StateError if it is not a number of completed epochs."""
     if epoch is None:
         return None
     try:
@@ -126,9 +126,9 @@ def check_epoch(epoch: SupportsIndex | None) -> int | None:
 
 
 def check_step(step: SupportsIndex, position: int) -> int:
-    """Return a step as an int; raise StateError if it is not a step, or comes before `position`."""
+    """Return a step as an int; raise StateError if it is not a step, or is below `position`."""
     try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # a NumPy integer is one
+        number = -1 if isinstance(step, bool) else operator.index(step)  # A NumPy integer is one, too.
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_STEP:

@@ -1,4 +1,4 @@
-"""What each rank knows of the run that it saves: the line of its checkpoints, and the present ownership."""
+"""What each rank knows of the run that it saves: the line of its checkpoints, and the current ownership (tenure)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class Line:
     """The line of checkpoints that this process continues; it outlives an ownership.
 
     `parent` is the checkpoint that the next one follows: restored from, or committed last. `known_n` is the newest
-    ledger entry that is known here to have committed a checkpoint. `unsure`: a save of many ranks failed here, but may
-    have been committed, so that other ranks may have another parent.
+    ledger entry that this process knows to have committed a checkpoint. `unsure`: a save of many ranks failed here, but
+    may have been committed, so that other ranks may have another parent.
     """
 
     parent: Checkpoint | None = None
     last_commit: Checkpoint | None = None
     known_n: int = -1
     unsure: bool = False
-    stored: tuple[str, Stored] | None = None  # (manifest digest, its objects): at least those of this rank
+    # The digest of a manifest, and its objects: at least those of this rank.
+    stored: tuple[str, Stored] | None = None
 
     @property
     def digest(self) -> str | None:
@@ -44,11 +45,11 @@ class Line:
 
     @property
     def step(self) -> int:
-        """The step of `parent`, -1 without one."""
+        """The step of `parent`; -1 without a parent."""
         return self.parent.step if self.parent is not None else -1
 
     def reusable(self, store: Store) -> Stored | None:
-        """Return the parent's objects for reuse; None if there is none that all ranks know, or it cannot be read.
+        """Return the parent's objects for reuse; None if not all ranks know a parent, or it cannot be read.
 
         All ranks have the same parent: they agree on every commit before they write the next snapshot.
         """
@@ -58,7 +59,7 @@ class Line:
             try:
                 opened = open_checkpoint(store, self.parent)
             except CkptError:
-                return None  # everything is written then
+                return None  # Then everything is written.
             self.stored = self.parent.manifest_digest, Stored.of(opened.manifest.objects, opened.index)
         return self.stored[1]
 
@@ -67,7 +68,7 @@ class Line:
         self.parent, self.unsure = parent, False
 
     def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
-        """Continue from a checkpoint that this process has committed; `stored` is what this rank has of it."""
+        """Continue from a checkpoint that this process has committed; `stored` is this rank's objects of it."""
         self.stored = checkpoint.manifest_digest, stored
         self.follow(checkpoint)
         self.last_commit = checkpoint
@@ -76,10 +77,10 @@ class Line:
 
 @dataclass(eq=False)
 class Tenure:
-    """One ownership of a run directory, as each rank of the training that has it knows it.
+    """One ownership of a run directory, as each rank of its training knows it.
 
-    The first rank alone has the `committer` and the `heartbeat`; `damaged` names the ledger entries that it could not
-    read: the owner's own entry stands above them. `fenced` is set once a save finds that another process owns the
+    Only the first rank has the `committer` and the `heartbeat`. `damaged` names the ledger entries that it could not
+    read: the owner's own entry is above them. `fenced` is set once a save finds that another process owns the
     directory.
     """
 
@@ -133,7 +134,7 @@ class Tenure:
             raise self.heartbeat.fenced
 
     def beat(self) -> None:
-        """Show life, in the first rank: start the heartbeat again if `quiet` has stopped it."""
+        """Show life, in the first rank: restart the heartbeat if `quiet` has stopped it."""
         if self.heartbeat is None and self.committer is not None:
             self.heartbeat = self.committer.heartbeat()
 
@@ -144,9 +145,9 @@ class Tenure:
             self.heartbeat = None
 
     def owning(self) -> AbstractContextManager[None]:
-        """Give the first rank's `Committer.owning`; in the others nothing: they raise what the first one does."""
+        """Return the first rank's `Committer.owning`; the other ranks need none: they raise what it raises."""
         return nullcontext() if self.committer is None else self.committer.owning()
 
     def release(self) -> bool:
-        """Release the run directory, which the first rank does; return False if another process owns it."""
+        """Release the run directory, in the first rank; return False if another process owns it."""
         return not self.fenced if self.committer is None else self.committer.release()

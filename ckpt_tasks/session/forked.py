@@ -116,7 +116,7 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
 
 
 def trains(state: State, program: str) -> bool:
-    """Say whether a run is one of this program; a run without a record may be one of any."""
+    """Return True if a run is one of this program; a run without a record may be one of any."""
     return state.program is None or _MOVED.get(state.program, state.program) == _MOVED.get(program, program)
 
 

@@ -72,7 +72,7 @@ def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settin
 
 
 def alike(one: Settings, other: Settings) -> bool:
-    """Say whether two fresh programs have the same settings."""
+    """Return True if two fresh programs have the same settings."""
     return not _differ([one.groups, one.schedules], [other.groups, other.schedules])
 
 

@@ -1,8 +1,8 @@
-"""Snapshots that outlive their process: their place, which of them may be restored, and how they are read.
+"""Snapshots that outlive their process: where they are, which of them may be restored, and how they are read.
 
 A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
-digest. It may be restored if it is committed, or if nothing has been committed since it was taken except itself and the
-save that was under way then. With many ranks each has its own memory, with its part; `rank_snapshot` reads the parts.
+digest. It may be restored if it is committed, or if no other checkpoint has been committed since it was taken, apart
+from the save under way then. With many ranks each rank has its part in its own memory; `rank_snapshot` reads them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True)
 class CachedSnapshot:
-    """A complete snapshot on this host: the checkpoint that it is or would become, and its bytes.
+    """A complete snapshot on this host: its bytes, and the checkpoint that it is or that its commit would create.
 
-    `slot` is its slot in the memory directory, None for a copy in the local directory. `checkpoint` is the one in the
-    ledger, or the one that it would become (`n` is -1).
+    `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the one in the
+    ledger, or the one that the commit would create (`n` is -1).
     """
 
     seal: Seal
@@ -64,11 +64,11 @@ class CachedSnapshot:
 
     @property
     def place(self) -> str:
-        """Where it is, in words for the log."""
+        """Where the snapshot is, in words for the log."""
         return "in memory" if self.slot else "in the local directory"
 
     def open(self) -> Opened:
-        """Open it by its own manifest; the one in the ledger may name objects of older checkpoints instead."""
+        """Open the snapshot by its own manifest; that in the ledger may name objects of older checkpoints instead."""
         return open_checkpoint(self.store, self.seal.checkpoint)
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
@@ -77,7 +77,7 @@ class CachedSnapshot:
 
 
 class SnapshotCache:
-    """The snapshots of one run in this host's memory: those of this process, and those that the previous one left.
+    """The snapshots of one run in this host's memory: those of this process, and those of the previous one.
 
     In a `world` of many ranks the memory is this rank's own; it also reads what other ranks of the host have sealed.
     """
@@ -98,11 +98,11 @@ class SnapshotCache:
         self._root = Path()
         self._run = ""
         self._run_key = ""
-        self.left: MemoryDirectory | None = None  # not used any more, but a restart may need what is sealed there
-        self._said = False  # the warning that snapshots end with this process has been logged
+        self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
+        self._said = False  # True once the warning that snapshots end with this process is logged.
 
     def check(self) -> None:
-        """Raise ConfigError if the memory directory that was asked for is not this user's alone."""
+        """Raise ConfigError if others can use the configured memory directory."""
         if self._memory_dir not in (None, "auto"):
             private_root(Path(self._memory_dir))
 
@@ -112,7 +112,7 @@ class SnapshotCache:
         return isinstance(self.memory, MemoryDirectory) or self.copies is not None
 
     def open(self, run_key: str) -> None:
-        """Take the run's memory directory; if there is none to be had, use private memory and log a warning."""
+        """Take the run's memory directory; if none can be used, take private memory and log a warning."""
         self._run_key = run_key
         if self.copies is not None:
             self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
@@ -132,7 +132,7 @@ class SnapshotCache:
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
-        Those in memory come first, then local copies; of each kind the newest first.
+        Those in memory come first, then local copies; each kind newest first.
         """
         live = tuple(live)
         snapshots = self._in_memory(live)
@@ -149,7 +149,7 @@ class SnapshotCache:
         if not isinstance(memory, MemoryDirectory):
             return []
         sealed = [(slot, part) for slot, part in _sealed(memory) if self._belongs(part.seal, live)]
-        # If storage lacks both, the older one was there when the newer one was taken.
+        # If storage lacks two of them, the older one was there when the newer one was taken.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
         return [self._snapshot(slot, part, self._remembered, live) for slot, part in sealed]
@@ -194,14 +194,14 @@ class SnapshotCache:
     def make_room(self, size_bytes: int) -> None:
         """Check that two snapshots of this size have room in shared memory; if not, use private memory.
 
-        Removes snapshots that another number of ranks left: they are of no more use.
+        Removes snapshots that another number of ranks left: nothing can restore them any more.
         """
         if isinstance(self.memory, MemoryDirectory):
             sweep(self._root, self._is_of_others, left_s=0)
         if self._memory_dir != "auto":
             return
         if isinstance(self.memory, MemoryDirectory):
-            # The other ranks of this host need as much, and hold some of it already.
+            # The other ranks of this host need as much, and have allocated some of it already.
             memories = [SlotFiles(path) for path in map(self._root.joinpath, map(self._name, range(self._world.size)))]
             here = [memory for memory in memories if memory.path.is_dir()]
             held_bytes = sum(memory.held_bytes() for memory in here)
@@ -229,7 +229,7 @@ class SnapshotCache:
             self.left.clear(slot)
 
     def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
-        """Delete local copies that no restart needs; a part of many is of use with the others only: the newest."""
+        """Delete local copies that no restart needs; with many ranks keep only the newest, which needs all parts."""
         if self.copies is not None:
             self.copies.retain(live if self._world.size == 1 else [checkpoint])
 
@@ -277,7 +277,7 @@ def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path
 
 
 def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
-    """Say whether a snapshot may be restored: it is committed, or follows the newest committed checkpoint."""
+    """Return True if a snapshot may be restored: it is committed, or follows the newest committed checkpoint."""
     if any(checkpoint.manifest == seal.checkpoint.manifest for checkpoint in live):
         return True
     if not live:
@@ -304,7 +304,7 @@ def _sealed(memory: SlotFiles) -> Iterator[tuple[str, Part]]:
 
 
 class SlotStore:
-    """A slot as a readable store: its files under the names that they have, or would have, on storage."""
+    """A slot as a readable store: its files under the names that they have, or would have, in storage."""
 
     near = True
     gap_bytes = 0
@@ -334,7 +334,7 @@ class SlotStore:
 
     def map(self, name: str) -> memoryview:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
-        try:  # whichever attempt wrote it: a slot holds a whole snapshot, reused objects included
+        try:  # Any attempt may have written it: a slot holds a whole snapshot, including reused objects.
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
@@ -388,12 +388,12 @@ def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
 
 
 def _name_of(url: str, format_json: bytes) -> str:
-    """Return the name of a run's memory: a hash of its URL and its format.json, since a path may get another run."""
+    """Return the name of a run's memory: a hash of URL and format.json, since another run may take the same path."""
     return digest_hex(os.fsencode(url) + b"\0" + format_json)
 
 
 def _is_gone(name: str, url: str) -> bool:
-    """Say whether the run whose memory has this `name` was removed from a local disk, or replaced by another."""
+    """Return True if the run whose memory has this `name` was removed from a local disk, or replaced by another."""
     try:
         return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]
     except (FileNotFoundError, NotADirectoryError):

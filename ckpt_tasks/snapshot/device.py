@@ -6,7 +6,8 @@ and the host continues at once.
 Invariants
 
 1. A copy has the effect of all work queued before start() in the streams that are current then, and of none queued
-   after it. A user's own stream that writes saved tensors must synchronise with the current one, as for the forward.
+   after it. A user's own stream that writes saved tensors must synchronise with the current one, as it must for the
+   forward pass.
 2. No thread reads an image before wait(). That is the only call that blocks the host, and only for these copies.
 3. The tensors' memory is held until wait() has returned, and the image's memory while a copy is under way: it is first
    unpinned, then unmapped.
@@ -33,8 +34,8 @@ from ckpt_tasks.process.processes import finalize_here
 
 __all__ = ["DeviceCopy", "Devices"]
 
-_RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_RELAXED = 2  # The value of cudaStreamCaptureModeRelaxed.
+_PORTABLE = 1  # The value of cudaHostRegisterPortable: pinned for every device of the process.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -44,7 +45,7 @@ class DeviceCopy:
     def __init__(self, cuda: Any, held: Sequence[Any]):
         self._cuda = cuda
         self._held = held
-        self._ends: list[tuple[torch.device, Any]] = []  # each device, and the event that ends its copies
+        self._ends: list[tuple[torch.device, Any]] = []  # Each device, with the event that ends its copies.
 
     def add(self, device: torch.device, event: Any) -> None:
         """Add the event after which a device has copied everything."""
@@ -54,7 +55,7 @@ class DeviceCopy:
         """Wait until everything is copied; raise StateError if a device failed: then the image must not be used."""
         with _device_errors(), _beside_captures():
             for device, event in self._ends:
-                with self._cuda.device(device):  # a new thread would use device 0
+                with self._cuda.device(device):  # A new thread would use device 0.
                     event.synchronize()
         self._held = ()
 
@@ -84,9 +85,11 @@ class Devices:
                 current = self._cuda.current_stream(device)
                 stream.wait_stream(current)
                 with self._cuda.stream(stream):
-                    # One by one, in C++. A tensor that is not in C order is first made contiguous on the device.
+                    # This copies one tensor after the other, in C++. A tensor that is not in C order is first made
+                    # contiguous there.
                     torch._foreach_copy_(into, out_of, non_blocking=True)
-                    event = self._cuda.Event(blocking=True)  # a waiting thread sleeps and leaves the core to training
+                    # A waiting thread sleeps, which leaves the core to training.
+                    event = self._cuda.Event(blocking=True)
                     event.record(stream)
                 current.wait_event(event)
                 copy.add(device, event)
@@ -99,8 +102,8 @@ class Devices:
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         failures: list[str] = []
-        # In its own thread: CUDA keeps a failure as the last error of the thread, and torch would raise it at the next
-        # kernel that this thread launches, which may be training's.
+        # Use a thread: CUDA keeps a failure as the thread's last error, and torch would raise it at the thread's next
+        # kernel launch, which may be training's.
         thread = threading.Thread(target=self._register, args=(address, len(memory), device, failures), name="ckpt-pin")
         thread.start()
         thread.join()
@@ -113,7 +116,7 @@ class Devices:
                 failures[0],
                 device,
             )
-        # Runs before the memory is unmapped: finalize calls it while `owner` still holds the mapping.
+        # Unpin before the memory is unmapped: finalize calls this while `owner` still holds the mapping.
         finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +137,8 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        with suppress(RuntimeError), _beside_captures():  # a failed device writes no more, and wait() has raised
+        # A failed device writes no more, and wait() has raised.
+        with suppress(RuntimeError), _beside_captures():
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:
@@ -155,7 +159,7 @@ def _by_device(pairs: Sequence[_Pair]) -> dict[torch.device, tuple[list[torch.Te
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Let this thread wait and pin while another one captures a CUDA graph.
+    """Let this thread wait and pin while another thread captures a CUDA graph.
 
     By default CUDA forbids both in every thread, and the capture fails (CUDA Runtime API,
     cudaThreadExchangeStreamCaptureMode). What happens here touches no stream that is captured.
@@ -165,7 +169,7 @@ def _beside_captures() -> Iterator[None]:
         yield
         return
     mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # `mode` is now the one before
+    exchange(ctypes.byref(mode))  # Now `mode` is the previous one.
     try:
         yield
     finally:
@@ -174,12 +178,12 @@ def _beside_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Callable[..., int] | None:
-    """Return a function of the CUDA runtime that torch has loaded; None where torch has none, or its own."""
+    """Return a function of the CUDA runtime that torch has loaded; None if torch has none, or a static one."""
     if torch.version.cuda is None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:  # linked into torch itself: then captures have to wait for saves
+    except OSError:  # It is linked into torch itself: then captures have to wait for saves.
         return None
     exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
     return exchange

@@ -1,13 +1,13 @@
 """A local directory beside a remote store: checkpoints are written there first, and read from there if possible.
 
 The directory holds copies under the objects' names in the store, and a seal for every complete checkpoint. It has no
-ledger: only the store's ledger says what is committed and in which order, as for snapshots in memory (`cache`). Unlike
-those, copies survive a reboot of the host.
+ledger: as with snapshots in memory (`cache`), only the store's ledger says what is committed and in which order. Unlike
+those snapshots, copies survive a reboot of the host.
 
 Invariants
 
 1. A seal is written after every object of its checkpoint is durable; a copy without a seal is never read.
-2. A copy is deleted when its checkpoint is neither live nor the newest here.
+2. A copy is deleted when its checkpoint is neither live nor the newest in this directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LocalCopies:
         """Write a snapshot durably: objects by name, (name, bytes) of the index, manifest, seal; raise StoreError."""
         prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
         for name, body in objects.items():
-            with suppress(ObjectExistsError):  # reused: an older copy has this object
+            with suppress(ObjectExistsError):  # An older copy has this object, which the checkpoint reuses.
                 self.store.put(name, [body])
         name, data = index
         self.store.put(name, [data])
@@ -81,7 +81,7 @@ class LocalCopies:
             kept.add(checkpoint.manifest.removesuffix(MANIFEST_NAME))
             reused += checkpoint.reuses
         objects = Names(reused)
-        with suppress(CkptError):  # the next save tries again
+        with suppress(CkptError):  # The next save tries again.
             doomed = [name for name in self.store.names("") if self._belongs_to_none(name, kept, objects)]
             for name in sorted(doomed, key=lambda name: not name.endswith(SEAL_NAME)):
                 self.store.delete(name)
@@ -94,6 +94,6 @@ class LocalCopies:
 def _identity(format_bytes: bytes) -> tuple[object, object] | None:
     try:
         body = json.loads(format_bytes)
-        return body["run_key"], body["created_at"]  # the rest may change with the endpoint
+        return body["run_key"], body["created_at"]  # The other fields may change with the endpoint.
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

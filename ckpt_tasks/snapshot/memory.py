@@ -13,7 +13,7 @@ Invariants
 
 1. A slot's seal is removed before the first byte of its images changes, and written after all of them are digested.
 2. Only the process that holds the lock writes, and only it reads what earlier processes left.
-3. Everything belongs to this user: a directory of another user, or open to others, is refused.
+3. Everything belongs to this user: a directory of another user, or one open to others, is refused.
 4. A forked child has no image and holds no slot: see process/processes.py.
 """
 
@@ -52,13 +52,14 @@ __all__ = [
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
-_ROOM = 1.05  # times the size of the images must be free
-_LEFT_S = 86_400.0  # the memory of a run that seems gone stays this long: its disk may be mounted late
+_ROOM = 1.05  # This many times the size of the images must be free.
+# Keep the memory of a run that seems gone for this long: its disk may be mounted late.
+_LEFT_S = 86_400.0
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
-_TOUCHED_BYTES = 16 << 20  # at once
-_HELD: set[Path] = set()  # by this process: lockf does not exclude within a process
+_TOUCHED_BYTES = 16 << 20  # Touch this much at once.
+_HELD: set[Path] = set()  # Held by this process: lockf does not exclude within a process.
 
 
 Fill = Callable[[Mapping[str, int]], bool]
@@ -72,8 +73,8 @@ class SnapshotMemory(Protocol):
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Return memory for the images of a slot, by name; the slot's old contents are lost.
 
-        Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor, may write them,
-        and returns whether it did.
+        Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor; it may write them,
+        and returns True if it did.
         """
 
     def unseal(self, slot: str) -> None:
@@ -100,7 +101,7 @@ class PrivateMemory:
                 hint="Two snapshots are kept beside the state: give the process (its container, `ulimit -v`) as much.",
             ) from error
         for memory in taken.values():
-            # Only advice: a kernel without huge pages refuses it, and ordinary pages will do.
+            # This is only advice: a kernel without huge pages refuses it, and ordinary pages will do.
             _madvise(_address(memory), len(memory), _HUGEPAGE)
         return taken
 
@@ -115,7 +116,7 @@ class PrivateMemory:
 
 
 class SlotFiles:
-    """The slots in a directory, for reading: for example those of another rank, which holds their lock."""
+    """The slots in a directory, for reading: for example those of another rank, which has them locked."""
 
     _is_ours = False
 
@@ -137,7 +138,7 @@ class SlotFiles:
             return None
 
     def open(self, slot: str, name: str) -> memoryview:
-        """Map a file of a slot, copy-on-write; raises OSError, also if it is empty."""
+        """Map a file of a slot, copy-on-write; raises OSError, even for an empty file."""
         with _opened(self._slot(slot) / name) as fd:
             return map_memory(os.fstat(fd).st_size, fd, shared=False)
 
@@ -145,7 +146,7 @@ class SlotFiles:
         """Return the bytes that the slots take."""
         held_bytes = 0
         for file in self.path.rglob("*"):
-            with suppress(FileNotFoundError):  # another process may delete its file meanwhile
+            with suppress(FileNotFoundError):  # Another process may delete its file meanwhile.
                 status = file.lstat()
                 held_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
         return held_bytes
@@ -167,7 +168,7 @@ class SlotFiles:
 class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
-    `about` is written into the lock file: it says whose slots these are.
+    `about` is written into the lock file: it names the run that the slots belong to.
     """
 
     _is_ours = True
@@ -183,12 +184,12 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
         try:
-            # Not flock: a forked DataLoader worker would still hold it after this process has been killed.
+            # lockf, not flock: a forked DataLoader worker would keep a flock after this process has been killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
-        os.pwrite(lock, os.fsencode(about), 0)  # the directory's name is only a hash
+        os.pwrite(lock, os.fsencode(about), 0)  # The directory's name is only a hash.
         _HELD.add(self.path)
         self._lock = os.fstat(lock)
         self._unlock = finalize_here(self, _unlock, self.path, lock)
@@ -211,11 +212,11 @@ class MemoryDirectory(SlotFiles):
         files: dict[str, int] = {}
         try:
             for name in sizes:
-                (directory / name).unlink(missing_ok=True)  # never resize a file that others may have mapped
+                (directory / name).unlink(missing_ok=True)  # Never resize a file that others may have mapped.
                 files[name] = open_descriptor(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
             if fill is None or not fill(files):
                 for name, size_bytes in sizes.items():
-                    # Not ftruncate: a full disk would be SIGBUS at the first write; here it is ENOSPC.
+                    # With ftruncate a full disk would be SIGBUS at the first write; here it is ENOSPC.
                     os.posix_fallocate(files[name], 0, max(size_bytes, 1))
             taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
         except OSError as error:
@@ -238,7 +239,7 @@ class MemoryDirectory(SlotFiles):
         try:
             for name, data in files.items():
                 _write_new(directory / name, data)
-            # A rename: the seal appears whole or not at all. No fsync: it need not survive the host.
+            # Renaming makes the seal appear whole or not at all. It needs no fsync: it need not survive the host.
             temporary = directory / f".{SEAL_NAME}"
             _write_new(temporary, seal)
             temporary.rename(directory / SEAL_NAME)
@@ -247,7 +248,8 @@ class MemoryDirectory(SlotFiles):
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        with suppress(StoreError):  # whatever has the seal's name goes with the slot, and a link is not followed
+        # A file or link in the seal's place is removed too; a link is not followed.
+        with suppress(StoreError):
             self.unseal(slot)
         if self.is_there:
             shutil.rmtree(self.path / slot, ignore_errors=True)
@@ -279,11 +281,12 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
         is_old = time.time() - os.fstat(lock).st_mtime > left_s
         return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, 4096, 0)))
 
-    for path in set(root.iterdir()) - _HELD:  # opening and closing our own lock file would release the lock
+    for path in set(root.iterdir()) - _HELD:  # Opening and closing our own lock file would release the lock.
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                if is_doomed(path, lock):  # before it is locked: its process may be about to take it
+                # Check before locking: its process may be about to lock it.
+                if is_doomed(path, lock):
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if is_doomed(path, lock):
                         shutil.rmtree(path, ignore_errors=True)
@@ -309,7 +312,7 @@ def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
     for begin in range(0, len(memory), _TOUCHED_BYTES):
         if not wanted():
             return
-        # Not MAP_POPULATE, which would allocate all of it in one call.
+        # MAP_POPULATE would allocate all of it in one call.
         _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
@@ -345,7 +348,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)  # whatever has the name: never write through a link
+    path.unlink(missing_ok=True)  # Another file may have the name: never write through a link.
     fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
     try:
         write_at(fd, data, 0)

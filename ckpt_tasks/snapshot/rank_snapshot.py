@@ -1,8 +1,8 @@
-"""A snapshot of many ranks, as far as this host has it: the parts of its ranks.
+"""A snapshot of many ranks: those parts of it that are on this host.
 
-Each rank seals its part by itself: its images, an index and a manifest of them alone, and its own trees. The attempt's
-name says which parts belong together. A rank restores from its own trees and from all regions on this host. If they do
-not cover what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
+Each rank seals its own part: its images, an index and a manifest of these alone, and its own trees. Parts with the same
+attempt name belong together. A rank restores from its own trees and from all regions on this host. If they do not cover
+what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankSnapshot:
-    """The parts of one attempt on this host, by rank; this rank's is among them.
+    """The parts of one attempt on this host, by rank; this rank's part is among them.
 
-    `slot` is this rank's slot in the memory directory, None for a copy in the local directory. `checkpoint` is the
-    attempt's checkpoint in the ledger, or the one that it would become (`n` is -1).
+    `slot` is this rank's slot in the memory directory; None for a copy in the local directory. `checkpoint` is the
+    attempt's checkpoint in the ledger, or the one that the commit would create (`n` is -1).
     """
 
     rank: int
@@ -57,7 +57,7 @@ class RankSnapshot:
 
     @property
     def place(self) -> str:
-        """Where it is, in words for the log."""
+        """Where the snapshot is, in words for the log."""
         return "in memory" if self.slot else "in the local directory"
 
     @property
@@ -83,7 +83,7 @@ class RankSnapshot:
             return Opened(opened, index, {name: SavedGroup(name, opened, index, self.rank) for name in own.groups})
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of `rows`, as far as this host has them."""
+        """Return the tensors of those `rows` that this host has."""
         return _CoveredTensors(store, rows)
 
 
@@ -118,13 +118,14 @@ class _PartsStore:
         if not self._of:
             for part in self._parts.values():
                 self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
-        return self._of.get(name, self._own)  # own: raises that there is no such object
+        # If no part has the object, this rank's own part raises the error.
+        return self._of.get(name, self._own)
 
 
 class _CoveredTensors(DownloadedTensors):
     """The tensors of `rows`, which may be a part of a checkpoint; they must cover every tensor that is read.
 
-    Objects in memory are verified there and copied from there: no rank may fill its slot again before all have copied.
+    Objects in memory are verified and copied there: no rank may refill its slot before all ranks have copied.
     """
 
     def __init__(self, store: _PartsStore, rows: Sequence[IndexRow]):
@@ -140,7 +141,7 @@ class _CoveredTensors(DownloadedTensors):
     def read(self, key: str) -> torch.Tensor:
         shape = self.like(key).shape
         self._check(key, Box((0,) * len(shape), tuple(shape)))
-        return super().read(key).clone()  # the slot is filled again while the program may hold it
+        return super().read(key).clone()  # The slot is refilled while the program may hold the value.
 
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._asked.append((into, key))

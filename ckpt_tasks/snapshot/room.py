@@ -1,4 +1,4 @@
-"""How much memory this process may still take: limited by the machine and by its container.
+"""How much memory this process may still take: the machine and the process's container limit it.
 
 Shared memory counts towards a container's limit: a process that fills /dev/shm beyond it is killed, however large
 /dev/shm claims to be.
@@ -12,13 +12,13 @@ from pathlib import Path
 __all__ = ["available_bytes"]
 
 _ROOT = Path("/")
-_V1_NO_LIMIT_BYTES = 1 << 62  # version 1 writes "no limit" as the largest number of whole pages
+_V1_NO_LIMIT_BYTES = 1 << 62  # Version 1 writes "no limit" as the largest number of whole pages.
 
 
 def available_bytes(root: Path = _ROOT) -> int:
     """Return the bytes that the machine has available, or less if a control group of this process allows less.
 
-    Returns 0 without /proc, which alone says it.
+    Returns 0 without /proc, the only source.
     """
     try:
         with open(root / "proc/meminfo", encoding="ascii") as lines:
@@ -29,7 +29,7 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes left in every control group with a limit; page cache that it can drop counts as left."""
+    """Yield the bytes left in every control group with a limit; page cache that the group can drop counts as left."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -52,7 +52,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""  # there are no such groups here
+        return ""  # This system has no such groups.
 
 
 def _number(path: Path) -> int:

@@ -1,11 +1,11 @@
-"""Samples of the tensors that several ranks hold: they detect ranks that differ.
+"""Samples of the tensors that several ranks hold, to detect ranks that differ.
 
-Each rank writes only a share of a replicated tensor, so no digest of written bytes compares two ranks. A step that one
-rank took differently changes nearly every element of every parameter, so a few slices detect it. A change of a single
-element is detected later: every save samples other tensors and slices, a 64th of all bytes.
+Each rank writes only a share of a replicated tensor, so no digest of written bytes compares two ranks. If one rank took
+a step differently, nearly every element of every parameter differs, so a few slices show it. A single differing element
+is found later: every save samples other tensors and slices, a 64th of all bytes.
 
-Of a value that is one for all ranks, rank 0 writes all tensors. Every save compares each of them: a small tensor whole,
-a larger one by a slice, another one in each save.
+For values that must be equal in all ranks, rank 0 writes all tensors. Every save compares each of them: a small tensor
+whole, a larger one by a slice, another slice in each save.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ckpt_tasks.snapshot.snapshot import storable
 
 __all__ = ["Samples", "sample_values", "take_samples"]
 
-_TENSORS = 32  # sampled in one save, about
-_SAVES = 64  # until all bytes have been sampled; longer with more than 2,048 tensors
-_WHOLE_BYTES = 4096  # a smaller tensor is sampled whole
-_VALUE_BYTES = 1 << 16  # the same, of a value that is one for all
-_VALUES_BYTES = 16 << 20  # sampled of all such values, about
-_SHOWN = 4  # elements: so few are in the sample themselves, for the message
+_TENSORS = 32  # About this many tensors are sampled in a save.
+_SAVES = 64  # All bytes are sampled in this many saves; more with over 2,048 tensors.
+_WHOLE_BYTES = 4096  # A smaller tensor is sampled whole.
+_VALUE_BYTES = 1 << 16  # The same limit for tensors of values that all ranks share.
+_VALUES_BYTES = 16 << 20  # About this much of all such values is sampled.
+_SHOWN = 4  # With so few elements a sample holds the values themselves, for the message.
 
-Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]  # by key: the rank's part, and its offset in the whole
+# Maps a key to this rank's part, and the part's offset in the whole.
+Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
 
 
 @dataclass
@@ -65,7 +66,7 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
 
 @torch.no_grad()
 def sample_values(values: Mapping[str, torch.Tensor], turn: int, devices: Devices) -> Samples:
-    """Sample all tensors that are one value for all ranks, by their keys; see `take_samples`."""
+    """Sample all tensors of values that are equal in all ranks, by their keys; see `take_samples`."""
     most_bytes = min(_VALUE_BYTES, max(_WHOLE_BYTES, _VALUES_BYTES // max(1, len(values))))
     parts = [(key, _slice(held, turn, -(-held.nbytes // most_bytes))) for key, held in values.items()]
     return _taken(parts, devices)
@@ -81,14 +82,14 @@ def _taken(parts: Sequence[tuple[str, torch.Tensor]], devices: Devices) -> Sampl
             digests[name] = _digest(storable(part))
     if not waiting:
         return Samples(digests)
-    # Pinned: a copy to other memory would make the host wait for the device's stream.
+    # Pinned memory: a copy to other memory would make the host wait for the device's stream.
     copied = [(name, torch.empty_like(part, device="cpu", pin_memory=True)) for name, part in waiting]
     pairs = [(into, part) for (_, into), (_, part) in zip(copied, waiting, strict=True)]
     return Samples(digests, copied, devices.start(pairs))
 
 
 def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
-    """Return one of `count` slices of a tensor, or of as many as its longest axis has elements."""
+    """Return one of `count` slices of a tensor; fewer if its longest axis has fewer elements."""
     if count <= 1:
         return tensor
     axis = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
@@ -99,7 +100,7 @@ def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and digest; its values in place of the digest if they are few."""
+    """Return a tensor's dtype, shape and digest; its values replace the digest if they are few."""
     if tensor.numel() <= _SHOWN:
         said = str(tensor.tolist())
     else:

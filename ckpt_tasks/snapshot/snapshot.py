@@ -1,8 +1,8 @@
-"""A snapshot: a copy of the state in host memory, in the very bytes of its files.
+"""A snapshot: a copy of the state in host memory, byte for byte as in its files.
 
 The plan (which tensor at which offset of which file) depends only on names, dtypes, shapes and devices, and is kept
-while these stay the same. Images are filled by plain copies; nothing is serialised again. memory.py provides their
-memory and decides whether it outlives the process.
+while these stay the same. Images are filled by plain copies, without serialising. memory.py provides their memory and
+decides whether it outlives the process.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The files of one state structure: (group, name, layout) each; `signature` identifies the structure.
+    """The files of one state structure, each as (group, name, layout); `signature` identifies the structure.
 
-    `devices` maps files whose tensors come from CUDA devices to one such device. `places` has, for each tensor that is
-    a part of a sharded one, the shape of the whole and the offset in it.
+    `devices` maps files whose tensors come from CUDA devices to one such device. `places` has, for each part of a
+    sharded tensor, the shape of the whole and the part's offset.
     """
 
     signature: tuple[_Described, ...]
@@ -57,7 +57,7 @@ class SnapshotPlan:
     places: Places = field(default_factory=dict)
 
     def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str], places: Places) -> bool:
-        """Say whether the plan fits these tensors."""
+        """Return True if the plan was made for tensors of these keys, dtypes, shapes and devices."""
         same = map(eq, self.signature, _described(tensors, frozen))
         return len(self.signature) == len(tensors) and self.places == places and all(same)
 
@@ -68,7 +68,7 @@ class SnapshotPlan:
 
     @cached_property
     def size(self) -> CheckpointSize:
-        """What the files take on storage: what each checkpoint writes, and frozen tensors, which are written once."""
+        """The bytes of the files in storage: those of each checkpoint, and frozen tensors, which are written once."""
         frozen = (dtype.itemsize * math.prod(shape) for _, dtype, shape, still, _ in self.signature if still)
         shared_bytes = sum(frozen)
         return CheckpointSize(sum(self.sizes.values()) - shared_bytes, shared_bytes)
@@ -90,7 +90,7 @@ class Image:
     @cached_property
     @gc_paused()
     def regions(self) -> Index:
-        """The index rows of this file's regions; object names and digests are still empty."""
+        """The index rows of this file's regions, without object names and digests."""
         regions = self.layout.regions
         placed = [self._placed(spec, box) for spec, box, _, _ in regions]
         return Index.of_columns(
@@ -138,14 +138,15 @@ class ImageSet:
             live = tensors[key]
             large = self._large.get(key)
             if self._devices and live.is_cuda:
-                # Our own alias: an assignment to the live tensor's `.data` must not free memory that the device reads.
+                # Use our own alias: an assignment to the live tensor's `.data` must not free memory that the device
+                # reads.
                 on_devices.append((view, storable(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
                 moves.append((large[0], live.data_ptr(), large[1]))
             else:
                 into.append(view)
                 out_of.append(storable(live))
-        copy = devices.start(on_devices) if on_devices else None  # first: devices copy while the host does
+        copy = devices.start(on_devices) if on_devices else None  # Start this first: devices copy while the host does.
         copy_tensors(into, out_of, moves)
         return copy
 
@@ -203,7 +204,7 @@ def _region_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
     return region_bytes
 
 
-# Dtypes that few kernels support: they are copied as bytes. This torch may not have all of them.
+# Few kernels support these dtypes, so they are copied as bytes. This version of torch may lack some.
 _AS_BYTES = frozenset(
     name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
 )
@@ -226,6 +227,6 @@ def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as the dtype of its place in the image: bytes for rare dtypes, pairs for unaligned complex."""
+    """View a tensor as the dtype that its image uses: bytes for rare dtypes, pairs for unaligned complex numbers."""
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)

@@ -1,10 +1,10 @@
 """Capture a state: everything that a resumed training needs, as trees of plain values and live tensors.
 
 A *state* is a dict; each key names a *group*. A value is a module, an optimizer, a random generator, anything with
-state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Nothing is
-copied here except containers: a caller that needs the tensors as they are now copies them before training continues.
+state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Only
+containers are copied here: a caller that needs the tensors' current values copies them before training continues.
 
-What a value is among many ranks is decided by the kind of its group alone (`KINDS` in objects/kinds.py); `ByRank`
+The kind of a group alone decides how its values relate among many ranks (`KINDS` in objects/kinds.py); `ByRank`
 overrides it.
 """
 
@@ -34,10 +34,10 @@ _ORDER = [*KINDS]
 def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
-    Draws no random number and changes nothing. A user's own state_dict() may draw: the streams that it moved are put
-    back, and only those, because other threads may draw meanwhile. Tensors with the same memory, dtype, shape and
-    strides are stored once, also across groups. In a `world` of many ranks the tensors are those that this rank
-    writes. Raises UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
+    Draws no random number and changes nothing. A user's own state_dict() may draw: only the streams that it moved are
+    put back, because other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are
+    stored once, even across groups. In a `world` of many ranks the tensors are those that this rank writes. Raises
+    UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
     own = by_rank_of(state)
@@ -55,7 +55,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
                 with preserved_rng() if draws else nullcontext(), tensors.by(rule):
                     captured[name] = GroupState(kinds[name], kind.capture(value, name, scope, tensors, draws))
             except Exception as error:
-                if not isinstance(error, CkptError):  # the object's own, which goes on as it is
+                # An error of the user's object is raised unchanged.
+                if not isinstance(error, CkptError):
                     error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
                 raise
     groups = {name: captured[name] for name in state}

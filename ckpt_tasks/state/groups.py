@@ -1,8 +1,8 @@
 """Flatten containers of objects in a state: one group for each object.
 
-``{"optimizers": [a, b]}`` is captured and restored as ``{"optimizers_0": a, "optimizers_1": b}``. The same holds for a
+``{"optimizers": [a, b]}`` is captured and restored as ``{"optimizers_0": a, "optimizers_1": b}``. The same goes for a
 tuple, a dict with names as keys and a dataclass, if it contains a module, an optimizer or another object with a state.
-A container of plain values only is a value, and stays one group.
+A container of plain values only is one group.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = [
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _MOST_LEVELS = 20
-_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # of what holds others
+_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # Look at this many items, and attributes this deep.
 
 
 class ByRank:
-    """Mark a part of a state as each rank's own: every rank saves it, and the same rank restores it.
+    """Mark a part of a state as each rank's own: every rank saves its own, and the same rank restores it.
 
-    Without it, what is neither a parameter, a buffer, an optimizer nor a random generator has to be equal in all ranks.
-    `value` is anything that a state may hold, except sharded tensors. Another number of ranks cannot restore it, and
-    is told so by its name. In one process it is as its value::
+    Without it, all values except parameters, buffers, optimizers and random generators must be equal in all ranks.
+    `value` is anything that a state may hold, except sharded tensors. Another number of ranks cannot restore it: the
+    error names it. In one process it acts as its value::
 
         state = {"model": model, "metric": ByRank(metric), "replay": ByRank({"seen": 0, "rows": rows})}
     """
@@ -62,7 +62,7 @@ class ByRank:
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state with one group for each object; return the same state if no value is a container of objects.
 
-    Assigning to a group assigns to its place in the container. Raises UnsupportedStateError for an invalid group name,
+    Assigning to a group assigns to its container. Raises UnsupportedStateError for an invalid group name,
     and for a number or a text in a tuple or a frozen dataclass, to which a restore cannot assign.
     """
     checked_state(state)
@@ -76,7 +76,7 @@ def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield every value of a state but plain scalars, and those in its containers and dataclasses; never raises."""
+    """Yield a state's values except plain scalars, also those in its containers and dataclasses; never raises."""
     waiting = [*state.values()] if isinstance(state, Mapping) else []
     seen: set[int] = set()
     while waiting:
@@ -94,7 +94,7 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def items_of(value: Any) -> list[tuple[str, Any]]:
-    """List the first items of a container, or the attributes of another object, each with its name in Python."""
+    """List the first items of a container, or the attributes of another object, each after its name in Python."""
     if issubclass(type(value), (list, tuple)):
         return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
     if issubclass(type(value), dict):
@@ -106,7 +106,7 @@ def items_of(value: Any) -> list[tuple[str, Any]]:
 def held_in(
     value: Any, kinds: tuple[type, ...], path: str = "", skip: Callable[[Any], bool] = lambda _: False, level: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield name and object of what a value is or holds of these kinds, up to three attributes deep."""
+    """Yield (name, object) for every object of these kinds in a value, up to three attributes deep."""
     if issubclass(type(value), kinds):
         yield path, value
     elif level < _MOST_ATTRIBUTES and not skip(value):
@@ -116,7 +116,7 @@ def held_in(
 
 
 class _Flat(MutableMapping[str, Any]):
-    """Groups whose values are in several containers."""
+    """A mapping of groups whose values are in several containers."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -151,12 +151,12 @@ class _Flat(MutableMapping[str, Any]):
 
 
 def by_rank_of(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the groups of a flat state that each rank has of its own."""
+    """Return the groups of a flat state of which each rank has its own."""
     return frozenset(getattr(state, "by_rank", ()))
 
 
 def can_assign(state: Mapping[str, Any], name: str) -> bool:
-    """Say whether a restore can assign another value to a group's place."""
+    """Return True if a restore can assign another value to a group."""
     return state.can_assign(name) if isinstance(state, _Flat) else isinstance(state, MutableMapping)
 
 
@@ -205,7 +205,7 @@ def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
 
 
 def _is_split(value: Any) -> bool:
-    """Say whether a value is by rank, a dataclass, or a container with an object in it."""
+    """Return True if a value is by rank, a dataclass, or a container with an object in it."""
     return type(value) is ByRank or _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
 
 

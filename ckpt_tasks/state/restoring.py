@@ -1,11 +1,11 @@
-"""Restore a state: compare everything, prepare everything, and only then change something.
+"""Restore a state: compare everything, prepare everything, and only then change anything.
 
 Invariants
 
 1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
-2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure until then has changed nothing.
+2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure up to then has changed nothing.
 3. The user's code (load_state_dict of own objects) runs first, each call with a copy of the old state; if one raises,
-   all that ran are undone. After that there are only copies and assignments.
+   all calls are undone. After that there are only copies and assignments.
 4. The random streams of the process come last.
 """
 
@@ -33,11 +33,11 @@ __all__ = ["RestorePlan", "plan_restore"]
 
 
 class RestorePlan:
-    """A planned restore; nothing has been changed yet.
+    """A planned restore, before anything has changed.
 
     `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
-    `replaced` has a line for each setting of a new optimizer or schedule that it will replace by another value, and
-    for each value that the run was started with and that is another one now.
+    `replaced` has a line for each setting of a new optimizer or schedule that the restore will replace, and for each
+    argument of the run's start that has another value now.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class RestorePlan:
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
         """Restore from a source of the stored tensors.
 
-        `confirm` is called before anything is changed, and again after the user's code has run; if it raises, the
-        target is unchanged.
+        `confirm` is called before any change, and again after the user's code has run; if it raises, the target is
+        unchanged.
 
         Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
-        fit or are damaged; the target is unchanged then. A plan can be applied once.
+        fit or are damaged; the target is unchanged then. A plan can be applied only once.
         """
-        parts, self._parts = self._parts, {}  # frees what they made
+        parts, self._parts = self._parts, {}  # Dropping the plan's parts frees the values that they made.
         with _preserved(self._draws), gc_paused():
-            make = Maker(source)  # one for all, so that what groups shared when it was saved they share again
+            # One maker for all parts: groups that shared memory when they were saved share it again.
+            make = Maker(source)
             for part in parts.values():
                 part.prepare(make)
             self._copies.prepare(source)
@@ -96,7 +97,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # its own message says what differs
+                raise  # Its own message says what differs.
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:
@@ -130,8 +131,8 @@ def plan_restore(
     """Compare a target with a checkpoint and plan the restore; change nothing and draw no random number.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
-    `state` names, and no random streams. `selection`: a loose restore takes this part. `of_ranks`: another number of
-    ranks, this one, saved it. Raises StateMismatchError with every difference, UnsupportedStateError if the target
+    `state` names, and no random streams. `selection`: a loose restore takes this part. `of_ranks`: the number of ranks
+    that saved it, if it differs. Raises StateMismatchError with every difference, UnsupportedStateError if the target
     itself could not be saved, IntegrityError if a tree is malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
@@ -170,14 +171,15 @@ def plan_restore(
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:
-    # Not always: another thread may be training, as under Lightning's AsyncCheckpointIO, and would draw numbers again.
+    # Only if foreign code may draw: another thread that trains (Lightning's AsyncCheckpointIO) would draw numbers
+    # again.
     return preserved_rng() if draws else nullcontext()
 
 
 def _wanted(
     state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, *, partial: bool, rng: bool
 ) -> dict[str, Saved]:
-    """Choose the groups of the checkpoint to restore; note those that only one side has."""
+    """Choose the groups of the checkpoint to restore; record groups that only one side has."""
     wanted = {name: groups[name] for name in state if name in groups}
     differences.missing += [name for name in state if name not in groups]
     if not partial:

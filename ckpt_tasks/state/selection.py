@@ -1,6 +1,6 @@
 """Choose the part of a checkpoint that a loose restore takes, by names alone; read and change nothing.
 
-A place is a full name: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an optimizer
+A *place* is a full name: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an optimizer
 ("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not a prefix of
 "model/encoder.weight".
 """
@@ -31,9 +31,9 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Selection:
-    """What to take: `only` maps a place of the state to the checkpoint's place for it; None takes everything.
+    """The part to take: `only` maps places of the state to places of the checkpoint; None takes everything.
 
-    `keep`: places that the checkpoint lacks keep their values, and those that the state lacks are left. `leave` names
+    `keep`: places that the checkpoint lacks keep their values, and places that the state lacks are left. `leave` names
     places that are not taken, in the state and in the checkpoint.
     """
 
@@ -45,7 +45,7 @@ class Selection:
     def of(cls, only: Only | None, missing: str, leave: Iterable[str]) -> Selection | None:
         """Return the selection for the arguments of a restore; None for a strict restore of everything.
 
-        Raises ConfigError for a value or a name that is not valid.
+        Raises ConfigError for an invalid value or name.
         """
         if missing not in _MISSING:
             raise ConfigError(f"missing must be 'error' or 'keep', not {missing!r:.80}")
@@ -66,7 +66,7 @@ class Selection:
         return cls(only, missing == "keep", left)
 
     def source_of(self, place: str) -> str | None:
-        """Return the checkpoint's place for a place of the state; None if it is not taken."""
+        """Return the checkpoint's place for a place of the state; None if the selection leaves it."""
         if _is_in(place, self.leave):
             return None
         if self.only is None:
@@ -78,13 +78,13 @@ class Selection:
         return None
 
     def covers(self, source: str) -> bool:
-        """Say whether a place of the checkpoint is to be taken."""
+        """Return True if the selection takes a place of the checkpoint."""
         return not _is_in(source, self.leave) and (self.only is None or _is_in(source, self.only.values()))
 
 
 @dataclass
 class Chosen:
-    """The groups to restore, by the state's names; `kept` are the keys in each that keep their value.
+    """The groups to restore, by the state's names; `kept` has each group's keys that keep their value.
 
     `taken` and `new` are places of the state, `left` of the checkpoint; a whole group appears by its name.
     """
@@ -99,7 +99,7 @@ class Chosen:
 def choose(
     state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
 ) -> Chosen:
-    """Choose what to restore into a flat state; note missing and unexpected places in `differences`.
+    """Choose what to restore into a flat state; record missing and unexpected places in `differences`.
 
     Raises ConfigError for a name that matches nothing.
     """
@@ -118,13 +118,13 @@ class _Chooser:
         self._selection, self._differences = selection, differences
         self._parameters = parameter_names(named_parameters(modules_of(state)))
         self._chosen = Chosen()
-        self._here: dict[str, list[str]] = {}  # the places of the state, by group
+        self._here: dict[str, list[str]] = {}  # The places of the state, by group.
         self._there = {name: _places(name, group) for name, group in groups.items()}
-        self._taken: set[str] = set()  # of the state
-        self._used: set[str] = set()  # of the checkpoint
+        self._taken: set[str] = set()  # Places of the state.
+        self._used: set[str] = set()  # Places of the checkpoint.
 
     def group(self, name: str) -> None:
-        """Choose for one group of the state."""
+        """Choose what to take for one group of the state."""
         kind = kind_of(self._state[name])
         if kind == "module":
             self._module(name)
@@ -145,7 +145,7 @@ class _Chooser:
         self._here[RNG] = [RNG]
 
     def finish(self) -> Chosen:
-        """Note unexpected places, and check that every name matches something."""
+        """Record unexpected places, and check that every name matches something."""
         self._check_names()
         if not self._taken - {RNG}:
             self._differences.missing += [name for name in self._here if name != RNG]
@@ -162,8 +162,8 @@ class _Chooser:
         return chosen
 
     def _is_unexpected(self, name: str, place: str) -> bool:
-        """Say whether a place of the checkpoint is unexpected: selected, but without a place in the state."""
-        # What `leave` names of a module is also left of its optimizer.
+        """Return True if a place of the checkpoint is unexpected: selected, but without a place in the state."""
+        # A module's name in `leave` also leaves its parameters in the optimizer.
         parameter = place.partition("/")[2] if self._groups[name].kind == "optimizer" else ""
         of_left = _is_in(parameter, self._selection.leave)
         return place not in self._used and self._selection.covers(place) and not of_left
@@ -230,7 +230,7 @@ class _Chooser:
         return source_group, sources
 
     def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
-        """Return the checkpoint's optimizer to take; None, with a note, if there is none."""
+        """Return the checkpoint's optimizer to take; None, with a record, if there is none."""
         saved = self._groups.get(source_group)
         if saved is not None and saved.kind == "optimizer":
             return saved
@@ -241,7 +241,7 @@ class _Chooser:
         return None
 
     def _check_shape(self, place: str, here: str, source: str) -> None:
-        """Note a parameter whose moments in the checkpoint have another shape."""
+        """Record a parameter whose moments have another shape in the checkpoint."""
         group, _, key = here.partition("/")
         live = self._state[group].state_dict().get(key) if group in modules_of(self._state) else None
         stored = self._differences.stored.get(source)
@@ -260,7 +260,7 @@ class _Chooser:
     def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
         """Return the checkpoint's group for a place, and the value there (_ABSENT if there is none).
 
-        Returns no group, and notes the difference, if it is of another kind.
+        If the group is of another kind, returns None and records the difference.
         """
         group, _, key = (source or "").partition("/")
         saved = self._groups.get(group)
@@ -277,7 +277,7 @@ class _Chooser:
         self._used.add(source or "")
 
     def _lack(self, place: str, source: str | None) -> None:
-        """Note a place of the state that should be taken but is not in the checkpoint."""
+        """Record a place of the state that the restore should take but the checkpoint lacks."""
         if source is not None and not self._selection.keep:
             self._differences.missing.append(place)
 

@@ -1,9 +1,9 @@
-"""Warn of objects that a state leaves out: looked for at the first save after a step, one warning each.
+"""Warn of objects that a state leaves out: looks at the first save after a step, and warns once of each.
 
-The garbage collector lists loaders, optimizers and schedules. Scalers, generators and averaged models are looked for in
-the variables of the loop that saves, since others in the process may belong to others. If the state has an object of
-another kind, which may hold some of them, only loaders that draw are warned of. Scalers and generators must have moved
-by the next save: one that made or split the data is no part of training.
+The garbage collector lists loaders, optimizers and schedules. Scalers, generators and averaged models are only sought
+in the variables of the loop that saves, since others in the process may belong to other code. If the state has an
+object of another kind, which may hold some of them, only loaders that draw numbers cause a warning. Scalers and
+generators must have moved by the next save: a generator that made or split the data is not part of training.
 """
 
 from __future__ import annotations
@@ -39,26 +39,31 @@ __all__ = ["Unsaved", "warn_of_trained"]
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()
-_empty: set[tuple[str, type]] = set()  # by name: an object may have no hash, and no weak reference
-_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)  # a scaler that is off; gradients before the first backward
+# Names and types: an object may have no hash, and no weak reference.
+_empty: set[tuple[str, type]] = set()
+# A scaler that is switched off, and gradients before the first backward.
+_MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)  # libraries draw delays from random.Random
+# random.Random is left out: libraries draw delays from it.
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, *_GENERATORS)
 _OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.")
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
 class Unsaved:
-    """What a resume would lose, of one Checkpointer."""
+    """The objects that a resume of one Checkpointer would lose."""
 
     def __init__(self) -> None:
         self.has_looked = False
-        self._held: list[Any] = []  # in the state, of the kinds that are looked for in variables
+        # The state's objects of the kinds that are sought in variables.
+        self._held: list[Any] = []
         self._watched: list[tuple[str, Any, Any]] = []
         _lookers.add(self)
 
     def look(self, state: Mapping[str, Any], step: int, restored_step: int) -> None:
-        """Warn of what lives and is not in the state, at the first save after a step and, if it has moved, at the next.
+        """Warn of objects outside the state: at the first save after a step, or at the next one if they must move
+        first.
 
         Only optimizers of the state's modules count, and schedules of the state's optimizers.
         """
@@ -84,18 +89,18 @@ class Unsaved:
             _warn_of_ranks(state)
             _warn_of_parameters(state)
             _warn_of_begun_again(state, iterators, step, restored_step)
-            with suppress(Exception):  # of a stranger's object in a variable: it must not fail a save
+            with suppress(Exception):  # A foreign object in a variable must not fail a save.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
 
 
 def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what the loop has in variables and the state has not: its name, the object, and what training moves of it.
+    """Yield what the loop's variables have and the state lacks: its name, the object, and the part that training moves.
 
-    Of scalers, and of averages of the state's modules, only if the state has none.
+    Yields scalers, and averages of the state's modules, only if the state has none.
     """
     known = {*map(id, parts)}
-    for holder in (*parts, *loaders):  # of modules, which are many, only the attributes
+    for holder in (*parts, *loaders):  # Modules are many: look only at their attributes.
         level = 2 if isinstance(holder, nn.Module) else 0
         known |= {id(one) for _, one in held_in(holder, _GENERATORS, level=level)}
     shapes = [[p.shape for p in module.parameters()] for module in modules_of(state).values()]
@@ -109,7 +114,7 @@ def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the loop that saves: those of the first file on the stack that is not this facade's."""
+    """Yield the variables of the loop that saves: those of the first file on the stack outside the facade."""
     frame = inspect.currentframe()
     while frame and str(frame.f_globals.get("__name__")).startswith(("ckpt_tasks.checkpoint.", "ckpt_tasks.state.")):
         frame = frame.f_back
@@ -118,30 +123,31 @@ def _variables() -> Iterator[tuple[str, Any]]:
     while frame and frame.f_code.co_filename == file:
         yield from [*frame.f_locals.items()]
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            frame.f_locals.clear()  # a copy, which the frame would keep, with the batch and the graph of this step
+            # It is a copy, which would keep the batch and the graph of this step alive.
+            frame.f_locals.clear()
         frame = frame.f_back
 
 
 def _word(value: Any) -> str:
-    """Return a name for a group of the state."""
+    """Return a name that the value's group may have, for a warning."""
     averaged = "averaged" if isinstance(value, AveragedModel) else "generator"
     return "scaler" if isinstance(value, torch.amp.GradScaler) else averaged
 
 
 def _moving(value: Any) -> tuple[Any, Any]:
-    """Return what training moves of an object, and a generator's seed; None for an average, which may begin late."""
+    """Return the state that training moves, and a generator's seed; None for an average, which may start late."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
 
 
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    # Who seeds a generator anew needs no state of it.
+    # A program that seeds a generator itself need not save its state.
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
 def warn_of_trained(state: Mapping[str, Any]) -> None:
-    """Warn that a run begins with a state that has been trained: in a notebook, a loop that began before."""
+    """Warn if a run begins with a trained state, as in a notebook whose loop ran before."""
     optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
     if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
@@ -152,9 +158,9 @@ def warn_of_trained(state: Mapping[str, Any]) -> None:
 
 
 def _has_stepped(of_parameter: object) -> bool:
-    """Say whether an optimizer's state of a parameter is one of training.
+    """Return True if an optimizer's state of a parameter comes from training.
 
-    Adagrad makes one with step 0 at once, and a look at one that is not there yet (schedulefree's) an empty one.
+    Adagrad makes a state with step 0 at once; reading a missing one (schedulefree's) makes an empty state.
     """
     if of_parameter == {}:
         return False
@@ -179,7 +185,7 @@ def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -
 
 
 def _warn_of_parameters(state: Mapping[str, Any]) -> None:
-    """Warn of optimizers in the state that train what the state does not hold."""
+    """Warn of optimizers in the state whose parameters are outside the state."""
     held = {id(p) for _, p in named_parameters(modules_of(state))} | {*map(id, objects_of(state))}
     for name, value in state.items():
         if isinstance(value, Optimizer) and is_ordinary(value):
@@ -196,13 +202,13 @@ def _warn_of_parameters(state: Mapping[str, Any]) -> None:
 
 
 def _warn_of_begun_again(state: Mapping[str, Any], iterators: list[Any], step: int, restored_step: int) -> None:
-    """Warn of a plain loader that has begun the epoch anew after a restore in its middle, a batch in each step."""
+    """Warn of a plain loader that begins its epoch again after a restore in the middle, with one batch a step."""
     if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
         return
     for value in iterators:
         batches = value._index_sampler
         in_order = type(batches) is samplers.BatchSampler and type(batches.sampler) is samplers.SequentialSampler
-        # A Subset may be what is left of the epoch; torchdata's iterators have positions.
+        # A Subset may be the rest of the epoch; torchdata's iterators have positions.
         if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
             continue
         if value._num_yielded == (step - restored_step) % len(batches) != 0 != restored_step % len(batches):
@@ -230,7 +236,7 @@ def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -
 
 
 def _warn_of_ranks(state: Mapping[str, Any]) -> None:
-    """Warn of an AdaLoRA model of PEFT: the averages by which it takes ranks away are outside its state."""
+    """Warn of an AdaLoRA model of PEFT: its state lacks the averages by which it reduces its ranks."""
     for name, module in modules_of(state).items():
         if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
             _log.warning(
@@ -263,8 +269,8 @@ def _new(objects: Iterable[Any]) -> list[Any]:
 
 def _alive(*classes: type) -> list[Any]:
     """Return every live object of these classes and of their subclasses."""
-    # Every object refers to its class. frame.f_locals would instead keep the loop's variables alive: the batch and
-    # the graph of this step.
+    # Every object refers to its class. frame.f_locals would instead keep the loop's variables alive: the batch and the
+    # graph of this step.
     kinds: set[type] = set()
     new = [*classes]
     while new:
@@ -274,10 +280,10 @@ def _alive(*classes: type) -> list[Any]:
 
 
 def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
-    """Warn of loaders whose samplers draw; with `nested` also of a batch sampler around one."""
+    """Warn of loaders whose samplers draw numbers; with `nested` also of samplers inside a batch sampler."""
     drawing: dict[Any, Any] = {}
     for loader in loaders:
-        own = vars(loader).get("sampler")  # torchdata's loader has its own samplers
+        own = vars(loader).get("sampler")  # torchdata's loader has its own samplers.
         inner = [own, getattr(own, "sampler", None)]
         inner += [getattr(vars(loader).get("batch_sampler"), "sampler", None)] if nested else []
         for one in inner:
@@ -297,7 +303,7 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _may_hold_others(value: Any) -> bool:
-    """Say whether a value is a user's or a framework's object: it may hold an optimizer's state."""
+    """Return True if a value is an object of a user or a framework: it may hold an optimizer's state."""
     return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
@@ -312,7 +318,7 @@ def _saves_nothing(value: Any) -> bool:
 
 
 def _has_attributes(module: nn.Module) -> bool:
-    """Say whether a module has tensors that are neither parameters nor buffers, as metrics do, also in lists."""
+    """Return True if a module has tensors that are neither parameters nor buffers, as metrics have, even in lists."""
     held = [value for name, value in vars(module).items() if not name.startswith("_")]
     held += [item for value in held if isinstance(value, list) for item in value]
     return any(isinstance(value, torch.Tensor) for value in held)

@@ -1,4 +1,4 @@
-"""Translate a server's answer, or its silence, into one of our errors, and say whether a retry makes sense.
+"""Translate a server's answer, or its silence, into one of our errors that says whether a retry makes sense.
 
 Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so the
 answer's own status and code are used.
@@ -19,7 +19,7 @@ _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
 _OVERLOADED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "ServerBusy"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"})
-# A new session can be made after these; an upload that was under way may be lost or half done.
+# A retry, with a new session, may succeed after these; an upload that was under way may be lost or half done.
 _AGAIN = _OVERLOADED | _EXPIRED | {"OperationAborted", "ConditionalRequestConflict", "NoSuchUpload", "InternalError"}
 
 _ANOTHER_REGION = "The bucket is in another region: name it (AWS_REGION, or region_name in client_kwargs)."
@@ -38,19 +38,19 @@ _HINTS = {
     "QuotaExceeded": "The quota of the bucket or its user is used up: raise it, prune runs, or use another bucket.",
     "StorageFull": "The store has no room left: free some, prune runs, or use another store.",
 }
-# What fsspec's file systems raise instead of an answer.
+# fsspec's file systems raise these instead of an answer.
 _SAID: dict[type[BaseException], tuple[int, str]] = {
     FileNotFoundError: (404, "NotFound"),
     FileExistsError: (412, "PreconditionFailed"),
     PermissionError: (403, "AccessDenied"),
-    RecursionError: (301, "PermanentRedirect"),  # botocore follows a redirect without a region for ever
+    RecursionError: (301, "PermanentRedirect"),  # botocore follows a redirect without a region for ever.
 }
-_CODES = {"XMinioAdminBucketQuotaExceeded": "QuotaExceeded", "XMinioStorageFull": "StorageFull"}  # MinIO's own
+_CODES = {"XMinioAdminBucketQuotaExceeded": "QuotaExceeded", "XMinioStorageFull": "StorageFull"}  # Codes of MinIO.
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _UNTRUSTED_HINT = "Name the file of the authority that signed it: AWS_CA_BUNDLE, or verify in client_kwargs."
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
-# Raised by clients without credentials, or with bad options; by name, since no client is imported here.
+# Clients raise these for missing credentials or bad options. They go by name, since no client is imported here.
 _OURS_TO_MEND = frozenset({
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -84,7 +84,7 @@ def as_ours(error: BaseException, name: str) -> CkptError:
 
 
 def of_listing(error: BaseException, prefix: str) -> CkptError:
-    """Do the same for a listing, which is never about an object: an empty place has an empty listing."""
+    """Do the same for a listing, which is never about one object: an empty prefix has an empty listing."""
     ours = as_ours(error, prefix)
     if not isinstance(ours, ObjectNotFoundError):
         return ours
@@ -104,7 +104,7 @@ def _refusal(error: BaseException, name: str, status: int, code: str) -> StoreEr
 
 
 def is_expired(error: BaseException) -> bool:
-    """Say whether the credentials have expired: a client that reads them again may succeed."""
+    """Return True if credentials have expired: a client that reads them again may succeed."""
     return answer_of(error)[1] in _EXPIRED
 
 
@@ -112,14 +112,14 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
     for cause in _behind(error):
         response: Any = getattr(cause, "response", None)
-        if isinstance(response, dict):  # botocore
+        if isinstance(response, dict):  # botocore raised it.
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(response.get("Error", {}).get("Code", ""))
             return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
-        if isinstance(status, int):  # azure.core; aiohttp
+        if isinstance(status, int):  # azure.core or aiohttp raised it.
             return status, str(getattr(cause, "error_code", "") or "")
-        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # gcsfs
+        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # gcsfs raised it.
             return int(cause.code), ""  # type: ignore[attr-defined]
     return None, ""
 
@@ -147,4 +147,4 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__  # not __context__: that may be the answer to an earlier request
+        error = error.__cause__  # Not __context__, which may be the answer to an earlier request.

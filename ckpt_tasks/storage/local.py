@@ -10,8 +10,9 @@ Invariants
 4. A read that fails with an I/O error is retried, and then raises StoreError. It never counts as damage: an older
    ledger entry or checkpoint must not be used because a disk did not answer.
 
-Large bodies are written with O_DIRECT from aligned buffers, and their tail ordinarily: the speed is steadier, and the
-page cache stays training's. A file system that refuses O_DIRECT gets ordinary writes.
+Large bodies are written with O_DIRECT from aligned buffers, and their tails ordinarily: that keeps the speed steady,
+and
+leaves the page cache to training. If a file system refuses O_DIRECT, all writes are ordinary.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from ckpt_tasks.storage.reserve import Reserve
 __all__ = ["LocalStore"]
 
 _PIECE_BYTES = 16 << 20
-_SYNCED_BYTES = 256 << 20  # at most this many bytes are in the page cache before an fsync
-_DIRECT_BYTES = 1 << 20  # below this, alignment costs more than it saves
+_SYNCED_BYTES = 256 << 20  # Fsync after at most this many bytes in the page cache.
+_DIRECT_BYTES = 1 << 20  # Below this size, alignment costs more than it saves.
 _ALIGNMENT = 4096
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}", re.ASCII)
 _OLD_S = 3600.0
@@ -61,7 +62,7 @@ class LocalStore(OneByOne):
     """Keep objects as files below a directory.
 
     `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with
-    `group_access`. `calls` are the system calls to use.
+    `group_access`. `calls` is the module of system calls to use.
     """
 
     near = True
@@ -85,7 +86,7 @@ class LocalStore(OneByOne):
         self._file_mode = 0o660 if group_access else 0o600
         self._directory_mode = 0o770 if group_access else 0o700
         self._durable: set[Path] = set()
-        self._making = threading.Lock()  # several threads write the first objects of a directory at once
+        self._making = threading.Lock()  # Several threads may write the first objects of a directory at once.
         self._reserve = Reserve(self.root, self._write_new, self._unlink)
 
     def __repr__(self) -> str:
@@ -125,7 +126,7 @@ class LocalStore(OneByOne):
             try:
                 self._calls.link(theirs, path)
             except OSError as error:
-                # An earlier try has made the link, or its answer was lost.
+                # An earlier try made the link, and its answer was lost.
                 if not (path.exists() and os.path.samefile(theirs, path)):
                     if error.errno in NO_LINKS or isinstance(error, FileExistsError):
                         return False
@@ -158,7 +159,7 @@ class LocalStore(OneByOne):
         if base and not is_object_name(base):
             raise ConfigError(f"{prefix!r} is not a prefix")
         if link_above(self.root, base) is not None:
-            return []  # what is behind a symbolic link is not ours
+            return []  # Files behind a symbolic link are not ours.
         with our_errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
@@ -170,7 +171,7 @@ class LocalStore(OneByOne):
             self._remove_empty(path.parent)
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Do nothing: an unfinished file has its attempt's name, and is deleted under it."""
+        """Do nothing: an unfinished file bears its attempt's name, and is deleted with the attempt."""
 
     def assume_single_writer(self) -> None:
         """Do nothing: every local file system has `link`, which never replaces."""
@@ -187,7 +188,7 @@ class LocalStore(OneByOne):
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
-        """Yield the names below a directory in order; a caller that takes only the first ones pays for one listing."""
+        """Yield the names below a directory in order; a caller that takes only the first names pays for one listing."""
         try:
             entries = [
                 (f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in self._calls.scandir(directory)
@@ -197,11 +198,11 @@ class LocalStore(OneByOne):
         for part, entry in sorted(entries, key=itemgetter(0)):
             name = f"{prefix}/{entry.name}" if prefix else entry.name
             if not is_object_name(name):
-                continue  # temporary names, .nfs*, .DS_Store and others that are not ours
+                continue  # Temporary names, .nfs*, .DS_Store and other foreign files.
             if part.endswith("/") and "." not in entry.name:
                 yield from self._walk(Path(entry.path), name)
             elif entry.is_file(follow_symlinks=False) or "." in entry.name:
-                yield name  # even if it is a link, a pipe or a directory: reading it will raise
+                yield name  # Yield it even if it is a link, a pipe or a directory: reading it will raise.
 
     def _directory(self, directory: Path) -> None:
         """Create a directory and make its name durable, even if it exists: its creator may have died first."""
@@ -223,13 +224,14 @@ class LocalStore(OneByOne):
             fsync_directory(directory.parent, self._calls)
         except PermissionError:
             if directory != self.root or not existed:
-                raise  # a directory above an existing run directory need not be readable for us
+                raise  # A directory above an existing run directory may be unreadable.
         self._durable.add(directory)
 
     def _mkdir(self, directory: Path) -> None:
         try:
             self._calls.mkdir(directory, self._directory_mode)
-        except (FileNotFoundError, PermissionError) as error:  # /proc takes no directory, whoever asks
+        # Nobody can make a directory in /proc.
+        except (FileNotFoundError, PermissionError) as error:
             if self.root.exists():
                 raise
             hint = "Choose another directory, or change who may write there."
@@ -239,7 +241,7 @@ class LocalStore(OneByOne):
     def _sweep(self, directory: Path) -> None:
         """Delete temporary files of killed processes; skip recent ones, which may be in use."""
         for path in Path(directory).glob(".tmp-*"):
-            with suppress(OSError):  # another process may sweep as well
+            with suppress(OSError):  # Another process may sweep as well.
                 if _TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _OLD_S:
                     self._calls.unlink(path)
 
@@ -248,7 +250,7 @@ class LocalStore(OneByOne):
             try:
                 os.rmdir(directory)
             except OSError:
-                return  # not empty, or already gone: both are fine
+                return  # The directory is not empty, or already gone: both are fine.
             self._durable.discard(directory)
             directory = directory.parent
 
@@ -286,7 +288,7 @@ class LocalStore(OneByOne):
             raise
 
     def _write_direct(self, path: Path, piece: memoryview, at: int) -> int:
-        """Write the aligned part of a large buffer around the page cache; return how many bytes are done."""
+        """Write the aligned part of a large buffer past the page cache; return how many bytes are done."""
         aligned_bytes = piece.nbytes - piece.nbytes % _ALIGNMENT
         if not _O_DIRECT or aligned_bytes < _DIRECT_BYTES or at % _ALIGNMENT or _address(piece) % _ALIGNMENT:
             return 0
@@ -294,7 +296,7 @@ class LocalStore(OneByOne):
             fd = self._calls.open(path, os.O_WRONLY | _O_DIRECT | _O_NOFOLLOW)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return 0  # tmpfs and some overlays refuse at open
+                return 0  # tmpfs and some overlays refuse at open.
             raise
         try:
             done = 0
@@ -303,12 +305,12 @@ class LocalStore(OneByOne):
                     count = self._calls.pwrite(fd, piece[done : min(aligned_bytes, done + _PIECE_BYTES)], at + done)
                 except OSError as error:
                     if error.errno == errno.EINVAL:
-                        return done  # … and others at the first write
+                        return done  # Others refuse at the first write.
                     raise
                 done += count
                 moved()
                 if count % _ALIGNMENT:
-                    break  # a short write left us unaligned: ordinary writes do the rest
+                    break  # A short write left us unaligned: ordinary writes do the rest.
             return done
         finally:
             self._calls.close(fd)
@@ -319,7 +321,7 @@ class LocalStore(OneByOne):
             before = done
             done += self._calls.pwrite(fd, piece[done : done + _PIECE_BYTES], at + done)
             if done // _SYNCED_BYTES > before // _SYNCED_BYTES:
-                self._calls.fsync(fd)  # one fsync at the end of a large file would take long without progress
+                self._calls.fsync(fd)  # A single fsync at the end of a large file would take long without progress.
             moved()
 
     def _link(self, temporary: Path, path: Path) -> None:
@@ -334,7 +336,7 @@ class LocalStore(OneByOne):
 
     def _share(self, path: Path, mode: int) -> None:
         if self._group_access:
-            os.chmod(path, mode)  # undo the umask for the group; the file is new and ours
+            os.chmod(path, mode)  # Undo the umask for the group; the file is new and ours.
 
     def _confirm(self, path: Path, name: str) -> None:
         """Make a new link durable; if that fails, raise CommitUncertainError: the name exists, but may not survive."""
@@ -351,7 +353,7 @@ class LocalStore(OneByOne):
         self._calls.unlink(path)
 
     def _unlink_quietly(self, path: Path) -> None:
-        # Report the error under way; every listing ignores a leftover temporary name.
+        # The error under way is reported; every listing ignores a leftover temporary name.
         with suppress(OSError):
             self._calls.unlink(path)
 

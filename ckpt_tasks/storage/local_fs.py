@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 # The system calls that change or read the disk: the module `os`, or a test's stand-in for it.
 Calls = Any
 
-# Errors of one object, which an older checkpoint does not share; all other errors are the store's.
-# ext4 and xfs return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
+# Errors of one object, which an older checkpoint does not share; all other errors are the store's. ext4 and xfs return
+# EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
 DAMAGED = (
     errno.ELOOP,
     errno.ENOTDIR,
@@ -47,7 +47,7 @@ DAMAGED = (
     getattr(errno, "EUCLEAN", 0),
 )
 
-# A disk or a file server did not answer. That says nothing about the bytes that were written.
+# A disk or a file server did not answer, which says nothing about the written bytes.
 _NO_ANSWER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _PAUSES_S = (0.05, 0.5)
 _READ_HINT = (
@@ -55,10 +55,10 @@ _READ_HINT = (
     "as damaged, and the one before it is used."
 )
 
-# Two places cannot share a file: two file systems, no hard links, too many links, another user's file.
+# Two directories cannot share a file: two file systems, no hard links, too many links, another user's file.
 NO_LINKS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
-# Existing files can be read, nothing can be written.
+# Existing files can be read, but nothing can be written.
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 HINTS = {
@@ -74,7 +74,7 @@ HINTS = {
 
 @contextmanager
 def our_errors(name: str, path: Path) -> Iterator[None]:
-    """Raise StoreError, ObjectNotFoundError, ObjectExistsError or IntegrityError for an error of the system."""
+    """Raise StoreError, ObjectNotFoundError, ObjectExistsError or IntegrityError in place of a system error."""
     try:
         yield
     except CkptError:
@@ -123,7 +123,7 @@ def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
 
 
 def link_above(root: Path, place: str) -> str | None:
-    """Return the symbolic link in the place of a directory below `root`, or of one above it; None if there is none."""
+    """Return the symbolic link that is in place of the directory `place` below `root`, or of a parent; None if none."""
     while place:
         path = os.path.join(root, place)
         if os.path.islink(path):
@@ -133,12 +133,12 @@ def link_above(root: Path, place: str) -> str | None:
 
 
 def fsync_directory(directory: Path, calls: Calls) -> None:
-    """Make the names in a directory durable, where the file system can."""
+    """Make the names in a directory durable, if the file system can."""
     fd = calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         calls.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a directory
+        if error.errno != errno.EINVAL:  # Some network file systems cannot fsync a directory.
             raise
     finally:
         calls.close(fd)

@@ -1,10 +1,10 @@
 """The place of a run: a directory, a URL, or a name that another package resolves.
 
-Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. The name of an entry point is its
+Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. An entry point is named after its
 scheme; it is a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
 Prefect block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
 
-A run waits out an outage of minutes. A person at the command line has more often misspelled a name, or lacks
+A run waits for minutes until an outage ends. A person at the command line has more often misspelled a name, or lacks
 credentials, and some clients (Google's) search for credentials for minutes before they make a request.
 """
 
@@ -31,9 +31,9 @@ from ckpt_tasks.storage.secrets import without_secrets
 __all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "free_bytes", "location_of", "stores_below"]
 
 GROUP = "ckpt_tasks.places"
-# None: opening a store sends no request. The command line sets it for the length of one command.
+# None: opening a store sends no request. The command line sets a limit while a command runs.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
-_BELOW_S = 10.0  # of requests to a directory below a store; a person waits
+_BELOW_S = 10.0  # The limit for requests to directories below a store: a person waits.
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 
@@ -43,11 +43,11 @@ class Location:
 
     `storage_options` are those of the store's file system (s3fs, adlfs, gcsfs); they may hold secrets and are in no
     repr. Without them credentials come from the usual places: a profile, the environment, an instance role.
-    `single_writer` does without the store's put-if-absent: you must make sure that only one process at a time writes.
+    `single_writer` does without the store's put-if-absent: you must ensure that only one process at a time writes.
     Raises ConfigError for a URL or options of another type.
     """
 
-    # pydantic reads this when Prefect validates a flow's parameter: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     url: str
@@ -58,17 +58,18 @@ class Location:
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url or "\0" in self.url:
             raise ConfigError(f"a location is a directory or a URL, a str, not {self.url!r:.200}")
-        options = self.storage_options  # never shown: the values may be secret
+        options = self.storage_options  # Never show the values: they may be secret.
         if options is not None and not (isinstance(options, Mapping) and all(isinstance(key, str) for key in options)):
             raise ConfigError("storage_options must be a dict of the file system's options")
         if type(self.single_writer) is not bool:
             raise ConfigError(f"single_writer must be True or False, not {self.single_writer!r}")
 
     def resolve(self, run_key: str | None = None) -> Location:
-        """Return the location that a name such as `block://NAME` stands for; directories and URLs return themselves.
+        """Return the location that a name such as `block://NAME` stands for; a directory or URL returns itself.
 
-        `run_key` is for names that need it. Raises ConfigError if a name with its own options is given others, or if a
-        scheme lacks a slash, and what the name's entry point raises.
+        `run_key` is for names that need it. Raises ConfigError if a name with its own options gets others, or if a
+        scheme
+        lacks a slash; and raises the errors of the name's entry point.
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")
@@ -81,7 +82,7 @@ class Location:
                 )
             resolved: Location = known.load()(rest, run_key)
             return replace(resolved, single_writer=resolved.single_writer or self.single_writer)
-        return self  # opening it will raise if the scheme is wrong
+        return self  # Opening it will raise if the scheme is wrong.
 
     def open(self, run_key: str | None = None) -> Store:
         """Return the store of the resolved location. Raises ConfigError if the URL names no store.
@@ -96,7 +97,7 @@ class Location:
             if not os.path.isdir(place):
                 raise ConfigError(f"{place} is a file, and a run is a directory", hint=_instead_of(str(place)))
             return local
-        from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
+        from ckpt_tasks.storage.objects import ObjectStore  # Imports fsspec.
         from ckpt_tasks.storage.retrying import RetryingStore
 
         store = ObjectStore(location.url, location.storage_options)
@@ -107,7 +108,7 @@ class Location:
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
-    """Return a Location unchanged; make one of a directory or URL. Raises ConfigError for another type."""
+    """Return a Location unchanged; make a Location of a directory or URL. Raises ConfigError for another type."""
     if isinstance(place, Location):
         return place
     if not isinstance(place, str | os.PathLike):
@@ -130,22 +131,22 @@ def stores_below(store: Store) -> dict[str, Store]:
                 sorted(entry.name for entry in os.scandir(place.root) if entry.is_dir()) if place.root.is_dir() else []
             )
         return {name: LocalStore(Path(place.root, name)) for name in names if not name.startswith(".")}
-    from ckpt_tasks.storage.objects import ObjectStore  # brings in fsspec
+    from ckpt_tasks.storage.objects import ObjectStore  # Imports fsspec.
     from ckpt_tasks.storage.retrying import RetryingStore
 
     if not isinstance(place, ObjectStore):
         return {}
     stores: dict[str, Store] = {}
     for name in place.folders():
-        with suppress(ConfigError):  # not a name that a run can have
+        with suppress(ConfigError):  # Skip a name that no run can have.
             stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
     return stores
 
 
 def free_bytes(store: Store) -> int | None:
-    """Return the bytes free for this user on a local store's disk, also before its directory is made.
+    """Return the bytes that this user can still write on a local store's disk, even before its directory is made.
 
-    None for a server, which has no limit that it tells, and where the system does not say. Quotas are not seen.
+    Returns None for a server, and if the system does not say. Quotas are not considered.
     """
     place = unwrapped(store)
     if not isinstance(place, LocalStore):
@@ -203,7 +204,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
             if given_up.wait(_PAUSE_S):
                 return
 
-    # A daemon thread: a client that searches cannot be stopped, and must not hold the process at its end.
+    # Use a daemon thread: a client that searches cannot be stopped, and must not hold the process when it exits.
     thread = threading.Thread(target=ask, name="ckpt-first-answer", daemon=True)
     thread.start()
     thread.join(limit_s)

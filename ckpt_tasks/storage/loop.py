@@ -1,4 +1,4 @@
-"""The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block; its idioms.
+"""The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block.
 
 asyncio runs blocking calls (host names, certificates, credentials) in an executor. Python shuts executors down before
 it calls atexit functions, and from 3.12 on it cannot start threads after that. But the last checkpoint is committed at
@@ -19,7 +19,8 @@ from typing import Any, TypeVar, TypeVarTuple
 __all__ = ["each", "failed", "in_flight", "io_loop", "slices"]
 
 _BLOCKING_THREADS = 6
-_IN_FLIGHT = 8  # requests; of parts of an upload, the memory beside the image is their bytes
+# Requests at a time. For an upload in parts, their bytes are all the memory that it needs beside the image.
+_IN_FLIGHT = 8
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -65,14 +66,14 @@ async def each(ask: Callable[[str], Awaitable[_T]], keys: Iterable[str]) -> dict
 
 
 def failed(answers: Mapping[str, object]) -> dict[str, BaseException]:
-    """Return the errors among answers."""
+    """Return the errors among the answers."""
     return {key: answer for key, answer in answers.items() if isinstance(answer, BaseException)}
 
 
 async def in_flight(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run jobs, several at a time, and return their results in order; after an error cancel the others, and raise it.
+    """Run jobs, several at a time; return their results in order. After an error cancel the others, and raise it.
 
-    A job is made when there is room for it: this bounds the memory.
+    A job is made only when it can start: this bounds the memory.
     """
     free, waiting, begun = asyncio.Semaphore(_IN_FLIGHT), iter(jobs), list[asyncio.Task[_T]]()
 
@@ -100,7 +101,7 @@ async def in_flight(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
-    """Cut consecutive buffers into copies of `part_bytes` each; the last one has the rest.
+    """Cut consecutive buffers into copies of `part_bytes` each; the last copy has the rest.
 
     The client needs streams with their own memory: it would copy plain bytes again.
     """
@@ -129,11 +130,11 @@ def _answer(calls: SimpleQueue[_Call]) -> None:
             future.set_result(func(*args))
         except BaseException as error:  # noqa: BLE001 (the caller's future raises it)
             future.set_exception(error)
-        del future, func, args  # otherwise the arguments would stay alive until the next call
+        del future, func, args  # Otherwise the arguments would stay alive until the next call.
 
 
 def _after_fork() -> None:
-    """Forget the loop in a forked child, which has none of its threads; closing it would disturb the parent's."""
+    """Forget the loop in a forked child, which lacks its threads; closing it would disturb the parent's loop."""
     global _loop, _starting
     _inherited.append(_loop)
     _loop, _starting = None, threading.Lock()

@@ -2,7 +2,7 @@
 
 Invariants
 
-1. A request is sent once. `retrying` decides about retries; for a commit, the caller does, which reads it back.
+1. A request is sent once. `retrying` decides about retries; for a commit, the caller does: it reads the entry back.
 2. `put_if_absent` is one small request with a condition that the server checks, never a check followed by a write
    (except if the run's creator set `single_writer`, because the store has no such condition).
 3. Nothing is cached, neither listings nor file-system instances; a forked process opens its own connections.
@@ -35,12 +35,13 @@ from ckpt_tasks.storage.secrets import Redactor, without_secrets
 __all__ = ["ObjectStore"]
 
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
-# Notice a stalled connection within seconds; no retries in the client: they hide failures and repeat commits.
+# Notice a stalled connection within seconds. The client must not retry: that hides failures and repeats commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
 # Over TLS no client signs a body. Without TLS, hashing takes a third of an upload's time; the CRC is in signed headers.
 _S3_SIGNING = {"payload_signing_enabled": False}
-_ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # whatever the options say
-_IN_MEMORY = threading.Lock()  # fsspec's memory file system checks and then writes; only this process has it
+_ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # These settings win over the user's options.
+# fsspec's memory file system checks and then writes; only this process has its objects.
+_IN_MEMORY = threading.Lock()
 
 _LEAST_GAP_BYTES, _MOST_GAP_BYTES = 64 << 10, 8 << 20
 
@@ -50,11 +51,11 @@ _inherited: list[object] = []
 _T = TypeVar("_T")
 
 
-Requests = S3Requests | OtherRequests  # one attempt each
+Requests = S3Requests | OtherRequests  # One attempt each.
 
 
 class ObjectStore:
-    """Keep objects below a URL like s3://bucket/run-7; see `Store` for what each method does.
+    """Keep objects below a URL like s3://bucket/run-7; see `Store` for the contract of each method.
 
     `storage_options` go to the file system of fsspec (s3fs, adlfs, gcsfs); without them the client looks for
     credentials in a profile, the environment or an instance role.
@@ -64,10 +65,10 @@ class ObjectStore:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         parts, shown = urlsplit(url), without_secrets(url)
-        if "@" in url:  # no rule says where a secret with a slash in it ends
+        if "@" in url:  # It cannot be known where a secret with a slash ends.
             hint = "Credentials come from storage_options, a profile or the environment: write s3://bucket/directory."
             raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
-        # fsspec would open something else for some strings (simplecache::http://…).
+        # fsspec would open something else for some URLs (simplecache::http://…).
         if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
             raise ConfigError(f"{shown!r:.200} is not a place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
@@ -94,7 +95,7 @@ class ObjectStore:
 
     @property
     def gap_bytes(self) -> int:
-        """Latency × bandwidth, as measured in the requests so far."""
+        """Latency × bandwidth, as measured by the requests so far."""
         return self._measured.gap_bytes
 
     @property
@@ -118,7 +119,7 @@ class ObjectStore:
         if not isinstance(source, ObjectStore) or not self._reaches(source):
             return False
         with suppress(ObjectNotFoundError):
-            return self.size(name) == size_bytes  # an earlier try's: a copy appears whole or not at all
+            return self.size(name) == size_bytes  # An earlier try made the copy: a copy appears whole or not at all.
         theirs, key = source._key(name), self._key(name)
         return self._run(name, lambda requests: requests.copy(source._bucket, theirs, key, size_bytes))
 
@@ -133,7 +134,7 @@ class ObjectStore:
     def read(self, name: str, begin: int, into: memoryview) -> None:
         key = self._key(name)
         if not into.nbytes:
-            self.size(name)  # there is no request for zero bytes
+            self.size(name)  # There is no request for zero bytes.
             return
         began = time.perf_counter()
         self._run(name, lambda requests: requests.read(key, begin, into))
@@ -192,12 +193,12 @@ class ObjectStore:
         """Do nothing: an object store does not fill up."""
 
     def folders(self) -> list[str]:
-        """List the names directly below this place that have objects below them; many are one request."""
+        """List the names directly below this prefix that have objects below them; many names come in one request."""
         keys = self._run("", lambda requests: requests.folders(self._prefix), of_listing)
         return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
 
     def below(self, name: str) -> ObjectStore:
-        """Return the place of this name below this one, with the same connections."""
+        """Return the store of this name below this one, with the same connections."""
         store = ObjectStore(f"{self.url}/{name}", self._options)
         store._opened = self._requests()
         return store
@@ -205,7 +206,7 @@ class ObjectStore:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reaches(self, other: ObjectStore) -> bool:
-        """Say whether another store is on the same server, with the same credentials."""
+        """Return True if another store is on the same server, with the same credentials."""
         places = ((self._protocol, self.endpoint, self._options), (other._protocol, other.endpoint, other._options))
         return places[0] == places[1]
 
@@ -234,12 +235,13 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             failure = self._ours(error, translate(error, name))
         failure.__context__ = None
-        raise failure  # here, outside of `except`: raised there it would keep the client's error as its context
+        # Raise it outside `except`: there it would keep the client's error as its context.
+        raise failure
 
     def _ours(self, error: BaseException, ours: CkptError) -> CkptError:
-        """Return our error for a client's, without secrets."""
+        """Return our error for a client's error, without secrets."""
         if is_expired(error):
-            self._opened = None  # the next try reads the credentials again
+            self._opened = None  # The next try reads the credentials again.
         ours.message = self._redactor.text(ours.message)
         ours.args = (ours.message,)
         if ours is not error or ours.__cause__ is not None:
@@ -255,20 +257,21 @@ class ObjectStore:
             return self._opened
 
     def _leave_to_parent(self) -> None:
-        """Forget the connections in a forked child; closing them here would disturb the parent's event loop."""
+        """Forget the connections in a forked child; closing them would disturb the parent's event loop."""
         _inherited.append(self._opened)
         self._opening, self._opened = threading.Lock(), None
 
     def _file_system(self) -> Any:
         """Import the file system; an import may draw from Python's random stream, which belongs to training.
 
-        s3fs imports rich, which draws a number [found with rich 15.0]. Call it while the store is made, since no thread
-        of ours may restore the stream.
+        s3fs imports rich, which draws a number (found with rich 15.0). Call this while the store is made, since no
+        thread of
+        ours may restore the stream.
         """
         state = random.getstate()
         try:
             if self._protocol == "s3":
-                import s3fs  # takes a quarter of a second
+                import s3fs  # The import takes a quarter of a second.
 
                 return s3fs.S3FileSystem
             return fsspec.get_filesystem_class(self._protocol)
@@ -287,7 +290,7 @@ class ObjectStore:
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}
                 fs = self._class(**options)
-                sync(fs.loop, fs.set_session)  # checks the options
+                sync(fs.loop, fs.set_session)  # This checks the options.
                 return fs
             return self._class(**options)
         except (TypeError, ValueError) as error:
@@ -299,11 +302,11 @@ class ObjectStore:
 
 
 class _Measured:
-    """The cost of a request: latency from the shortest one, bandwidth from the fastest large one."""
+    """The cost of a request: the shortest latency, and the bandwidth of the fastest large request."""
 
     def __init__(self) -> None:
         self._latency_s = 0.05
-        self._bandwidth = 50e6  # bytes per second
+        self._bandwidth = 50e6  # Bytes per second.
         self._seen = False
 
     @property
@@ -319,7 +322,7 @@ class _Measured:
 
 
 def _host(endpoint: str) -> str:
-    """Return scheme, host and port of an endpoint: never credentials or keys."""
+    """Return scheme, host and port of an endpoint, but no credentials or keys."""
     parts = urlsplit(endpoint)
     if not parts.hostname:
         return "named"

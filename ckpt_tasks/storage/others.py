@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class OtherRequests:
-    """The requests of `objects.Requests`; an object is whole in memory while it is written."""
+    """The requests of `objects.Requests`; a written object is whole in memory."""
 
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
@@ -27,7 +27,7 @@ class OtherRequests:
         await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Return False, so that the bytes are sent: each of these stores copies in its own way."""
+        """Return False, so that the bytes are sent: each of these stores has its own way to copy."""
         return False
 
     async def get(self, key: str, max_bytes: int) -> bytes:
@@ -74,7 +74,7 @@ class OtherRequests:
         if self._fs.async_impl:
             return await each(ask, keys)
         said: dict[str, Any] = {}
-        for key in keys:  # fsspec's memory, which waits for nothing
+        for key in keys:  # fsspec's memory is deleted without waiting.
             try:
                 said[key] = await ask(key)
             except Exception as error:  # noqa: BLE001 (the caller is told of each key)

@@ -10,8 +10,8 @@ path. The contract:
   bytes.
 * `get`, `read`, `size` and `names` see a put object at once, from everywhere.
 * `delete` is idempotent.
-* A store retries, caches and interprets nothing. A failure is a StoreError, a missing object an ObjectNotFoundError,
-  and an object that cannot be what was written (too short, too long, unreadable, no file) an IntegrityError. Only
+* A store does not retry, cache or interpret. A failure is a StoreError, a missing object an ObjectNotFoundError,
+  and an object that cannot be what was written (too short, too long, unreadable, not a file) an IntegrityError. Only
   `put_if_absent` may also raise CommitUncertainError: the object can be read, but may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class ReadableStore(Protocol):
-    """What a restore needs of a store.
+    """The part of a store that a restore needs.
 
     `near`: reading costs little more than a copy in memory, so that reading twice is cheaper than keeping the bytes.
     `gap_bytes`: reading up to this many unneeded bytes costs less than another request.
@@ -73,7 +73,7 @@ class ReadableStore(Protocol):
 
 
 class Store(ReadableStore, Protocol):
-    """A place for objects; see the module's docstring for the contract.
+    """A place for objects; the module's docstring has the contract.
 
     `endpoint` is the server's URL, None for a local directory.
     """
@@ -88,14 +88,14 @@ class Store(ReadableStore, Protocol):
         """Write a small object unless the name is taken; raise ObjectExistsError if it is."""
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        """Take an object of another store under the same name, without sending its bytes through this process.
+        """Copy an object of another store under the same name, without sending its bytes through this process.
 
-        Returns False if that is impossible, or if the name is taken by something else. Only the size is checked: raises
-        IntegrityError if the source has another one.
+        Returns False if that is impossible, or if another object has the name. Only the size is checked: raises
+        IntegrityError if the source's size differs.
         """
 
     def replace(self, name: str, body: bytes) -> None:
-        """Write or overwrite a small object: a heartbeat, or format.json for another endpoint."""
+        """Write or overwrite a small object: a heartbeat, or format.json if the endpoint changes."""
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         """List the names that begin with `prefix` in order, `limit` at most; raise ConfigError for an invalid prefix.
@@ -110,16 +110,16 @@ class Store(ReadableStore, Protocol):
         """Delete an object; a missing one is not an error."""
 
     def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """Delete several objects, the first ones first where the store keeps an order; return the errors of the others.
+        """Delete several objects, in this order where the store keeps one; return the errors of those that stay.
 
         Raises StoreError if the store does not answer: then any of them may be gone.
         """
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free what unfinished writes left under names with `dead(name)`: no process writes those any more."""
+        """Free the space of unfinished writes under names with `dead(name)`: no process writes these any more."""
 
     def assume_single_writer(self) -> None:
-        """From now on check before a `put_if_absent`, because the store has no conditional put."""
+        """Check before every later `put_if_absent`, because the store has no conditional put."""
 
     def keep_room(self) -> None:
         """Reserve room for the ledger, so that it can be written when the disk is full; never raises."""
@@ -146,7 +146,7 @@ def moved() -> None:
 
 
 class OneByOne:
-    """What is asked for several objects at once, as a request for each."""
+    """Answer calls about several objects with one request for each."""
 
     def sizes(self: Store, names: Sequence[str]) -> list[int]:
         return [*map(self.size, names)]
@@ -162,7 +162,7 @@ class OneByOne:
 
 
 class WrappedStore(OneByOne):
-    """Forward every call to `inner` by way of `_forward`, what is asked for several objects one by one."""
+    """Forward every call to `inner` by way of `_forward`; calls about several objects become one call for each."""
 
     def __init__(self, inner: Store):
         self.inner = inner
@@ -174,12 +174,12 @@ class WrappedStore(OneByOne):
 
     @property
     def endpoint(self) -> str | None:
-        """The server's URL, None for a local directory."""
+        """The server's URL; None for a local directory."""
         return self.inner.endpoint
 
     @property
     def gap_bytes(self) -> int:
-        """How many unneeded bytes cost less than another request."""
+        """Reading up to this many unneeded bytes costs less than another request."""
         return self.inner.gap_bytes
 
     def _forward(self, request: Callable[[], _T]) -> _T:

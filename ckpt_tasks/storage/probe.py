@@ -1,7 +1,7 @@
-"""Test whether a store does what commits need; some accept the condition of a put and ignore it.
+"""Test whether a store does what commits need: some stores accept the condition of a put and ignore it.
 
-The tests are for faults that real stores have had: a second writer of a name, one after the other and eight at once;
-and reading, listing in order and partial reads right after a write.
+The tests look for faults that real stores have had: with a second writer of a name, later or at once (eight of them);
+and with reading, listing in order and partial reads right after a write.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
             raise ConfigError(f"{store.url} does not show at once what was written", hint="Use another store.")
         return {"put_if_absent": not single_writer, "read_after_write": True, "ordered_listing": True}
     finally:
-        with suppress(StoreError):  # a few bytes may stay; no run uses the names
+        with suppress(StoreError):  # A few bytes may stay; no run uses the names.
             store.delete_all(written)
 
 
@@ -92,7 +92,7 @@ def _put(store: Store, name: str, body: bytes) -> StoreError | None:
 
 
 def _keeps_word(store: Store, name: str, answers: Mapping[bytes, StoreError | None]) -> bool:
-    """Say whether the object has the bytes of every writer that was told "done"; another's answer may be lost.
+    """Return True if every writer that was told "done" wrote the object's bytes; a lost answer proves nothing.
 
     Raises a writer's error if the object is missing.
     """

@@ -1,4 +1,4 @@
-"""Room that a run directory keeps for its own ledger, so that a full disk can still be pruned.
+"""Disk space that a run directory reserves for its own ledger, so that a full disk can still be pruned.
 
 A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, there is
 no room even for that. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry finds no room,
@@ -6,9 +6,9 @@ one of them is deleted and the entry is written again (docs/decisions/0030).
 
 Invariants
 
-1. Only the ledger uses the reserve. Data would take all of it at once and leave none for the prune.
-2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same time
-   delete two files, each deletion frees an inode as well, and a file that has a second name elsewhere keeps its bytes.
+1. Only the ledger uses the reserve. Data would take all of it at once and leave nothing for the prune.
+2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same
+   time delete two files, each deletion frees an inode as well, and a file that has a second name keeps its bytes.
 3. No run fails because its reserve cannot be made.
 """
 
@@ -61,7 +61,7 @@ class Reserve:
                 )
 
     def spend(self, name: str, write: Callable[[], None]) -> None:
-        """Write an object; if it is a ledger entry and finds no room, delete files of the reserve until it does."""
+        """Write an object; if it is a ledger entry and the disk is full, delete files of the reserve until it fits."""
         of_ledger = parse_ledger_name(name) is not None or is_live_list(name)
         while True:
             try:
@@ -74,13 +74,14 @@ class Reserve:
         with suppress(FileNotFoundError):
             if os.lstat(path).st_size == _FILE_BYTES:
                 return
-            self._unlink(path)  # the process that wrote it was killed
-        with suppress(FileExistsError):  # another process has just made it
-            # Random bytes: a file system that compresses, or shares equal blocks, would reserve nothing for others.
+            self._unlink(path)  # The process that wrote it was killed.
+        with suppress(FileExistsError):  # Another process has just made it.
+            # Random bytes: a file system that compresses, or shares equal blocks, would reserve nothing for other
+            # bytes.
             self._write(path, os.urandom(_FILE_BYTES))
 
     def _delete_one(self) -> bool:
-        with suppress(OSError):  # report the entry's error
+        with suppress(OSError):  # The entry's error is reported.
             for name in _NAMES:
                 with suppress(FileNotFoundError):
                     self._unlink(unlinked(self._root, name, StoreError))

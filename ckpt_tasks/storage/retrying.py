@@ -26,13 +26,14 @@ __all__ = ["RetryingStore", "is_transient", "read_good", "tried_again", "wait_s"
 _T = TypeVar("_T")
 
 _DEADLINE_S = (
-    120.0  # from a request's first failure on; after that the caller's policy for a store that is down applies
+    # Counts from a request's first failure; after that the caller's policy for an unreachable store applies.
+    120.0
 )
 _FIRST_S = 0.2
 _MOST_S = 10.0
-_QUIET_TRIES = 2  # a refusal or two is normal, and not logged
+_QUIET_TRIES = 2  # A refusal or two is normal, and not logged.
 _TRIES = 5
-_QUIET_S = 60.0  # a store that goes and comes is logged once in so many seconds
+_QUIET_S = 60.0  # A store that comes and goes is logged once in this time.
 _LOOK_BYTES = 16 << 20
 _READS = 3
 _PAUSE_S = 0.1
@@ -41,19 +42,19 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class RetryingStore(WrappedStore):
-    """Another store, with transient failures retried for `deadline_s` seconds."""
+    """Another store, whose transient failures are retried for `deadline_s` seconds."""
 
     def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
         super().__init__(inner)
         self._deadline_s = deadline_s
-        self._told_s = -math.inf  # when a line about an outage was logged last; infinite while one goes on
+        self._told_s = -math.inf  # The time of the newest line about an outage; infinite while an outage lasts.
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         failed = False
 
         def ours() -> bool:
-            # The object is our own earlier try, whose answer was lost: only one attempt uses the name.
-            # Once a try has failed, comparing the size is enough.
+            # The object is our own earlier try, whose answer was lost: only one attempt uses the name. Once a try has
+            # failed, comparing the size is enough.
             try:
                 return self._holds(name, body, size_only=failed)
             except ObjectNotFoundError:
@@ -97,7 +98,7 @@ class RetryingStore(WrappedStore):
         return refused
 
     def _holds(self, name: str, body: Sequence[bytes | memoryview], *, size_only: bool) -> bool:
-        """Say whether an object consists of these buffers in order."""
+        """Return True if an object consists of these buffers in order."""
         pieces = [memoryview(piece).cast("B") for piece in body]
         if self.inner.size(name) != sum(piece.nbytes for piece in pieces):
             return False
@@ -114,10 +115,10 @@ class RetryingStore(WrappedStore):
 
     def _forward(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
         failed_s: float | None = None
-        tells = False  # of all requests in an outage one logs its begin and its end
+        tells = False  # Only one of the requests in an outage logs its begin and end.
 
         def left_s() -> float:
-            # An upload may take longer than the deadline before it fails for the first time.
+            # An upload may run longer than the deadline before it fails for the first time: count from that failure.
             return self._deadline_s if failed_s is None else self._deadline_s - (system().monotonic() - failed_s)
 
         def over(state: tenacity.RetryCallState) -> bool:
@@ -148,7 +149,7 @@ class RetryingStore(WrappedStore):
 
 
 async def tried_again(request: Callable[[], Awaitable[_T]], worth: Callable[[BaseException], bool]) -> _T:
-    """Make one request on the event loop, five times at most as long as its error is `worth` another one."""
+    """Make a request on the event loop, up to five times while its error is `worth` another try."""
     retry, stop = tenacity.retry_if_exception(worth), tenacity.stop_after_attempt(_TRIES)
     return await tenacity.AsyncRetrying(retry=retry, wait=wait_s, stop=stop, reraise=True)(request)
 

@@ -27,14 +27,15 @@ __all__ = ["S3Requests", "send_part", "sending_once"]
 _log = logging.getLogger("ckpt_tasks")
 
 PART_BYTES = 16 << 20
-_COPIED_BYTES = 256 << 20  # per request: what a server can copy before the request times out
+_COPIED_BYTES = 256 << 20  # A server can copy this many bytes before the request times out.
 _MOST_PARTS = 10_000
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
-_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # answers of stores that cannot list uploads
-_NOT_KNOWN = (400, 405, 411, 501)  # how stores refuse a request that they do not have
-_STATUS = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}  # of an answer about one key, which has none
-_WORDLESS = ((400, ""), (403, ""))  # a HEAD has no body: are credentials expired, or permissions missing?
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # Answers of stores that cannot list uploads.
+_NOT_KNOWN = (400, 405, 411, 501)  # Status codes of stores that do not know a request.
+# The status for an answer about one of several keys, which has only a code.
+_STATUS = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}
+_WORDLESS = ((400, ""), (403, ""))  # A HEAD has no body, so expired credentials look like missing permissions.
 
 
 class S3Requests:
@@ -43,7 +44,7 @@ class S3Requests:
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
         self._bucket = bucket
-        self._deletes_one = False  # the store has no request that deletes several objects
+        self._deletes_one = False  # True if the store has no request that deletes several objects.
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
         """Write an object, a large one in parallel parts; it becomes visible when all of it is there."""
@@ -107,17 +108,17 @@ class S3Requests:
         except Exception as error:
             if answer_of(error) not in _WORDLESS:
                 raise
-            answer = await self._call("get_object", Key=key)  # refused again, this time with a reason
+            answer = await self._call("get_object", Key=key)  # The store refuses again, this time with a reason.
             answer["Body"].close()
         return int(answer["ContentLength"])
 
     async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]:
-        """Return objects' sizes in bytes, or errors: one listing has the sizes of those that lie together."""
+        """Return the sizes of objects in bytes, or errors; one listing serves all keys that lie together."""
         sizes: dict[str, int | BaseException] = {}
         for folder, count in Counter(key.rpartition("/")[0] for key in keys).items():
             if count > 1:
                 sizes |= await self.keys(f"{folder}/", lambda keys: False, _PAGE)
-        alone = [key for key in keys if key not in sizes]  # or its listing is late
+        alone = [key for key in keys if key not in sizes]  # These keys lie alone, or the listing missed them.
         sizes |= await each(self.size, alone)
         return {key: sizes[key] for key in keys}
 
@@ -133,7 +134,7 @@ class S3Requests:
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def folders(self, prefix: str) -> list[str]:
-        """List what keys below a prefix have up to the next slash, each once."""
+        """List the distinct names that keys below a prefix have up to the next slash."""
         names: list[str] = []
         more: dict[str, Any] = {}
         while True:
@@ -148,7 +149,7 @@ class S3Requests:
         await self._call("delete_object", Key=key)
 
     async def delete_all(self, keys: Sequence[str]) -> dict[str, BaseException]:
-        """Delete objects, up to a thousand with one request; return the errors of those that the store keeps."""
+        """Delete objects, up to a thousand with one request; return the errors of those that stay."""
         refused: dict[str, BaseException] = {}
         for begin in range(0, len(keys), _PAGE):
             page = keys[begin : begin + _PAGE]
@@ -203,7 +204,7 @@ class S3Requests:
             answer = await self._call(
                 "complete_multipart_upload", MultipartUpload={"Parts": parts}, **upload, **condition
             )
-            # The status 200 comes first: only the document says "done".
+            # The status 200 comes early: only the document says "done".
             if not answer.get("ETag") and not answer.get("Key"):
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:
@@ -212,7 +213,7 @@ class S3Requests:
 
     async def _send(self, upload: dict[str, str], number: int, data: io.BytesIO) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
-            data.seek(0)  # an earlier try has read from it
+            data.seek(0)  # An earlier try has read from it.
             return await self._call("upload_part", PartNumber=number, Body=data, **upload)
 
         answer = await send_part(upload["Key"], once)
@@ -246,7 +247,7 @@ class S3Requests:
 
 
 class RefusedKeyError(Exception):
-    """What an answer about several keys says of one; it is read as the answer to a request for this key alone."""
+    """What an answer about several keys says of one key; it is read as the answer to a request for this key alone."""
 
     def __init__(self, said: dict[str, Any]):
         super().__init__(said.get("Message", ""))
@@ -261,14 +262,14 @@ def sending_once() -> type:
     class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:
             session = await super()._get_session(proxy_url)
-            session._retry_connection = False  # as aiohttp's own tests do; there is no option
+            session._retry_connection = False  # aiohttp's own tests do the same; there is no option.
             return session
 
     return SendingOnce
 
 
 async def _receive(body: Any, into: memoryview, key: str) -> None:
-    """Copy an answer's body into a buffer as it arrives."""
+    """Copy the body of an answer into a buffer while it arrives."""
     at = 0
     async for data in body.raw_stream.content.iter_any():
         if at + len(data) > into.nbytes:
@@ -286,7 +287,7 @@ def _short(message: str, key: str) -> StoreError:
 
 
 async def send_part(key: str, request: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """Send one part of a large upload, with retries; the other parts are not sent again for it."""
+    """Send one part of a large upload; retries do not send the other parts again."""
 
     async def once() -> dict[str, Any]:
         try:

@@ -31,7 +31,7 @@ _NAMES_OF_KEYS = frozenset({"key", "aws_access_key_id", "access_key", "client_id
 _PUBLIC_TOKENS = frozenset(
     {"anon", "browser", "cache", "cloud", "google_default"}
 )  # gcsfs: values of `token` that name a way to log in
-_SHORTEST = 4  # a shorter value would match in every text
+_SHORTEST = 4  # A shorter value would match in every text.
 _HIDDEN = "***"
 # In a URL: user and password up to the last @, and everything after the question mark (a signature).
 _IN_URL = re.compile(
@@ -40,7 +40,7 @@ _IN_URL = re.compile(
 
 
 class ClientError(Exception):
-    """A client's exception as text without secrets: the cause of our error in a traceback."""
+    """A client's exception as text without secrets; it is the cause of our error in a traceback."""
 
 
 class Redactor:
@@ -60,7 +60,7 @@ class Redactor:
         return without_secrets(text)
 
     def cause(self, error: BaseException) -> ClientError:
-        """Return a ClientError in place of a client's error and all of its causes."""
+        """Return a ClientError in place of a client's error and all its causes."""
         kind = type(error)
         return ClientError(self.text(f"{kind.__module__}.{kind.__qualname__}: {error}"))
 
@@ -85,7 +85,7 @@ def _hides(path: str) -> bool:
 
 
 def _passwords(text: str) -> set[str]:
-    """Return the parts of a text that are secret as a URL's or a connection string's."""
+    """Return the secret parts of a text that is a URL or a connection string."""
     secrets = set()
     if "://" in text and "@" in text:
         secrets |= {*text.partition("://")[2].rpartition("@")[0].partition(":")[::2]}

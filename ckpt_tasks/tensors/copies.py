@@ -1,6 +1,6 @@
-"""Copies into live tensors: which live tensor takes which stored one, and whether shared memory can hold the values.
+"""Copies into live tensors: which stored tensor goes into which live one, and whether shared memory can hold both.
 
-Two live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole target, so that it also
+Live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole target, so that it also
 finds a conflict between two groups.
 """
 
@@ -31,8 +31,7 @@ class _Wanted(NamedTuple):
 class Copies:
     """Copies into live tensors: collected, checked, and then made all at once.
 
-    `bind` reserves a live tensor for a stored one; `home` finds it again for a place that shared its memory when the
-    state was saved.
+    `bind` reserves a live tensor for a stored one; `home` finds it again for a second reference to the stored tensor.
     """
 
     def __init__(self) -> None:
@@ -44,11 +43,11 @@ class Copies:
         self._offered: list[tuple[torch.Tensor, str]] = []
 
     def offer(self, live: torch.Tensor, key: str) -> None:
-        """Offer a live tensor as the place of a stored one; it is bound only when a plain value asks for it."""
+        """Offer a live tensor as the target of a stored one; it is bound only if a plain value needs it."""
         self._offered.append((live, key))
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
-        """Reserve a live tensor's memory for a stored tensor; return False if another one has it."""
+        """Reserve a live tensor's memory for a stored tensor; return False if another stored tensor has it."""
         self._take_offers()
         known = _shown(live)
         if known is not None and self._keys.setdefault(known, key) != key:
@@ -57,17 +56,17 @@ class Copies:
         return True
 
     def is_bound(self, live: torch.Tensor) -> bool:
-        """Say whether a live tensor's memory is reserved."""
+        """Return True if a live tensor's memory is reserved."""
         self._take_offers()
         return _shown(live) in self._keys
 
     def home(self, key: str) -> torch.Tensor | None:
-        """Return the live tensor that will hold a stored one, None if there is none."""
+        """Return the live tensor that will hold a stored one; None if there is none."""
         self._take_offers()
         return self._homes.get(key)
 
     def shared(self, ref: TensorRef, device: torch.device | None) -> Any:
-        """Return a value for a ref, on a device or any, that shows the memory of the same tensor elsewhere, or None."""
+        """Return a live value that shares the memory of a ref's tensor, on `device` (None: any), or None."""
         home = self.home(ref.key)
         if home is None or (device is not None and home.device != device):
             return None
@@ -78,12 +77,12 @@ class Copies:
         return home.detach() if home.requires_grad else None
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
-        """Reserve a container for its new contents; return False if it is at two places with different contents."""
+        """Reserve a container for its new contents; return False if another path needs other contents in it."""
         first = self._contents.setdefault(id(container), tree)
         return first is tree or _contents(first, stored) == _contents(tree, stored)
 
     def want(self, place: str, live: torch.Tensor, ref: TensorRef) -> None:
-        """Request a copy into a live tensor; `place` is for the error."""
+        """Request a copy into a live tensor; `place` names it in an error."""
         self._wanted.append(_Wanted(place, live, ref.key))
 
     def prepare(self, source: TensorSource) -> None:
@@ -95,7 +94,7 @@ class Copies:
             known = _shown(wanted.live)
             before = first.setdefault(known, wanted) if known else wanted
             if before is wanted:
-                different += [] if is_sharded(wanted.live) else [wanted]  # shards share no memory
+                different += [] if is_sharded(wanted.live) else [wanted]  # Shards share no memory.
             elif before.key != wanted.key and not same_bits(source.read(wanted.key), source.read(before.key)):
                 why = f"it is tied to {before.place} here, but they differ in the checkpoint"
                 raise StateMismatchError(why, key=wanted.place)
@@ -104,7 +103,7 @@ class Copies:
 
     @property
     def pairs(self) -> list[tuple[torch.Tensor, str]]:
-        """The copies that `write` makes: (live tensor, key)."""
+        """The copies that `write` will make: (live tensor, key)."""
         return [(live, key) for _, live, key in self._wanted]
 
     def write(self) -> None:
@@ -118,7 +117,7 @@ class Copies:
             self.bind(live, key)
 
     def _check(self, cluster: list[_Wanted]) -> None:
-        """Write the values into scratch memory of the same layout; raise if they cannot all be read back."""
+        """Write the values into scratch memory of the same layout; raise if some cannot be read back."""
         base = cluster[0].live.data_ptr() & ~(_ALIGNED - 1)
         size_bytes = max(wanted.live.data_ptr() + _extent(wanted.live) for wanted in cluster) - base
         scratch = torch.zeros(size_bytes + _ALIGNED, dtype=torch.uint8)
@@ -150,7 +149,7 @@ def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 
 def _contents(tree: Any, stored: Stored) -> str:
-    # As text, in which NaN equals itself and 1 differs from True. Empty tensors share no memory.
+    # Compare texts, in which NaN equals itself and 1 differs from True. Empty tensors share no memory.
     contents = repr(tree)
     for ref in tensor_refs(tree):
         contents = contents if all(stored[ref.key][1]) else contents.replace(repr(ref), repr(stored[ref.key]))
@@ -164,7 +163,7 @@ def _extent(live: torch.Tensor) -> int:
 
 
 def _clusters(different: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield groups of tensors whose memory may overlap; a tensor without overlaps, even with itself, is left out."""
+    """Yield groups of tensors whose memory may overlap; leave out tensors without any overlap, even within."""
     cluster: list[_Wanted] = []
     device, end = None, 0
     for wanted in sorted(

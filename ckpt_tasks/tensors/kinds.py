@@ -1,8 +1,9 @@
-"""Values that a tree holds in parts (Typed in format/tree.py): a row of KINDS takes a kind apart and builds it again.
+"""Values that a tree holds in parts (Typed in format/tree.py): each row of KINDS takes one kind apart and rebuilds it.
 
-A class, of a named tuple or an Enum, is stored by its name and never imported. A restore takes the class of the value
-at its place, else the class of that name in a module that the program has imported, and only if it is what it was: a
-named tuple with these fields, or an Enum with these members. None of its code runs.
+The class of a named tuple or an Enum is stored by name and never imported. A restore takes the class of the value that
+it replaces, or else the class of that name in a module that the program has imported, and only if it still fits: a
+named
+tuple with these fields, or an Enum with these members. None of its code runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PATHS: dict[str, type[PurePath]] = {
     "PureWindowsPath": PureWindowsPath,
 }
 _OF_ROWS, _OF_COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
-# The parts of a sparse tensor beside its values.
+# The parts of a sparse tensor other than its values.
 _INDICES = {
     torch.sparse_coo: ("_indices",),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _OF_ROWS),
@@ -47,10 +48,10 @@ Taken = tuple[Head, dict[str, Any]]
 
 
 class ValueKind(NamedTuple):
-    """A kind of value: how it is taken apart into a head and live parts, and built of a tree and made parts.
+    """A kind of value: how it is taken apart into a head and live parts, and rebuilt from a tree and new parts.
 
-    `types` are its exact types; a kind of many types says by `has` whether a value is one. `place`: the parts show the
-    value's own memory or items, so a restore can go into them. `reads`: what is built depends on the values in the
+    `types` are its exact types; `has` recognises a value of a kind with many types. `place`: the parts share the
+    value's own memory or items, so a restore can write into them. `reads`: the result depends on the values of the
     parts, which are read first. `key`: it can be a key or an element of a set.
     """
 
@@ -64,13 +65,13 @@ class ValueKind(NamedTuple):
 
 
 def kind_of_value(value: Any) -> str | None:
-    """Return the tag of a value that is taken apart, None for any other."""
+    """Return the tag of a value that is taken apart; None for any other value."""
     tag = _TAGS.get(type(value))
     return tag or next((tag for tag, has in _FAMILIES if has(value)), None)
 
 
 def build(tree: Typed, parts: dict[str, Any], live: Any) -> Any:
-    """Build a value of its parts; raise IntegrityError if they are none, StateMismatchError without its class."""
+    """Rebuild a value from its parts; raise IntegrityError if they do not fit, StateMismatchError without its class."""
     try:
         return KINDS[tree.tag].build(tree.head, parts, live)
     except (*MALFORMED, RuntimeError) as error:
@@ -78,7 +79,7 @@ def build(tree: Typed, parts: dict[str, Any], live: Any) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """Return the class of a name "module:Class" in the modules that are imported; look it up, and run nothing."""
+    """Return the class named "module:Class" if its module is imported already; runs no code of the module."""
     module, _, path = name.partition(":")
     home: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -94,7 +95,7 @@ def _fits(kind: Any, names: tuple[str, ...], *, enum: bool) -> bool:
 
 @lru_cache(256)
 def _name_of(kind: Any) -> str:
-    """Name a class so that a restore finds it; raise UnsupportedStateError if it could not."""
+    """Name a class so that a restore finds it; raise UnsupportedStateError if a restore could not."""
     name, enum = f"{kind.__module__}:{kind.__qualname__}", isinstance(kind, EnumMeta)
     if not _fits(_imported(name), (*kind.__members__,) if enum else kind._fields, enum=enum):
         hint = "Define the class at the top of a module, under its own name: a restore looks for it there."
@@ -231,7 +232,7 @@ def _is_quantized(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _QUANTIZED
 
 
-# One row for each kind, in the order in which `has` is asked; format/tree.py has its tag, and since which version.
+# One row for each kind, in the order in which `has` is called; format/tree.py has its tag and first format version.
 KINDS = {
     "~quantized": ValueKind(_take_quantized, _build_quantized, has=_is_quantized, reads=True),
     "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),

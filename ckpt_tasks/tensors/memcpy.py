@@ -12,14 +12,14 @@ import torch
 
 __all__ = ["LARGE_BYTES", "THREADS", "Move", "copy_tensors", "is_plain"]
 
-LARGE_BYTES = 64 << 10  # smaller ones are not worth their own call
+LARGE_BYTES = 64 << 10  # Smaller tensors are not worth their own call.
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
 THREADS = max(
     2, min(8, os.cpu_count() or 2)
 )  # two nearly saturate the memory of a small machine; a server can use more
 
-Move = tuple[int, int, int]  # bytes in memory: to, from, how many
+Move = tuple[int, int, int]  # Bytes in memory: target address, source address, count.
 
 
 @torch.no_grad()
@@ -47,13 +47,13 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], m
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's memory is exactly its values in C order."""
+    """Return True if a tensor's memory is exactly its values in C order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 @contextmanager
 def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
-    """Yield an iterator of moves that several threads share if there are many: each takes the next one."""
+    """Yield an iterator of moves; if there are many, several threads share it, and each takes the next move."""
     shared = iter(moves)
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         yield shared
@@ -61,19 +61,19 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
     others = [threading.Thread(target=_move, args=(shared,), name="ckpt-copy", daemon=True) for _ in range(THREADS - 1)]
     started = []
     try:
-        with suppress(RuntimeError):  # no more threads can be started: this one makes all copies
+        with suppress(RuntimeError):  # No more threads can be started: this one makes all copies.
             for other in others:
                 other.start()
                 started.append(other)
         yield shared
     finally:
         for other in started:
-            other.join()  # now the caller may use the memory
+            other.join()  # Now the caller may use the memory.
 
 
 def _move(moves: Iterable[Move]) -> None:
     for to, source, size_bytes in moves:
-        ctypes.memmove(to, source, size_bytes)  # without the GIL
+        ctypes.memmove(to, source, size_bytes)  # This call releases the GIL.
 
 
 def _by_torch(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

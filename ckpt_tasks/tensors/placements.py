@@ -1,11 +1,11 @@
-"""The place of this rank's part in the whole tensor. The only module that knows DTensor.
+"""Which part of a whole tensor this rank holds. The only module that knows DTensor.
 
 A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
-of equal extent, the last ones shorter or empty. A rank has the chunk of its place in the process group of the mesh
-dimension, in which torch sorts the ranks; the mesh may list them in another order. If FSDP has cut what tensor
+of equal extent, the last ones shorter or empty. A rank's chunk follows from its number in the process group of the mesh
+dimension, in which torch sorts the ranks; the mesh may list them in another order. If FSDP cut a tensor that tensor
 parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For these
 torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed here
-and compared with the extent of the part itself; a part that does not agree is refused.
+and compared with the extent of the part itself; if they do not agree, the part is refused.
 
 Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
 """
@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 _ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
-_CUT_BYTES = 1 << 18  # one rank writes a replicated box below this; a larger box is cut
+# Below this size one rank writes a replicated box; a larger box is cut among the replicas.
+_CUT_BYTES = 1 << 18
 
 
 class World(NamedTuple):
@@ -57,9 +58,9 @@ ALONE = World(0, 1)
 
 
 class Place(NamedTuple):
-    """The shape of a whole tensor, this rank's box in it, this rank's number among the replicas, and their count.
+    """A whole tensor's shape, this rank's box in it, this rank's number among the box's replicas, and their count.
 
-    A rank outside of the tensor's mesh has no box, and the count 0.
+    A rank outside the tensor's mesh has no box, and the count 0.
     """
 
     full_shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank writes of a tensor of `full_shape`: the part at `offset` (None: the whole tensor).
+    """The part of a tensor of `full_shape` that this rank writes: at `offset` (None: the whole tensor).
 
     `cut` is a range of the rank's own part, (axis, begin, extent); None if it writes all of its part.
     """
@@ -80,13 +81,13 @@ class Share(NamedTuple):
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return this share of the rank's part, as a view."""
-        if 0 in self.full_shape:  # a part of it may be smaller still
+        if 0 in self.full_shape:  # A part of an empty tensor may be smaller still.
             return local.new_empty(self.full_shape)
         return local if self.cut is None else local.narrow(*self.cut)
 
 
 class _Alike(NamedTuple):
-    """A share; the place of a box that is dealt by the key; the offset of a box that has replicas."""
+    """What tensors of one placement share: a share; a box that goes to a rank by its key; the offset of a replica."""
 
     share: Share | None
     dealt: Place | None
@@ -94,17 +95,18 @@ class _Alike(NamedTuple):
 
 
 class Shares:
-    """What this rank writes of each tensor; computed once for all tensors with the same placement, as most are."""
+    """This rank's shares; computed once for all tensors with the same placement, as most have."""
 
     def __init__(self, world: World):
         self._world = world
         self._shares: dict[Any, _Alike] = {}
 
     def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
-        """Return what this rank writes of a tensor, given its `local` part; None if it writes nothing of it.
+        """Return this rank's share of a tensor whose `local` part it holds; None if it writes nothing of the tensor.
 
-        Also return the offset of `local` if other ranks hold the same part, else None.
-        Raises UnsupportedStateError with the key if the part's place cannot be proved.
+        Also return the offset of `local` if other ranks hold the same part, else None. Raises UnsupportedStateError
+        with
+        the key if the position of the part cannot be proved.
         """
         alike: Any = (tensor.shape, tensor.dtype)
         if local is not tensor:
@@ -117,10 +119,10 @@ class Shares:
 
 
 def is_sharded(value: Any) -> bool:
-    """Say whether a value is a DTensor; imports nothing."""
+    """Return True if a value is a DTensor; imports nothing."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
-        return False  # the usual case, up to 10⁵ times
+        return False  # The usual case, up to 10⁵ times.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -133,14 +135,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
     """Return pairs with this rank's part in place of every DTensor."""
     if "torch.distributed.tensor" not in sys.modules:
-        return pairs  # there may be 10⁵
+        return pairs  # There may be 10⁵.
     return [(local_of(tensor), key) for tensor, key in pairs]
 
 
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
     """Return the place of this rank's part of a tensor; a plain tensor is whole on every rank of the world.
 
-    Raises UnsupportedStateError with the key if the place cannot be proved.
+    Raises UnsupportedStateError with the key if the position cannot be proved.
     """
     shape = tuple(tensor.shape)
     if not is_sharded(tensor) or 0 in shape:
@@ -163,7 +165,7 @@ def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], loca
             begin = min(extent[dim], mesh.get_local_rank(mesh_dim) * chunk)
             offset[dim] += begin
             extent[dim] = min(chunk, extent[dim] - begin)
-    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part
+    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part.
         why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
         raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=_ORDER)
     return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
@@ -171,7 +173,7 @@ def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], loca
 
 @lru_cache(maxsize=64)
 def _is_regular(mesh: Any) -> bool:
-    """Return True if a rank's place in its sorted group follows from its coordinate in that mesh dimension alone."""
+    """Return True if a rank's number in its sorted group follows from its coordinate in that mesh dimension alone."""
     for n, m in permutations(range(mesh.ndim), 2):
         places = mesh.mesh.argsort(n).argsort(n)
         if bool((places != places.narrow(m, 0, 1)).any()):
@@ -193,7 +195,7 @@ def _divided(place: Place, itemsize: int) -> tuple[Box | None, bool]:
     offset, shape = place.box
     replica, replicas = place.replica, place.replicas
     if not replicas or (0 in shape and 0 not in place.full_shape):
-        return None, False  # outside of the mesh, or an empty shard
+        return None, False  # The rank is outside the mesh, or its shard is empty.
     if replicas == 1:
         return place.box, False
     axis = next((axis for axis, extent in enumerate(shape) if extent >= replicas), None)
@@ -223,7 +225,7 @@ def _shared(place: Place, itemsize: int) -> _Alike:
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Make a DTensor of a new local part, with the mesh, placements and shape of `model`."""
+    """Make a DTensor from a new local part, with the mesh, placements and shape of `model`."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(model, DTensor)
@@ -244,7 +246,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
-    """Name a parameter that is cut over more than data parallelism; None if data parallelism takes in all `ranks`.
+    """Name a parameter that more than data parallelism cuts; None if data parallelism spans all `ranks`.
 
     Only what is certain counts: parameters of fully_shard and of parallelize_module.
     """
@@ -310,7 +312,7 @@ def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) ->
 
 @lru_cache(maxsize=64)
 def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
-    """Return (number, count) of this rank's mesh among the sibling meshes that were sliced from one, perhaps flattened.
+    """Return (number, count) of this rank's mesh among its siblings: meshes that were sliced from one, maybe flattened.
 
     Sibling meshes compare equal, but each names the ranks of its own process.
     """

@@ -1,4 +1,4 @@
-"""Where a restore takes tensors from, and the new ones that it makes."""
+"""Where a restore takes tensors from (a checkpoint, or memory), and how it makes new ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["HeldTensors", "Maker", "Stored", "TensorSource", "needed_keys"]
 class TensorSource(Protocol):
     """The tensors of one checkpoint by full key.
 
-    `fetch` fills new tensors and verifies everything else. Until then nothing of the target may change; after it `copy`
-    can fail only by hardware.
+    `fetch` fills new tensors and verifies all others. Until then nothing of the target may change; after it, only a
+    hardware fault can make `copy` fail.
     """
 
     def like(self, key: str) -> torch.Tensor:
@@ -32,14 +32,17 @@ class TensorSource(Protocol):
         """Request that a new tensor, which the program cannot see yet, is filled by `fetch`."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fill the requested tensors and verify all others; raise IntegrityError or StoreError. `copy` gets `pairs`."""
+        """Fill the requested tensors and verify all others, among them those of `pairs`, which `copy` will get.
+
+        Raises IntegrityError or StoreError.
+        """
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         """Copy into live tensors of the stored shapes, on any device."""
 
 
 class HeldTensors:
-    """Tensors in memory that are known to be good."""
+    """Verified tensors of a state, held in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._tensors = tensors
@@ -54,13 +57,14 @@ class HeldTensors:
         self.copy([(into, key)])
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Do nothing: all tensors are in memory."""
+        """Fetch nothing, since all tensors are held in memory."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # full key → torch's name of the dtype, shape
+# Maps a full key to torch's name of the dtype, and the shape.
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class Maker:
@@ -79,10 +83,11 @@ class Maker:
         model: torch.Tensor | None = None,
         now: bool = False,
     ) -> Any:
-        """Make a tensor: on `device`, else on the device of the live tensor at its place, else on the CPU.
+        """Make a tensor: on `device`, else on the device of the `live` tensor, else on the CPU.
 
-        If a DTensor is at its place, or `model` is a DTensor of its shape, make a DTensor with the same placements.
-        With `now` return a copy with its values, on the CPU.
+        If `live` is a DTensor, or `model` is a DTensor of its shape, make a DTensor with the same placements. With
+        `now`
+        return a copy with its values, on the CPU.
         """
         if now:
             values = self.source.read(ref.key).clone()
@@ -92,7 +97,7 @@ class Maker:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
-        plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # an array may share its memory
+        plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # An array may share its memory.
         if (plain, device) not in self._made:
             self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)
             self.source.fill(self._made[plain, device], ref.key)
@@ -110,7 +115,7 @@ class Maker:
 
 
 def needed_keys(group: str, tree: Any, stored: Stored) -> set[str]:
-    """Return the keys of a tree's tensors; raise IntegrityError if one is not among the stored ones."""
+    """Return the keys of a tree's tensors; raise IntegrityError if a tensor is not `stored`."""
     keys = {ref.key for ref in tensor_refs(tree)}
     if not keys <= stored.keys():
         raise IntegrityError(

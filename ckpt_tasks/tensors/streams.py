@@ -1,7 +1,7 @@
 """Random streams: those of the process, and the user's own generators.
 
-The streams of a process are Python's, NumPy's legacy global one, torch's CPU stream, and torch's stream of every CUDA
-device that the process uses. Reading them draws no number.
+The streams of a process are Python's, NumPy's legacy global stream, torch's CPU stream, and torch's stream of every
+CUDA device that the process uses. Reading them draws no number.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = [
     "stream_state",
 ]
 
-_BITS = (np.random.Generator, np.random.BitGenerator)  # both have a bit generator, and the seeds of their children
+_BITS = (np.random.Generator, np.random.BitGenerator)  # Both have a bit generator, and the seeds of their children.
 GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.random.SeedSequence)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore every stream of the process at the end of the block, for foreign code that may draw from one.
+    """Restore every stream of the process at the end of the block: it runs foreign code that may draw numbers.
 
-    Numbers that other threads draw meanwhile are drawn again later: use it only around the code that needs it.
+    Numbers that other threads draw meanwhile are drawn again later: wrap only the code that needs it.
     """
     before = current_streams()
     try:
@@ -79,18 +79,18 @@ def seed_streams(seed: int) -> None:
 
 
 def current_streams() -> dict[str, tuple[Any, Any]]:
-    """Return the streams of the process: name → (generator, its present state)."""
+    """Return the streams of the process: name → (generator, its current state)."""
     return {name: (stream, stream_state(stream)) for name, stream in process_streams().items()}
 
 
 def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
-    """Set streams of the process to states that current_streams() returned."""
+    """Set streams of the process to states from current_streams()."""
     for stream, state in streams.values():
         set_stream(stream, state)
 
 
 def process_streams(wanted: Any = ()) -> dict[str, Any]:
-    """Return the generators of the process by name, those of the `wanted` devices among them."""
+    """Return the generators of the process by name, including those of the `wanted` devices."""
     # The objects behind the module-level functions of random and numpy.random.
     streams: dict[str, Any] = {
         "python": random.getstate.__self__,  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def process_streams(wanted: Any = ()) -> dict[str, Any]:
 
 
 def _in_use(device: int) -> bool:
-    # A process that sees eight devices but uses one can resume on a host with one.
+    # If a process sees eight devices but uses one, a host with one can resume it.
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(device))
 
@@ -139,12 +139,12 @@ def stream_state(generator: Any) -> Any:
 
 
 def set_stream(generator: Any, state: Any) -> None:
-    """Set a generator to a state that `stream_state` returned."""
+    """Set a generator to a state from `stream_state`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.SeedSequence):
         generators_state = state["seeds"].__reduce__()[2]
-        cast("Any", generator).__setstate__(generators_state)  # in place: several generators may have this seed
+        cast("Any", generator).__setstate__(generators_state)  # Set it in place: several generators may have this seed.
     elif isinstance(generator, _BITS):
         bits: Any = getattr(generator, "bit_generator", generator)
         bits.state = state
@@ -168,7 +168,7 @@ def scratch_generator(generator: Any) -> Any:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Say whether two states of a generator are equal."""
+    """Return True if two states of a generator are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor):

@@ -1,7 +1,8 @@
-"""One tensor: whether it can be stored, which others share its memory, how it is copied and restored.
+"""One tensor: whether it can be stored, which tensors share its memory, how it is copied and restored.
 
 Strides. A checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
-(transposed, channels_last) gets its old strides and an expanded one is expanded again; a slice becomes dense. A restore
+(transposed, channels_last) gets its old strides, and an expanded one is expanded again; a slice becomes dense. A
+restore
 into an existing tensor keeps that tensor's strides.
 """
 
@@ -42,18 +43,18 @@ __all__ = [
     "tensor_at",
 ]
 
-# The dtypes that can be stored, if this torch has them.
+# The dtypes that can be stored and that this version of torch has.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
 
-# A complex dtype is stored as pairs of this.
+# A complex dtype is stored as pairs of numbers of this dtype.
 REAL_DTYPES = {"complex128": torch.float64, "complex32": torch.float16}
 
-_RESERVED = "__metadata__"  # not a tensor's name in a safetensors header
+_RESERVED = "__metadata__"  # safetensors uses it in a header for other data.
 _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
 class Rule(Enum):
-    """What the plain tensors of several ranks are to each other (decision 0073)."""
+    """How the plain tensors of several ranks relate to each other (decision 0073)."""
 
     REPLICATED = "training keeps them alike: the ranks divide each one, and compare samples"
     ONE = "one value for all: rank 0 writes it, and the ranks compare it"
@@ -67,10 +68,10 @@ class TensorSet:
     `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
     only one is stored: the second refers to the first one's key.
 
-    Where there are many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors
-    what their `Rule` says. `places` has, for each part, the shape of the whole tensor and the offset in it.
-    `one_for_all` and `replicated` are compared between ranks; `buffers` are the keys of Rule.BUFFER. Without a `world`
-    it takes every tensor as it is.
+    With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors what their
+    `Rule` says. `places` has, for each part, the shape of the whole tensor and the offset in it. `one_for_all` and
+    `replicated` are compared between ranks; `buffers` are the keys of Rule.BUFFER. Without a `world`, every tensor is
+    taken as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:
@@ -93,7 +94,7 @@ class TensorSet:
 
     @contextmanager
     def by(self, rule: Rule) -> Iterator[None]:
-        """Treat tensors added in the block by this rule; tensors of a part that is by rank stay so."""
+        """Apply this rule to tensors that the block adds; tensors of a part that is by rank keep their rule."""
         before = self._rule
         if self.many and before is not Rule.BY_RANK:
             self._rule = rule
@@ -122,7 +123,8 @@ class TensorSet:
         if flag:
             tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
-            tensor = tensor.resolve_conj().resolve_neg()  # conjugation and sign are flags of the view, not in the bytes
+            # Conjugation and sign are flags of the view; the bytes do not show them.
+            tensor = tensor.resolve_conj().resolve_neg()
         known = _identity(tensor, tensor)
         first = self._first(tensor, tensor, key, known)
         flag = flag and exact
@@ -131,7 +133,7 @@ class TensorSet:
         return TensorRef(first, array=array, stride=strides(tensor), requires_grad=flag)
 
     def _first(self, tensor: torch.Tensor, local: torch.Tensor, key: str, known: tuple[Any, ...] | None) -> str:
-        """Return the first key of this memory; add the tensor if it is the first."""
+        """Return the first key of this memory; add the tensor if its memory is new."""
         if known is None:
             return self._take(tensor, local, key)
         first = self._known.get(known)
@@ -158,7 +160,7 @@ class TensorSet:
         return first
 
     def _is_undivided(self, tensor: torch.Tensor, local: torch.Tensor, key: str, world: World) -> bool:
-        """Add a tensor that the ranks do not divide among them; return False if they do."""
+        """Add a tensor that the ranks do not divide among themselves; return False if they do."""
         whole, held = local is tensor, local.detach() if local.requires_grad else local
         if self._rule is Rule.BY_RANK:
             self.tensors[key] = held
@@ -181,7 +183,7 @@ class TensorSet:
 
 
 def refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
-    """Raise UnsupportedStateError where a tensor cannot be stored and brought back; `exact` as in TensorSet.add."""
+    """Raise UnsupportedStateError if a tensor cannot be stored and restored; `exact` as in TensorSet.add."""
     local = local_of(tensor)
     _refuse(local, key, exact=exact and local is tensor)
 
@@ -194,7 +196,7 @@ def _refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
     ):
-        return  # nearly all of them: there may be 10⁵
+        return  # Nearly all of up to 10⁵ tensors end here.
     reason, hint = _unsupported(tensor, exact=exact)
     if reason:
         raise UnsupportedStateError(f"{reason} cannot be stored", key=key, hint=hint)
@@ -225,22 +227,22 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
 
 @cache
 def _holds_its_data(kind: type) -> bool:
-    # A subclass that changes neither operators nor the place of its values: its bytes are all of it.
+    # If a subclass changes neither operators nor where its values are, its bytes are all of it.
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # type: ignore[attr-defined]
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in _FUNCTIONS  # type: ignore[attr-defined]
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Say which memory a tensor shows and how; None where it has no memory."""
+    """Return which memory a tensor shows and how; None if it has no memory."""
     return _identity(tensor, local_of(tensor))
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | None:
-    pointer = local.data_ptr()  # 0 where there are no elements
+    pointer = local.data_ptr()  # The pointer is 0 if there are no elements.
     if not pointer:
         if local is tensor:
             return None
-        # Other ranks have elements and see what is tied; this one must see the same.
+        # Other ranks have elements and see that tensors are tied; this rank must see the same.
         return local.untyped_storage(), tensor.dtype, tensor.shape, None
     steps = None if local.is_contiguous() else local.stride()
     return pointer, tensor.dtype, tensor.shape, steps
@@ -271,7 +273,7 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Say whether two elements of a tensor may share memory, as in an expanded or unfolded one."""
+    """Return True if two elements of a tensor may share memory, as in an expanded or unfolded one."""
     tensor = local_of(tensor)
     if tensor.is_contiguous():
         return False
@@ -286,7 +288,7 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.Tensor:
     """Make a new tensor of `like`'s dtype and shape with the ref's strides and flag; its values are undefined.
 
-    Raises IntegrityError on strides that no tensor of this shape can have, and StateError where it has no room.
+    Raises IntegrityError for strides that no tensor of this shape can have, StateError if memory is short.
     """
     once = like if ref.stride is None else expanded(like, _sane(ref, ref.stride, like))
     try:
@@ -314,25 +316,25 @@ def _sane(ref: TensorRef, steps: Sequence[int], source: torch.Tensor) -> Sequenc
 
 @torch.no_grad()
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of every pair into the first, of the same shape and dtype, on any device."""
+    """Copy the second tensor of every pair into the first, which has the same shape and dtype, on any device."""
     into: list[torch.Tensor] = []
     out_of: list[torch.Tensor] = []
     for target, source in pairs:
         steps = None if target.is_contiguous() else target.stride()
         to = target.detach() if steps is None else expanded(target.detach(), steps)
         values = source if steps is None else expanded(source, steps)
-        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into these
+        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into these.
             to.copy_(values)
             continue
         into.append(to)
         out_of.append(values)
     copy_tensors(into, out_of)
     for target in into:
-        torch.autograd.graph.increment_version(target)  # autograd does not see a memcpy
+        torch.autograd.graph.increment_version(target)  # autograd does not see a memcpy.
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether shape, dtype and every bit are equal: NaN equals itself, 0.0 differs from -0.0."""
+    """Return True if shape, dtype and every bit are equal: NaN equals itself, 0.0 differs from -0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_bits(one), _bits(other))
@@ -343,7 +345,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Say how a live tensor differs from the stored dtype and shape; None where it does not."""
+    """Return how a live tensor differs from the stored dtype and shape; None if it does not."""
     here = DTYPES.get(tensor.dtype, str(tensor.dtype))
     if here == dtype and tuple(tensor.shape) == tuple(shape):
         return None

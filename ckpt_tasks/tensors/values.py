@@ -1,4 +1,4 @@
-"""Nested values: from live ones to a tree with a TensorRef for every tensor, and back.
+"""Nested values: from live values to a tree with a TensorRef for every tensor, and back.
 
 A tree (`format/tree.py`) holds plain values only. `pack` copies every container, so that a tree does not change while
 training continues; tensors and arrays are collected, not copied. `unpack` makes the value again, type by type.
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
-REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # these stay the same objects and get new contents
+REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objects and get new contents.
 _SETS = (set, frozenset)
 _SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
 _ARRAY_DTYPES = frozenset(
@@ -65,9 +65,9 @@ _ARRAY_DTYPES = frozenset(
 
 
 def has_state(value: Any) -> bool:
-    """Say whether an object has state_dict() and load_state_dict()."""
+    """Return True if an object has state_dict() and load_state_dict()."""
     if isinstance(value, type):
-        return False  # a class itself also has the methods
+        return False  # The class itself has the methods, too.
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -123,7 +123,7 @@ def _taken(tag: Any, value: Any, path: str) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def like(model: Any, content: Any) -> Any:
-    """Make a container of a model's type, with its bound or its factory, and other contents."""
+    """Make a container of the model's type, with its `maxlen` or its factory, and other contents."""
     kind = type(model)
     if kind is deque:
         return deque(content, model.maxlen)
@@ -131,7 +131,7 @@ def like(model: Any, content: Any) -> Any:
 
 
 def _part(key: Any, number: int) -> str:
-    # A part of a tensor's name: readable, and without anything that a file's header cannot hold.
+    # A part of a tensor's name: readable, and only with characters that a file's header can hold.
     if type(key) is str and len(key) <= 200 and (key.isascii() or _is_text(key)):
         return key
     return str(key) if type(key) in (int, bool) else f"item{number}"
@@ -147,7 +147,7 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    if (tag := kind_of_value(key)) is not None and KINDS[tag].key:  # equal hashes are seen in a tree as well
+    if (tag := kind_of_value(key)) is not None and KINDS[tag].key:  # A tree has equal hashes, too.
         head, parts = _taken(tag, key, path)
         return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
     return _pack_leaf(key, f"{path}/<{key!r:.60}>")
@@ -169,17 +169,17 @@ def _pack_leaf(value: Any, path: str) -> Any:
             key=path,
             hint="Give it a name of its own at the top of the state.",
         )
-    encode(value, path)  # raises the reason
+    encode(value, path)  # Raises the reason.
     return value
 
 
 def is_scalar(value: Any) -> bool:
-    """Say whether a value, live or in a tree, is stored as itself: one of SCALARS, which have no parts."""
+    """Return True if a value, live or in a tree, is stored as itself: its type is in SCALARS, it has no parts."""
     return type(value) in SCALARS
 
 
 def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a tensor that shares an array's memory; None if torch has no such view, or the array is read-only."""
+    """Return a tensor that shares an array's memory; None if torch cannot view it, or the array is read-only."""
     if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
         return None
     return torch.from_numpy(array)
@@ -202,7 +202,7 @@ def parts_of(tree: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def live_parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a live value that a restore goes into, each with its key, position or name."""
+    """Return the parts of a live value that a restore writes into, each with its key, position or name."""
     kind = type(value)
     if kind in MAPPINGS or kind in SEQUENCES:
         return children(value)
@@ -211,14 +211,14 @@ def live_parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def has_memory(value: Any) -> bool:
-    """Say whether a value is a tensor or an array that is stored as one tensor."""
+    """Return True if a value is a tensor or an array that is stored as one tensor."""
     if isinstance(value, torch.Tensor):
         return kind_of_value(value) is None
     return type(value) is np.ndarray and _is_ordinary(value)
 
 
 def in_place(value: Any) -> bool:
-    """Say whether a restore can go into a value, so that nothing has to be assigned to its place."""
+    """Return True if a restore can write into the value itself, so that its container needs no new item."""
     if type(value) is np.ndarray:
         return value.flags.writeable and (_is_ordinary(value) or value.flags.c_contiguous)
     return has_memory(value) or isinstance(value, REFILLED)
@@ -229,7 +229,7 @@ def _has_place(tag: str, value: Any) -> bool:
 
 
 def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
-    """Return the parts of the live value at a tree's place, if it is of the tree's kind."""
+    """Return the parts of the live value that a tree replaces, if it is of the tree's kind."""
     kind, own = type(tree), type(live)
     if kind in MAPPINGS:
         return live if own in MAPPINGS else {}
@@ -251,8 +251,9 @@ class Make(Protocol):
 def unpack(tree: Any, make: Make, live: Any = None) -> Any:
     """Turn a tree into the value.
 
-    `make(ref, live)` returns the tensor or array for a ref; its second argument is the value at the ref's place in
-    `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
+    `make(ref, live)` returns the tensor or array for a ref; `live` is the value that it replaces in the argument
+    `live`,
+    which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
     """
     kind = type(tree)
     if kind in SCALARS:
@@ -268,7 +269,7 @@ def unpack(tree: Any, make: Make, live: Any = None) -> Any:
 
 
 def finished(tree: Any, content: Mapping[Any, Any], live: Any) -> Any:
-    """Make the value of a tree of its parts, which were made; `live` is what is at its place."""
+    """Make a tree's value from its parts, which are made already; `live` is the value that it replaces."""
     if type(tree) is Typed:
         return build(tree, dict(content), live)
     return like(tree, content if type(tree) in MAPPINGS else content.values())

@@ -1,7 +1,7 @@
 """Prune as the owner: decide, verify one checkpoint that stays, retire, delete, sweep.
 
-The entry that commits a checkpoint also retires what may go by then (`with_commit`). The rest follows after the commit,
-in its own thread: a save is done when it is committed, and errors of the prune are logged.
+The entry that commits a checkpoint also retires what may go then (`with_commit`). Deleting follows after the commit, in
+a thread of its own: a save is done when it is committed, and errors of the prune are logged.
 
 Invariants
 
@@ -40,8 +40,8 @@ from ckpt_tasks.upkeep.upkeep import (
 
 __all__ = ["Background", "CancelledWorkError", "Pruner"]
 
-_MOST_ORPHANS = 20_000  # per entry, of 100 bytes each; the next prune takes more
-_MOST_NOTES = 16  # of consecutive failed saves; the log has all
+_MOST_ORPHANS = 20_000  # An entry takes this many, of 100 bytes each; the next prune takes more.
+_MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all.
 _log = logging.getLogger("ckpt_tasks")
 _T = TypeVar("_T")
 
@@ -50,10 +50,10 @@ class Pruner:
     """Prune for one owner; remember which checkpoints are known to be good and which retired objects are deleted.
 
     `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
-    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait to be
-    recorded until the store takes a checkpoint again. `named` has the objects of checkpoints that this process
-    committed, manifest first, so that nobody lists them. `in_use` returns the checkpoints whose objects saves under way
-    may reuse; a save holds `retiring` while it chooses one.
+    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait until the
+    store takes a checkpoint again, to be recorded then. `named` has the objects of checkpoints that this process
+    committed, manifest first, so that they need not be listed. `in_use` returns the checkpoints whose objects saves
+    under way may reuse; a save holds `retiring` while it chooses one.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):
@@ -61,7 +61,7 @@ class Pruner:
         self.deleted: frozenset[str] = frozenset()
         self.named: dict[str, tuple[str, ...]] = {}
         self.unnoted: deque[Mapping[str, object]] = deque(maxlen=_MOST_NOTES)
-        self.base: str | None = None  # the checkpoint whose objects a save under way may reuse
+        self.base: str | None = None  # Saves under way may reuse the objects of this checkpoint.
         self.retiring = system().lock()
         self._history = history
         self.policy = policy
@@ -69,7 +69,7 @@ class Pruner:
         self._warned = False
         self._failed = False
         self._warned_of_refusal = False
-        self._one = system().lock()  # prune() and the thread take turns
+        self._one = system().lock()  # prune() and the thread take turns.
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
@@ -82,24 +82,25 @@ class Pruner:
         return [_kept(v) if not v.keep and v.manifest_digest in in_use else v for v in verdicts]
 
     def _agreed(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
-        """Plan; keep everything if no checkpoint that stays is known to be good."""
+        """Plan a prune; keep everything if no checkpoint that stays is known to be good."""
         verdicts = self._plan(state, going_on_from, base)
         return verdicts if self._knows_good(verdicts) else []
 
     def with_commit(self, state: State, checkpoint: Checkpoint) -> Retirement:
-        """Prepare the retirement in the entry that commits a checkpoint upon `state`.
+        """Prepare the retirement for the entry that commits a checkpoint upon `state`.
 
-        The previous newest checkpoint stays: until the entry is put, other saves may choose it to reuse its objects.
+        The previous newest checkpoint stays: until the entry is put, other saves may choose to reuse its objects.
         """
         store, after = self._history.store, state.with_checkpoint(checkpoint, frozenset())
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted, named=self.named)
-        except CkptError:  # for example a list that fails: the prune after the commit meets that too, and logs it
+        # For example a listing fails: the prune after the commit meets that too, and logs it.
+        except CkptError:
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
-        """Sweep for leftovers of dead owners again: the directory had another owner in between."""
+        """Sweep for leftovers of dead owners again: the directory had another owner in the meantime."""
         self._swept = False
 
     # ── behind a commit ──────────────────────────────────────────────────────────────────────────────────────
@@ -125,12 +126,12 @@ class Pruner:
             with self._one:
                 newest = state.live[-1].manifest_digest
                 if self._swept and all(v.keep for v in plan_prune(state, self.policy, restored_from=newest)):
-                    # The commit has retired all: no more requests are needed.
+                    # The commit has retired everything: no more requests are needed.
                     self._delete(state.retired, self._behind.check)
                 else:
                     self._prune(owner, self._newest(owner, math.inf), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
-            return  # cancelled, or fenced: the next save will raise
+            return  # Cancelled or fenced: the next save will raise.
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
             if not self._failed:
                 _log.warning("Older checkpoints were not removed (%s); this is tried again after each save", error)
@@ -141,7 +142,7 @@ class Pruner:
     # ── a prune ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
-        """Remove what the policy no longer keeps, and what dead attempts left; return a verdict on each checkpoint.
+        """Remove what the policy no longer keeps and what dead attempts left; return a verdict on each checkpoint.
 
         Raises FencedError if the directory has another owner; nothing is deleted then.
         """
@@ -151,15 +152,15 @@ class Pruner:
         return self._plan(state, going_on_from)
 
     def _newest(self, owner: Owner, within_s: float = 0.0) -> State:
-        """Return the newest state; of a server the one that this process saw or wrote at most `within_s` ago."""
+        """Return the newest state; on a server, the one that this process read or wrote at most `within_s` ago."""
         head = self._history.head_within(within_s)
         check_owner(head.state.owner, owner)
         return head.state.sparing(head.spared_epochs)
 
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
-        """Prune the newest state; what `check` raises stops it. The caller holds `_one`."""
-        # One that the policy keeps must be known to be good; one that stays only as the newest verified one does not
-        # count, or no newer one would ever be read.
+        """Prune the newest state; an exception of `check` stops it. The caller holds `_one`."""
+        # A checkpoint that the policy keeps must be known to be good. One that stays only as the newest verified one
+        # does not count, or no newer one would ever be read.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         standing: Checkpoint | None = None
         if not all(v.keep for v in wanted):
@@ -174,7 +175,8 @@ class Pruner:
             plan = partial(self._agreed, going_on_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
-                # Before the first delete: if this process stalls here, others may commit what it is about to delete.
+                # Do this before the first delete: if this process stalls here, others may commit what it is about to
+                # delete.
                 given_up = retire(self._history, owner, retirement, standing)
                 self.deleted -= retirement.deleted
         self._delete((*waiting, *given_up), check)
@@ -192,8 +194,8 @@ class Pruner:
             what = f"{len(refusals)} of {len(left)} objects of removed checkpoints are not deleted, and take up room"
             _log.warning("%s: %s: %s. This is tried again after each save.", self._history.store.url, what, refusals[0])
         if left:
-            check()  # a cancelled prune may no longer own the directory
-            self._history.store.keep_room()  # the entry above may have used it
+            check()  # A cancelled prune may no longer own the directory.
+            self._history.store.keep_room()  # The entry above may have used the reserve.
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Pin the checkpoint of a step; without a `reason`, unpin it.
@@ -222,7 +224,8 @@ class Pruner:
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
                 now = self._newest(owner)
-            gone = all(live.manifest_digest != digest for live in now.live)  # or it was pinned or leased meanwhile
+            # If it is not gone, it was pinned or leased meanwhile.
+            gone = all(live.manifest_digest != digest for live in now.live)
             verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
             if not (verdict.keep or gone):
                 hint = "`ckpt prune` deletes them; then try again."
@@ -248,7 +251,7 @@ class Pruner:
         except StoreError as error:
             if error.transient:
                 raise
-            # Not every store lists unfinished uploads, or lets every writer list them: prune the rest anyway.
+            # Some stores do not list unfinished uploads, or not for every writer: prune the rest anyway.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
     def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> Checkpoint | None:
@@ -267,7 +270,7 @@ def _kept(verdict: Verdict) -> Verdict:
 
 
 def is_older(name: str, epoch: int) -> bool:
-    """Say whether an object's name belongs to an attempt of an owner before `epoch`."""
+    """Return True if an object's name belongs to an attempt of an owner before `epoch`."""
     attempt = parse_attempt(name)
     return attempt is not None and attempt.epoch < epoch
 
@@ -277,7 +280,7 @@ class CancelledWorkError(Exception):
 
 
 class Background(Generic[_T]):
-    """Run `work` for the newest request, in a daemon thread that ends when there is none.
+    """Run `work` for the newest request, in a daemon thread that ends when there is no request.
 
     `work` must call `check` wherever it can stop.
     """
@@ -297,7 +300,8 @@ class Background(Generic[_T]):
             if not self._running:
                 try:
                     system().start_thread(self._run, name=self._name)
-                except RuntimeError:  # no thread is to be had (`ulimit -u`); the next request or owner prunes
+                # No thread can be started (`ulimit -u`); the next request or owner prunes.
+                except RuntimeError:
                     self._requested = []
                     return
                 self._running = True

@@ -1,9 +1,9 @@
 """Retire checkpoints: take them out of the ledger, then delete their objects.
 
-A save writes bottom-up, a prune removes top-down: first a ledger entry says which checkpoints are gone and which
-objects are given up, orphans included, so that no later commit names one; then the objects are deleted, the manifest
-first. A process that stalls here and is fenced may still delete what it gave up at any later time. After a crash in
-between the names are in `retired`, and the next owner deletes the objects.
+A save writes bottom-up, a prune removes top-down. First a ledger entry says which checkpoints are gone and which
+objects are given up, including orphans, so that no later commit names these objects. Then the objects are deleted, the
+manifest first. A process that stalls here and is fenced may still delete what it gave up at any later time. After a
+crash before the end, the ledger's `retired` has the names, and the next owner deletes the objects.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Retirement", "delete_retired", "retire"]
 
-_DELETED_AT_ONCE = 1000  # as many as one request to S3 names
+_DELETED_AT_ONCE = 1000  # One request to S3 names as many.
 
 
 class Retirement:
-    """What one ledger entry removes from a run: the checkpoints that `plan` removes from `state`, and their objects.
+    """The part of a ledger entry that removes checkpoints: those that `plan` removes from `state`, and their objects.
 
-    Making one lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are given up
-    with them. `deleted` names objects that were given up before and are deleted by now. An entry lists at most
-    `MAX_RETIRED` objects that are given up and not deleted: the oldest checkpoints that fit go, the others later.
+    Construction lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are given
+    up with them. `deleted` names objects that were given up earlier and are gone. An entry lists at most `MAX_RETIRED`
+    objects that are given up and not deleted: the oldest checkpoints that fit go, the others later.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Retirement:
         objects = {c.manifest_digest: _objects_of(store, c, named) for c in state.live if c.manifest_digest in going}
         self._unnamed = unnamed
         fitting, _ = _fitting(objects, unnamed, self._room(state))
-        self._objects = {digest: names for digest, names in objects.items() if digest in fitting}  # oldest first
+        self._objects = {digest: names for digest, names in objects.items() if digest in fitting}  # Oldest first.
         self._spared = _reused_by_spared(store, state) if going or unnamed else frozenset()
 
     @property
@@ -65,7 +65,7 @@ class Retirement:
     def apply(self, state: State) -> State:
         """Return the state after the entry; set `given_up` to the objects that may be deleted then, manifests first.
 
-        A checkpoint that has been leased, pinned or evaluated meanwhile, so that the plan now keeps it, stays.
+        A checkpoint stays if it was leased, pinned or evaluated meanwhile, so that the plan now keeps it.
         """
         gone = _going(self._plan(state)) if self._objects else frozenset()
         objects = {digest: names for digest, names in self._objects.items() if digest in gone}
@@ -86,10 +86,10 @@ def _fitting(
     digests, named = [*objects], [*unnamed]
 
     def names(count: int) -> tuple[str, ...]:
-        """Fold the names of the first checkpoints: what many of them reuse counts once."""
+        """Fold the names of the first checkpoints' objects; an object that many of them reuse counts once."""
         return fold(chain(named, chain.from_iterable(objects[digest] for digest in digests[:count])))
 
-    count, folded = len(digests), names(len(digests))  # once, and not for each of thousands of checkpoints
+    count, folded = len(digests), names(len(digests))  # Fold once, not for each of thousands of checkpoints.
     if folded_count(folded) > room:
         count = max(0, bisect_right(range(count), room, key=lambda count: folded_count(names(count))) - 1)
         folded = names(count)
@@ -101,7 +101,7 @@ def retire(
 ) -> tuple[str, ...]:
     """Put an entry that removes checkpoints; return the objects to delete, manifests first.
 
-    No object may be deleted before this returns. Raises FencedError and StoreError; `standing` is that of `append`.
+    No object may be deleted before this returns. `standing` is passed to `append`. Raises FencedError and StoreError.
     """
     event = {"kind": "retire", "checkpoints": retirement.checkpoints}
     history.append(event, lambda state, n: retirement.apply(state), owner=owner, standing=standing)
@@ -114,7 +114,7 @@ def delete_retired(
     check: Callable[[], None] = lambda: None,
     on_refusal: Callable[[CkptError], None] = lambda error: None,
 ) -> frozenset[str]:
-    """Delete retired objects, manifests first; return those that are deleted; `on_refusal` gets the others' errors."""
+    """Delete retired objects, manifests first; return those that are gone; `on_refusal` gets the others' errors."""
     ordered = sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST_NAME}"))
     at_once = 1 if store.near else _DELETED_AT_ONCE
     gone: set[str] = set()
@@ -136,7 +136,7 @@ def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
 
 
 def _objects_of(store: Store, checkpoint: Checkpoint, named: Mapping[str, Sequence[str]]) -> list[str]:
-    """List a checkpoint's objects, manifest first, those of other attempts as folded names."""
+    """List a checkpoint's objects, manifest first; those of other attempts as folded names."""
     if checkpoint.manifest_digest in named:
         return [*named[checkpoint.manifest_digest], *checkpoint.reuses]
     attempt = parse_attempt(checkpoint.manifest)
@@ -146,14 +146,14 @@ def _objects_of(store: Store, checkpoint: Checkpoint, named: Mapping[str, Sequen
 
 
 def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
-    """Return the objects reused by checkpoints that only a damaged ledger entry may have listed."""
+    """Return the objects that are reused by checkpoints which only a damaged ledger entry may have listed."""
     reused: set[str] = set()
     for name in store.names("") if state.spared_epochs else ():
         attempt = parse_attempt(name)
         if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or state.keeps(name):
             continue
         if attempt.epoch <= state.spared_epochs:
-            with suppress(IntegrityError, ObjectNotFoundError):  # without its manifest the checkpoint is lost anyway
+            with suppress(IntegrityError, ObjectNotFoundError):  # Without its manifest the checkpoint is lost anyway.
                 data = store.get(name, MAX_MANIFEST_BYTES)
                 reused |= {
                     record.name for record in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects

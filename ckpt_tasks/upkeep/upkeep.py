@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunFaults:
-    """Faults in a run directory: by checkpoint, other damaged objects, orphans; `unread` ledger entries are counted."""
+    """Faults in a run directory: by checkpoint, other damaged objects, orphans; `unread` counts ledger entries."""
 
     checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
     damaged: tuple[str, ...]
@@ -65,9 +65,9 @@ class RunFaults:
 
 
 def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], None] | None = None) -> list[str]:
-    """Read every byte of a checkpoint and list what is wrong: digests, sizes, coverage, headers against the index.
+    """Read every byte of a checkpoint and list all faults: digests, sizes, coverage, headers against the index.
 
-    `check` is called before every read; what it raises stops the verification. Raises StoreError if the store does not
+    `check` is called before every read; its exception stops the verification. Raises StoreError if the store does not
     answer, which does not mean damage.
     """
     check = check or (lambda: None)
@@ -79,7 +79,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
     rows = by_object(opened.rows)
 
     def faults_of(record: ObjectRecord) -> list[str]:
-        """Check size and header; of a small object on a server all of it, which is one request."""
+        """Check size and header; read a small object on a server whole, since that is one request."""
         check()
         here = rows.get(record.name, [])
         whole = not store.near and record.size_bytes <= READ_BYTES
@@ -101,7 +101,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
 
 
 def _each(store: Store, faults_of: Callable[[_T], list[str]], items: Iterable[_T]) -> list[str]:
-    """Return the faults of all items in order; several at a time from a server."""
+    """Return the faults of all items in order, checking several at a time on a server."""
     threads = 1 if store.near else _FAR_REQUESTS
     return [*chain.from_iterable(in_threads(faults_of, items, threads, "ckpt-verify"))]
 
@@ -115,7 +115,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
         name, begin, end = run[0].object, run[0].begin, run[-1].end
         if name in given_up:
             return []
-        if not hasattr(buffers, "one"):  # reused: new memory costs more than the reads
+        if not hasattr(buffers, "one"):  # Reuse the buffers: new memory costs more than the reads.
             buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
         try:
             store.read(name, begin, buffers.one[: end - begin])
@@ -130,8 +130,8 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 def verify_run_directory(history: History, *, whole: bool | None = None) -> RunFaults:
     """Verify every live checkpoint (not one that is pruned meanwhile); look for damaged ledger entries and orphans.
 
-    `whole`: read every ledger entry and its table of steps. Otherwise only those that the live checkpoints rest on, so
-    that the requests grow with what is live; None: on a server.
+    `whole`: read every ledger entry and its table of steps. Otherwise read only those that the live checkpoints depend
+    on, so that the number of requests grows only with the live checkpoints; None: all, except on a server.
     """
     head = history.head()
     results = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
@@ -145,16 +145,16 @@ def verify_run_directory(history: History, *, whole: bool | None = None) -> RunF
 def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
     try:
         return tuple(verify_checkpoint(store, checkpoint))
-    except StoreError as error:  # verify the others anyway
+    except StoreError as error:  # Verify the others anyway.
         return (f"it cannot be read now: {error}",)
 
 
 def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
-    """List faults outside of the checkpoints, in ledger entries, format.json and tables; count the entries not read."""
+    """List faults in ledger entries, format.json and tables; count the entries that were not read."""
     head, store = history.head(), history.store
     faults = [] if history.check(None) is not None else [f"{FORMAT_NAME}: its bytes are not what was written"]
     numbers = sorted({n for name in store.names(LEDGER_PREFIX) if (n := parse_ledger_name(name)) is not None})
-    newest = head.entry.n if head.entry else -1  # what is above it is damaged
+    newest = head.entry.n if head.entry else -1  # All entries above it are damaged.
     rests_on = {checkpoint.n for checkpoint in head.state.live}
     wanted = [n for n in numbers if whole or n >= newest or n in rests_on]
 
@@ -176,7 +176,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
     entries = in_threads(read, wanted, 1 if store.near else _FAR_REQUESTS, "ckpt-verify")
     faults += chain.from_iterable(wrong for wrong, _ in entries)
     for before, after in pairwise([-1, *numbers]):
-        if after > before + 1:  # numbers are dense, unless somebody has added a name with a high one
+        if after > before + 1:  # Numbers are dense, unless somebody has added a name with a high one.
             more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
             faults.append(f"{ledger_name(before + 1)}{more}: no such object")
     tables = [table for _, named in entries for table in named]
@@ -186,7 +186,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
 
 
 def orphans(store: Store, state: State) -> list[str]:
-    """List objects of attempts that are not live nor reused; without those of the present owner, and foreign names."""
+    """List objects of attempts that are neither live nor reused; leave out the current owner's, and foreign names."""
     epoch = state.owner.epoch if state.owner else 0
     names = []
     for name in store.names(""):
