@@ -1,7 +1,7 @@
 """Train a program as a flow that may be killed anytime: `python -m flows.train` is `ckpt train`.
 
 The flow is one page: ckpt_tasks/flows/train.py. It finds the program, cuts the run into batches of steps, and gives
-each to a task that restores if it has to, trains, and ends with a commit. However it ends, the next one goes on.
+each to a task that restores if it has to, trains, and ends with a commit. However it ends, the next flow run continues.
 """
 
 from ckpt_tasks.flows.train import TrainResult, train

@@ -1,4 +1,4 @@
-"""Take a run directory: the first rank of a training takes it, and all ranks have the ownership then, or none."""
+"""Take a run directory: the first rank of a training takes it; then all ranks have the ownership, or none has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def share_tenure(
 ) -> Tenure:
     """Take a run directory in the first rank, tell the others, and open each rank's memory for the run's key.
 
-    What one rank raises is raised in all; the directory is not held then.
+    Raises in all ranks what any of them raises; then the directory is not held.
     """
     taken: list[Tenure] = []
 
@@ -46,7 +46,7 @@ def share_tenure(
     except BaseException:
         for held in taken:
             held.quiet()
-            held.release()  # so the next owner need not wait for the timeout
+            held.release()  # So the next owner need not wait for the timeout.
         raise
     return tenure
 
@@ -63,7 +63,7 @@ def take_run(
     flow_run_id: str | None,
     world_size: int = 1,
 ) -> Tenure:
-    """Take a run directory, and make what its owner needs: a heartbeat, the run's key, and the committer.
+    """Take a run directory, and make the parts that its owner needs: a heartbeat, the run's key, and the committer.
 
     `single_writer`: the store cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError
     or StoreError; the directory is not held then.

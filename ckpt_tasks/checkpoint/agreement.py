@@ -1,4 +1,4 @@
-"""What the ranks of one training agree on: who owns the run, which checkpoints to try, what to do at a step.
+"""The agreements between the ranks of one training: who owns the run, which checkpoints to try, what a step does.
 
 Every rank makes the same calls in the same order. A single process agrees with itself.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement"]
 
-_DRAIN_S = 10.0  # rank 0 waits this long for the others to read its last answers
+_DRAIN_S = 10.0  # Rank 0 waits this long for the others to read its last answers.
 
-_OF_HOST = ("memory_dir", "local_dir")  # options that may differ from rank to rank
+_OF_HOST = ("memory_dir", "local_dir")  # These options may differ between ranks.
 
 _log = logging.getLogger("ckpt_tasks")
 _Found = TypeVar("_Found", bound=HostSnapshot)
@@ -39,7 +39,7 @@ Tried = tuple[list[Checkpoint], list[Checkpoint], Rollback | None]
 
 
 class Agreement:
-    """The ranks of a process group (without one: of torch's default group, or this process alone)."""
+    """The agreements of the ranks of a process group: the given one, torch's default group, or this process alone."""
 
     def __init__(self, process_group: ProcessGroup | None, config: CheckpointConfig):
         deadline_s = config.flush_timeout_s
@@ -53,12 +53,12 @@ class Agreement:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this is the first rank, which writes what is written only once."""
         return self.exchange.first
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank."""
+        """Whether there is only one rank."""
         return self.world.size == 1
 
     def end_with(self, must_end: Callable[[], bool]) -> None:
@@ -110,25 +110,25 @@ class Agreement:
         return [sealed[name] for name in json.loads(chosen)]
 
     def restored(self, step: int) -> None:
-        """Begin to agree on steps, after a restore of `step` in all ranks."""
+        """Start to agree on steps, after a restore of `step` in all ranks."""
         self._horizon.begin(step)
 
     def at(self, step: int, *, save: bool, signal: int | None) -> tuple[bool, int | None]:
-        """Return what all ranks do at a step: whether they save, and by which signal they end (None: go on).
+        """Return what all ranks do at a step: whether they save, and which signal ends them (None: they continue).
 
-        `save` and `signal` are what this rank asks for. Raises StoreError if rank 0 does not answer.
+        `save` and `signal` are this rank's requests. Raises StoreError if rank 0 does not answer.
         """
         wish = f"signal {signal}" if signal is not None else "save" if save else None
         kind, _, number = (self._horizon.at(step, wish) or "").partition(" ")
         return kind == "save", int(number) if number else None
 
     def drain(self) -> None:
-        """Wait until the other ranks have read rank 0's answers, which may be in a store that this process holds."""
+        """Wait until the other ranks have read rank 0's answers: this process may hold the store with these answers."""
         self.exchange.drain(_DRAIN_S)
 
 
 def _same_options(words: list[bytes]) -> bytes:
-    """Raise ConfigError if the ranks' configurations differ: they would save at different steps or places."""
+    """Raise ConfigError if the ranks' configurations differ: they would save at different steps, or elsewhere."""
     first, *others = map(json.loads, words)
     for rank, options in enumerate(others, start=1):
         different = sorted(name for name in first if options.get(name) != first[name])

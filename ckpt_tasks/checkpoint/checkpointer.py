@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-_PRUNE_S = 10.0  # time for the prune after the last commit at a close; the next owner prunes the rest
+# The time for the prune after the last commit in `close`; the next owner prunes the rest.
+_PRUNE_S = 10.0
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
@@ -91,7 +92,7 @@ class Checkpointer(HeldRun):
         self._steps = StepLog()
         self._left_out = LeftOut()
         self._unsaved = Unsaved()
-        self._restored: Mapping[str, Any] = {}  # the state, until the block ends
+        self._restored: Mapping[str, Any] = {}  # The state, until the block ends.
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -122,11 +123,12 @@ class Checkpointer(HeldRun):
             if second is not error:
                 error.add_note(f"The last snapshot could not be saved either: {second}")
         finally:
-            self._interrupt.deliver()  # also after an error: whoever sent it wants this process to end
+            # Even after an error: the sender wants this process to end.
+            self._interrupt.deliver()
 
     @property
     def position(self) -> int:
-        """The steps completed: as restored, or as last reported by `step()` or `save()`; 0 before either."""
+        """The number of completed steps: as restored, or as last reported by `step()` or `save()`; 0 before either."""
         return self._at.step
 
     def restore(
@@ -146,8 +148,9 @@ class Checkpointer(HeldRun):
         RunMismatchError; the state is untouched then.
 
         A loose restore takes a part, for fine-tuning: `only` names the groups ("model", "rng") and keys ("model/head")
-        to take, or maps them to what the checkpoint calls them, and `leave` those that are not taken. With
-        `missing="keep"` what the checkpoint lacks keeps its value. Raises ConfigError for a name that matches nothing.
+        to take, or maps them to their names in the checkpoint; `leave` names those that are not taken. With
+        `missing="keep"` values that the checkpoint lacks stay as they are. Raises ConfigError for a name that matches
+        nothing.
         """
         selection = Selection.of(only, missing, leave)
         _refuse_wrong(state)
@@ -179,21 +182,21 @@ class Checkpointer(HeldRun):
         self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
-        if chosen.n < 0 and cached is not None:  # storage does not have it yet
+        if chosen.n < 0 and cached is not None:  # Storage does not have it yet.
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        elif cached is None and selection is None:  # only such a restore has read every byte from the store
+        elif cached is None and selection is None:  # Only such a restore has read every byte from the store.
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
         return chosen.step
 
     def _be_idle(self, state: dict[str, Any]) -> None:
-        """Wait for what is under way, and note what training begins with, before a restore."""
+        """Wait for saves under way, and record the state with which training begins, before a restore."""
         note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
         self._steps.restored()
-        self._pruner.cancel(_PRUNE_S)  # it could remove the checkpoint that is restored
+        self._pruner.cancel(_PRUNE_S)  # It could remove the checkpoint that is restored.
 
     def _begin(self, state: dict[str, Any]) -> int:
         """Begin a run without checkpoints; steps that were never committed will be repeated."""
@@ -280,11 +283,11 @@ class Checkpointer(HeldRun):
             self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
-        keep = keep or not self._knows_line  # a process that never trained does not change the memory
+        keep = keep or not self._knows_line  # A process that never trained does not change the memory.
         try:
             self.wait()
         except BaseException:
-            keep = True  # storage may lack the snapshot in memory
+            keep = True  # Storage may lack the snapshot in memory.
             raise
         finally:
             with self._saver.turn():
@@ -303,7 +306,8 @@ class Checkpointer(HeldRun):
                 _refuse_wrong(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
-                groups = encode_groups(captured)  # raises for an unsupported value before anything is written
+                # Raises for an unsupported value before anything is written.
+                groups = encode_groups(captured)
                 self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
@@ -318,9 +322,9 @@ class Checkpointer(HeldRun):
         return snapshot
 
     def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Check that the heartbeat has seen no other owner, and treat NaN and infinite metrics by `on_non_finite`.
+        """Raise FencedError if the heartbeat has seen another owner; treat non-finite metrics by `on_non_finite`.
 
-        Raises FencedError and NonFiniteError; in all ranks if the step is saved.
+        Also raises NonFiniteError. If the step is saved, errors are raised in all ranks.
         """
         try:
             self._check_owner()
@@ -333,7 +337,7 @@ class Checkpointer(HeldRun):
     def _note(
         self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
     ) -> Rollback | None:
-        """Record in the run's history what a restore skipped, and that it goes back from a failed step."""
+        """Record in the run's history which checkpoints a restore skipped, and that it goes back from a failed step."""
         self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
@@ -365,7 +369,7 @@ class Checkpointer(HeldRun):
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
         """Record that training goes back to a checkpoint before a step whose metrics were not finite.
 
-        The batches from there to that step are skipped if the state can do that: they would fail again.
+        If an object of the state can skip batches, those from there to that step are skipped: they would fail again.
         """
         skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
         rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
@@ -373,7 +377,7 @@ class Checkpointer(HeldRun):
         return rollback
 
     def _due(self, now: SavePoint) -> tuple[bool, bool]:
-        """Return whether a save is due at this step and whether a signal ends training there; the same in all ranks."""
+        """Return whether a save is due at this step, and whether a signal ends training there; all ranks agree."""
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
         save, number = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending)
@@ -391,6 +395,6 @@ class Checkpointer(HeldRun):
 
 
 def _refuse_wrong(state: Mapping[str, Any]) -> None:
-    """Refuse what a restore cannot bring back, or what trains on wrong samples."""
+    """Raise an error for values that a restore cannot bring back, and for loaders that deal wrong samples."""
     refuse_fsdp1(state)
     check_dealt(state)

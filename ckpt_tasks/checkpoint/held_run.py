@@ -44,7 +44,7 @@ _log = logging.getLogger("ckpt_tasks")
 class HeldRun:
     """The half of a Checkpointer that needs no state: take the run directory, wait, write into its history, release.
 
-    Of many ranks, rank 0 writes, once.
+    With many ranks, rank 0 writes, once for all.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HeldRun:
                 hint='Write Checkpointer(CheckpointConfig(checkpoint_dir="runs/first")).',
             )
         self.config = config
-        self.freed_bytes = 0  # of snapshots in this host's memory, by prune()
+        self.freed_bytes = 0  # The bytes of snapshots in this host's memory that prune() freed.
         self._process = Process()
         fill_standard_descriptors()
         self._location = config.location.resolve(config.run_key)
@@ -78,8 +78,8 @@ class HeldRun:
             self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
         )
         self._damaged: tuple[str, ...] = ()
-        self._knows_line = False  # this owner has checked that no other process has committed since
-        self._knows_state = False  # all ranks have captured a state
+        self._knows_line = False  # True if this owner has checked that no other process has committed since.
+        self._knows_state = False  # True if all ranks have captured a state.
         finalize_here(self, _leave, weakref.ref(self._saver))
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class HeldRun:
 
     @property
     def run(self) -> Run:
-        """The run, read-only: does not take the run directory."""
+        """The run, read-only; does not take the run directory."""
         return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     @property
@@ -105,7 +105,7 @@ class HeldRun:
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
 
-        Raises StoreError if the store takes nothing of a checkpoint for `flush_timeout_s`.
+        Raises StoreError if the store takes no bytes of a checkpoint for `flush_timeout_s`.
         """
         self._process.check()
         self._saver.wait()
@@ -144,7 +144,7 @@ class HeldRun:
                 raise
             self._damaged = self._tenure.damaged
             self._knows_line = False
-            self._take_over = False  # once only: a later owner is not fenced by this process
+            self._take_over = False  # Only once: this process does not fence a later owner.
             self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -169,7 +169,7 @@ class HeldRun:
 
     @checked
     def remove(self, checkpoint: Checkpoint) -> Verdict:
-        """Remove a checkpoint from the run and delete it; the verdict says whether it was removed, and why not.
+        """Remove a checkpoint from the run and delete it; the verdict says whether it was removed, or why not.
 
         The newest, the newest good, pinned and leased checkpoints stay. Raises StateError if the directory is not held,
         CheckpointNotFoundError, and NoGoodCheckpointError if none verifies.
@@ -186,7 +186,7 @@ class HeldRun:
         self._note_once(what, fields)
 
     def record_failure(self, **fields: Any) -> None:
-        """Record a failed attempt, one more without progress, in the history. Raises StateError as `note` does."""
+        """Record a failed attempt, which counts as one more without progress. Raises StateError as `note` does."""
         self._note_once("failure", fields, lambda state: state.with_stall(self._flow_run_id))
 
     @checked
@@ -201,9 +201,9 @@ class HeldRun:
     ) -> Checkpoint:
         """Go back to the checkpoint of a step; later checkpoints are marked as abandoned.
 
-        Call `restore` next. `skip_batches` are then skipped: (first, last), named by the steps that would have taken
-        them; an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte of the
-        checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
+        Call `restore` next. `skip_batches` are then skipped: they are (first, last), the steps that had trained on
+        these batches; an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte of
+        the checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
         ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing changes then.
         """
         self._held()
@@ -214,7 +214,8 @@ class HeldRun:
             raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=step)
         rollback = Rollback(identity=target.manifest_digest, step=target.step, skip=skip, by=self._flow_run_id)
         self._record_rollback(rollback, why=reason)
-        self._knows_line, self._line.known_n = False, -1  # a save without a restore would continue the abandoned line
+        # A save without a restore would continue the abandoned line.
+        self._knows_line, self._line.known_n = False, -1
         return target
 
     def _record_rollback(self, rollback: Rollback, **fields: Any) -> None:
@@ -223,10 +224,10 @@ class HeldRun:
 
     @checked
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
-        """Remove what the policy no longer keeps, and what dead attempts left; return a verdict for each checkpoint.
+        """Prune the run: remove what the policy no longer keeps, and what dead attempts left; return all verdicts.
 
-        First reads back the newest checkpoint that stays, unless one that stays has been verified before. Raises
-        StateError if the directory is not held and this is not a `dry_run`.
+        Before it prunes, it reads back the newest checkpoint that stays, unless one that stays is verified already.
+        Raises StateError if the directory is not held and this is not a `dry_run`.
         """
         held = None if dry_run else self._held()
         self.wait()
@@ -262,7 +263,8 @@ class HeldRun:
     def _begin_save(self, error: Exception | None = None) -> Tenure:
         """Take the run for a save; the caller holds `turn()`.
 
-        `error` says why this rank cannot save: it is raised in all ranks. In the first save nothing is written then.
+        `error` says why this rank cannot save: it is raised in all ranks. If this is the first save, nothing is
+        written.
         """
         if not (self._ranks.alone or self._knows_state):
             with self._ranks.together("state") as confirm:
@@ -299,12 +301,12 @@ class HeldRun:
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
-        """Raise the failure of an earlier save, if there is one; it is the same in every rank."""
+        """Raise the failure of an earlier save, if any; it is the same in every rank."""
         self._process.check()
         self._saver.raise_failure()
 
     def _check_owner(self) -> None:
-        """Raise FencedError if the heartbeat has seen another owner; only rank 0 has one."""
+        """Raise FencedError if the heartbeat has seen another owner; only rank 0 has a heartbeat."""
         if self._tenure is not None:
             self._tenure.check()
 
@@ -319,7 +321,7 @@ class HeldRun:
 
 
 def _leave(saver: weakref.ref[Saver]) -> None:
-    """Remember a save under way, for the next Checkpointer on this run: nothing refers to this one any more."""
+    """Remember a save under way, for the next Checkpointer on this run: nothing else refers to this Checkpointer."""
     left = saver()
     if left is not None and left.tenure is not None:
         left_here[left.tenure.owner.id] = left

@@ -2,11 +2,11 @@
 
 Invariants
 
-1. The file has been checked as a whole before the run directory is taken, sizes and CRCs included, and so has the
+1. Before the run directory is taken, the file has been checked as a whole, including sizes and CRCs, and so has the
    checkpoint that it will become; until then nothing is written.
-2. Every byte is read back from the store and compared with the digest of what was read from the file before the
-   checkpoint is committed. A file that changes meanwhile is an error, and nothing is committed.
-3. An imported checkpoint follows only imported ones: a trained run has a history that no file tells.
+2. Before the checkpoint is committed, every byte is read back from the store and compared with the digest of the file's
+   bytes. A file that changes meanwhile is an error, and nothing is committed.
+3. An imported checkpoint follows only imported ones: a trained run has a history that no file has.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 __all__ = ["IMPORTED_FROM", "ImportedRun"]
 
-IMPORTED_FROM = "imported_from"  # in the environment of a manifest
-_SHARD_BYTES = 32 << 20  # a file's tensors are in memory while they are written
+IMPORTED_FROM = "imported_from"  # A key in the environment of a manifest.
+_SHARD_BYTES = 32 << 20  # A file's tensors are in memory while they are written.
 OnProgress = Callable[[int], None]
 
 
@@ -53,7 +53,7 @@ class ImportedRun(HeldRun):
         the run has been trained, ConfigError if it has this step or a later one, OwnedError if a process holds it,
         IntegrityError if the file changes meanwhile, and StoreError. Nothing is committed then.
         """
-        self._newest(plan.step)  # before the directory is made
+        self._newest(plan.step)  # Check before the directory is made.
         for file in plan.source.opened:
             file.check(on_progress)
         _check_bounds(plan)
@@ -67,7 +67,7 @@ class ImportedRun(HeldRun):
             self._release(prune_s=0.0)
 
     def _newest(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint that a new one of this step would follow; raise if it may not follow."""
+        """Return the checkpoint that a new one of this step would follow; raise if none may follow."""
         live = lineage(self._history.head().state.live)
         if not live:
             return None
@@ -117,13 +117,13 @@ def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
 
 
 def _check_bounds(plan: ImportPlan) -> None:
-    """Make index and manifest without a store or a byte of a tensor: raise what a save and a reader would refuse."""
+    """Make index and manifest without a store or a tensor's bytes: raise what a save and a reader would raise."""
     saving = _new_saving(Tenure(identify(None), "run", Line()), plan)
     prepare_checkpoint(saving, [_Writer(None, saving.attempt, plan).write()])
 
 
 class _Writer:
-    """Write tensors into a store, in the same files as a save; without a store, only say what they would be."""
+    """Write tensors into a store, in the same files as a save; without a store, only plan them."""
 
     def __init__(
         self, store: Store | None, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None

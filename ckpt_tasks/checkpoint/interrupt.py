@@ -3,7 +3,7 @@
 In a flow run Prefect's engine has a SIGTERM handler of its own. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
 handler is the function that its module names. Without the acknowledgement the process is killed at once. So our handler
-takes that name over while it is installed, and Prefect's function gets the signal at the step boundary.
+takes over that name while it is installed, and Prefect's function gets the signal at the step boundary.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ __all__ = ["Interrupt", "leave_flow_run"]
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PREFECT = "prefect.utilities.engine"  # looked up, never imported: without Prefect there is nothing to do
+# Never imported, only looked up: without Prefect there is nothing to do.
+_PREFECT = "prefect.utilities.engine"
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
-_ONCE_S = 2.0  # a terminal and a launcher both send Ctrl-C, within moments
+_ONCE_S = 2.0  # A terminal and a launcher both send Ctrl-C, within moments.
 
 
 class Interrupt:
-    """Remember a signal until the step boundary, then raise it again for the handler that was there before.
+    """Remember a signal until the step boundary, then raise it again for the previous handler.
 
-    Only the main thread can set signal handlers; elsewhere this does nothing, and the process' own handlers act. Ctrl-C
-    again within 2 s is one signal; a later second one acts at once. A second SIGTERM does not, since schedulers send
-    several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a step that hangs. A
-    forked child holds nothing back: it gets the previous handlers.
+    Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
+    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not, since
+    schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a
+    step that hangs. A forked child holds nothing back: it gets the previous handlers.
     """
 
     def __init__(self) -> None:
         self.pending: int | None = None
-        self.is_failing = False  # the `with` block ends by an exception
+        self.is_failing = False  # True while an exception ends the `with` block.
         self._previous: dict[int, Any] = {}
-        self._handler = self._note  # one object: Prefect compares by identity
-        self._seen: set[int] = set()  # until one is delivered
+        self._handler = self._note  # Keep one object: Prefect compares by identity.
+        self._seen: set[int] = set()  # Signals seen until one is delivered.
         self._noted_s: dict[int, float] = {}
 
     def install(self) -> None:
@@ -53,7 +54,7 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
         signals = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # A shell's background job ignores Ctrl-C.
             signals.append(signal.SIGINT)
         if _is_timeout(signal.getsignal(signal.SIGALRM)):
             signals.append(signal.SIGALRM)
@@ -70,21 +71,21 @@ class Interrupt:
             self._give_back()
 
     def must_end(self) -> bool:
-        """Return True if a signal asks a program that has failed to end: it does not wait for other ranks then."""
+        """Return True if a signal asks a failing program to end: then it does not wait for other ranks."""
         return self.is_failing and self.pending is not None
 
     def leave_to_parent(self) -> None:
         """Put the previous handlers back in a forked child; a pending signal is the parent's."""
         self.pending = None
         self._seen.clear()
-        self._give_back()  # without Prefect's lock: a thread that the fork did not copy may hold it
+        self._give_back()  # A thread that the fork did not copy may hold Prefect's lock.
 
     def deliver(self) -> None:
         """Raise the pending signal for its previous handler; if that returns, training continues."""
         number, self.pending = self.pending, None
         if number is None:
             return
-        if number not in self._seen:  # another rank's: the same one may still reach this process
+        if number not in self._seen:  # Another rank got it: the same signal may still reach this process.
             self._noted_s[number] = system().monotonic()
         self._seen.clear()
         held = bool(self._previous)
@@ -93,12 +94,13 @@ class Interrupt:
             signal.raise_signal(number)
         finally:
             if held:
-                self.install()  # also after a KeyboardInterrupt, until the end of the block: it may come again
+                # Even after a KeyboardInterrupt, until the end of the block: it may come again.
+                self.install()
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) is self._handler:
-                # None: the handler was not set from Python and cannot be put back
+                # None: the handler was not set from Python and cannot be put back.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         _rename(self._handler, self._previous[signal.SIGTERM])
         self._previous = {}
@@ -107,7 +109,8 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            return  # a second SIGTERM changes nothing before the first is delivered; after it, it is a new one
+            # A second SIGTERM changes nothing before the first is delivered; after that, it is a new one.
+            return
         self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)
@@ -128,14 +131,14 @@ def _prefects_lock() -> AbstractContextManager[object]:
 
 
 def _rename(own: Any, new: Any) -> None:
-    """Make Prefect regard `new` as its own SIGTERM handler if it regards `own` as that now."""
+    """Make Prefect regard `new` as its own SIGTERM handler, if it now regards `own` as that."""
     engine: Any = sys.modules.get(_PREFECT)
     if own is not None and getattr(engine, "_prefect_sigterm_handler", None) is own:
         engine._prefect_sigterm_handler = new
 
 
 def _is_timeout(handler: Any) -> bool:
-    """Return True if a handler is the one with which Prefect ends a flow run that takes too long."""
+    """Return True if a handler is Prefect's, which ends a flow run that takes too long."""
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
 
 
@@ -153,7 +156,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    for interrupt in reversed([*_installed]):  # each puts back the handlers that it replaced
+    for interrupt in reversed([*_installed]):  # Each puts back the handlers that it replaced.
         interrupt.leave_to_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
@@ -162,7 +165,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 
 
 def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
-    """End this process's flow run by Prefect's Abort, which sets no state: another process goes on with it.
+    """End this process's flow run by Prefect's Abort, which sets no state: another process continues the flow run.
 
     A failure would be shown, and retried, although the run trains. Returns outside of that flow run.
     """

@@ -1,4 +1,4 @@
-"""What tests do with a Checkpointer that stands for a process of its own: let the process die, or come to rest."""
+"""How tests end a Checkpointer that stands for a process of its own: let the process die, or let it finish."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ __all__ = ["die", "settle"]
 
 
 def die(ckpt: Checkpointer) -> None:
-    """Leave a Checkpointer as the death of its process does: nothing is released, and its memory stays for the next.
+    """Leave a Checkpointer like a dying process: nothing is released, and its memory stays for the next process.
 
     Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may be its restart.
     """
     ckpt._saver.wait_sealed()
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)  # the kernel frees the lock of a process that is gone
+    ckpt._cache.close(keep=True)  # The kernel frees the lock of a process that is gone.
     ckpt._saver.tenure = None
 
 
 def settle(ckpt: Checkpointer) -> None:
-    """Wait until saves under way have ended, and the prune behind them; a failure is kept for the next call."""
+    """Wait until saves under way and the prune after them have ended; a failure is kept for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)

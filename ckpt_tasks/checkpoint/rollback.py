@@ -37,7 +37,7 @@ class LeftOut:
             )
 
     def restored(self, rollback: Rollback | None, step: int, state: Mapping[str, Any]) -> None:
-        """Remember which batches are still to be skipped after a restore of `step`; skip them now if they come next.
+        """Remember which batches remain to be skipped after a restore of `step`; skip them now if they come next.
 
         Batches skipped before `step` are part of the restored position in the data.
         """
@@ -62,7 +62,7 @@ def can_leave_out(state: Mapping[str, Any]) -> bool:
 
 
 def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> bool:
-    """Return True if nothing has been committed since a rollback; a snapshot in memory would then undo it."""
+    """Return True if nothing has been committed since the rollback: restoring a snapshot in memory would undo it."""
     newest = newest_first[0].manifest_digest if newest_first else None
     return rollback is not None and rollback.pending and rollback.identity == newest
 

@@ -40,8 +40,8 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
 
 _SHELLS = ("bash", "zsh", "fish")
 _COMPLETE_VAR = "_CKPT_COMPLETE"
-# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS: so words are taken from the line itself,
-# and only the part after the last @ is returned.
+# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS. So the script takes words from the line
+# itself, and returns only the part after the last @.
 _BASH = f"""\
 _ckpt_completion() {{
     local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" words IFS=$' \\t\\n'
@@ -83,7 +83,7 @@ class _Verbs(TyperGroup):
     """A command with verbs, each listed under the heading of its `rich_help_panel`."""
 
     def get_params(self, ctx: Any) -> Any:
-        # Typer's own flags for completion know only the present shell, and write into its start-up files.
+        # Typer's own flags for completion work only with the current shell, and write into its start-up files.
         return [one for one in super().get_params(ctx) if one.name not in ("show_completion", "install_completion")]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -130,9 +130,9 @@ app = typer.Typer(
     cls=_Verbs,
     help="Train with checkpoints that survive a kill at any moment, and manage them.",
     epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
-    rich_markup_mode=None,  # plain help: it is there in half the time
+    rich_markup_mode=None,  # Plain help takes half the time.
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a plain traceback can be searched for and sent
+    pretty_exceptions_enable=False,  # A plain traceback can be searched and sent.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for heading, verbs in _VERBS.items():
@@ -162,20 +162,21 @@ def _options(
         ),
     ] = None,
 ) -> None:
-    """Take the options that come before the verb."""
+    """Accept the options that come before the verb."""
 
 
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, and exit with its status."""
     fill_standard_descriptors()
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started without it
+        if getattr(sys, name) is None:  # The process was started without this stream.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")  # no name or sign is worth a traceback on an ASCII terminal
+            # An ASCII terminal must show any name or sign without a traceback.
+            stream.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
-    except FileNotFoundError:  # torch is not even imported there
+    except FileNotFoundError:  # There, torch is not even imported.
         sys.exit("error: the working directory has been removed. Change to another one.")
     app([*verb, *sys.argv[1:]], prog_name="ckpt")

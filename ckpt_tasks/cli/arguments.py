@@ -1,4 +1,4 @@
-"""What verbs take from the user: a run or a checkpoint, completed by the shell, and options that several share.
+"""What verbs take from the user: a run or a checkpoint, completed by the shell, and options of several verbs.
 
 Run directories and DIR@STEP are completed from local directories: a key press never sends a request to a server. If
 there is nothing to complete, the shell completes file names.
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _STEPS_SHOWN = 100
-# A shell splits, expands or runs any other name: the shell itself completes and quotes such a file name.
+# A shell splits, expands or runs any other name, so the shell itself completes and quotes such file names.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 
@@ -110,7 +110,7 @@ JsonOption = Annotated[bool, option("--json", None, "print one JSON object inste
 
 
 class Target(NamedTuple):
-    """A run directory, and which checkpoint: a step, "latest", "best", or None if the user named none."""
+    """A run directory and a checkpoint: a step, "latest", "best", or None if the user named none."""
 
     checkpoint_dir: str
     which: int | str | None
@@ -131,7 +131,7 @@ class Target(NamedTuple):
 
 
 def parse_target(text: str) -> Target:
-    """Split "DIR@STEP" at its last @; if a directory has the whole text as its name, that directory is meant.
+    """Split "DIR@STEP" at its last @, unless a directory has the whole text as its name.
 
     Raises ConfigError if the text after the @ is neither a step nor "latest" nor "best".
     """
@@ -144,7 +144,7 @@ def kept_because(state: State) -> dict[str, list[str]]:
     from ckpt_tasks.policy.retention import RetentionPolicy, rank_best
 
     newest_first, now = lineage(state.live), time.time()
-    # A ledger that somebody has edited may pin a checkpoint that is not live: hence the defaultdict.
+    # An edited ledger may pin a checkpoint that is not live: hence the defaultdict.
     reasons: dict[str, list[str]] = defaultdict(list, {checkpoint.manifest_digest: [] for checkpoint in newest_first})
     for newest in newest_first[:1]:
         reasons[newest.manifest_digest].append("newest")
@@ -170,6 +170,6 @@ def params_line(params: Mapping[str, Any]) -> str:
 
 
 def lineage_facts(state: State) -> dict[str, Any]:
-    """Return a run's parameters and the run that it was forked from (None: it was not), as --json prints them."""
+    """Return a run's parameters and the run from which it was forked (None: it was not), as --json prints them."""
     origin, params = state.origin, state.params
     return {"origin": None if origin is None else vars(origin), "params": None if params is None else dict(params)}

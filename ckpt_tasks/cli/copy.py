@@ -127,7 +127,7 @@ def _parts(run: Run, target: Store, report: SyncReport, took_s: float) -> Iterat
 
 
 def _unleased(source: Run) -> Iterator[tuple[str, str]]:
-    """Warn if the source was read without a lease."""
+    """Warn if the source was read without a lease, because it could not be written."""
     if source.read_only:
         words = "The source cannot be written: it was read without a lease, so its owner could prune what was read."
         yield words, "yellow"
@@ -187,7 +187,7 @@ def fork(
 
 
 def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a plain loop trains the run: nothing would apply the changes after a restore."""
+    """Raise ConfigError if a plain loop trains the run: it would not apply the changes after a restore."""
     state = run.head().state
     if changed and state.program is None and state.params is None:
         raise ConfigError(
@@ -199,8 +199,8 @@ def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
 def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE texts; a value that is not JSON is a string.
 
-    Raises ConfigError for a bad name, a name that is given twice, and a value such as True or .5, which JSON writes
-    otherwise: a string instead of a number would be noticed late.
+    Raises ConfigError for a bad name, a repeated name, and a value such as True or .5, which JSON writes differently:
+    it would become a string, and that would be noticed late.
     """
     parsed: dict[str, Any] = {}
     for change in changes:
@@ -216,7 +216,7 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
 def _value(name: str, text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        json.dumps(value, allow_nan=False)  # 1e999 is read as an infinity
+        json.dumps(value, allow_nan=False)  # json.loads reads 1e999 as infinity.
     except (ValueError, RecursionError):
         if text in ("True", "False", "None") or _is_number(text):
             hint = "Write 0.1, 1000, true, false or null; a text that looks like one in quotes: name='\"True\"'."
@@ -267,7 +267,7 @@ def _next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, 
     """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
     place = from_here(url)
     chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
-    steps = str(2 * planned.checkpoint.step)  # without it, the default may be fewer than the run has
+    steps = str(2 * planned.checkpoint.step)  # The default could be fewer steps than the run has.
     training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
     loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
     return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

@@ -66,7 +66,7 @@ def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
 
     try:
         with importing_prefect():
-            from ckpt_tasks.doctor.server import check_prefect  # takes seconds
+            from ckpt_tasks.doctor.server import check_prefect  # The import takes seconds.
     except ConfigError as error:
         return [Check("server", "wrong", error.message, error.hint or "")]
     return check_prefect(pool, deployment)
@@ -104,7 +104,7 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
     with output(as_json) as out:
         store = Location(url).open()
         with _saying(out) as on_progress:
-            # No retries: they would hide the faults that this test looks for.
+            # Retries would hide the faults that this test looks for.
             inner = store.inner if isinstance(store, RetryingStore) else store
             findings = measure(inner, on_progress=on_progress)
         verdict = judge(findings)

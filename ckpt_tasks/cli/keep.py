@@ -139,7 +139,7 @@ def prune(
             best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
             memory_dir=memory_dir,
         )
-        # The run keeps the named metric as the one that @best means, so it must exist even if no best one is kept.
+        # The run keeps this metric as the meaning of @best, so it must exist even if no best checkpoint is kept.
         named = replace(config.retention_policy, keep_best=keep_best or int(best_metric is not None))
         missing = missing_metric(state, named)
         if missing is not None:
@@ -209,7 +209,7 @@ def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
 
 @contextmanager
 def _held(config: CheckpointConfig, hint: str) -> Iterator[Checkpointer]:
-    """Own the run in the block; the error of a run that another process owns says what to do."""
+    """Own the run in the block; if another process owns it, the error says what to do."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(config) as ckpt:
@@ -270,13 +270,13 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
-    """Prune; return the verdicts, and how many bytes of snapshots in memory were freed."""
+    """Prune; return the verdicts, and the bytes of snapshots in memory that it freed."""
     with _held(config, "A run that is training prunes itself. --dry-run only looks.") as ckpt:
         return ckpt.prune(), ckpt.freed_bytes
 
 
 def _undeleted(run: Run, prefix: str = "") -> list[str]:
-    """List the objects below `prefix` of checkpoints that the run no longer has: those that could not be deleted."""
+    """List objects below `prefix` that could not be deleted: those of checkpoints that the run no longer has."""
     return sorted(filter(run.head().state.has_retired, run.history.store.names(prefix)))
 
 

@@ -75,7 +75,7 @@ def ls(
 
 
 class _Row:
-    """A checkpoint with its evaluations and leases, and why it is kept."""
+    """A checkpoint with its evaluations and leases, and the reasons why it is kept."""
 
     def __init__(self, checkpoint: Checkpoint, state: State, kept: list[str]):
         self.checkpoint, self.kept = checkpoint, kept
@@ -174,7 +174,7 @@ def _number(value: float | None) -> str:
 
 
 def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
-    """Return (suite, metric) in order of worth: training's first, two of evaluations, the rest of training's."""
+    """Return (suite, metric) in the order of interest: training's first, two of evaluations, training's others."""
     from ckpt_tasks.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row.checkpoint.metrics})]
@@ -184,7 +184,8 @@ def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
         for suite in suites
         for name in sort_metrics({name for row in rows for name in row.evaluations.get(suite, {})})
     ]
-    best = sorted(evaluated, key=lambda column: "loss" not in column[1])  # a loss of each suite before all else
+    # First one loss of each suite, then the others.
+    best = sorted(evaluated, key=lambda column: "loss" not in column[1])
     return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:], *best[_EVALUATIONS_SHOWN:]]
 
 
@@ -213,7 +214,7 @@ def _holder(owner: Owner | None) -> str:
 
 _BAD = ("damaged", "unreadable")
 _RUN_STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
-# Columns to sort by, beside metrics; True: the largest comes first.
+# The columns that can sort, beside metrics; True: the largest value comes first.
 _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),
     "state": (lambda run: run.state, False),

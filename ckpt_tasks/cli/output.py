@@ -1,6 +1,6 @@
 """What a verb prints: texts and tables, or JSON; errors in the same form.
 
-The columns of a table are declared once (`Column`): the table of a terminal and the rows of --json are made from them.
+The columns of a table are declared once (`Column`): they make both the table of a terminal and the rows of --json.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _HEAD_BYTES = 4096
 def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Callable[[bytes], bool]) -> None:
     """Write a file under a temporary name and rename it to `place`.
 
-    An existing file is replaced only if `is_ours(its first bytes)`. Raises ConfigError for any other file, a link, a
-    directory, a pipe or a device at `place`, and if the system refuses; the error names the file's kind (`what`) and
-    the `option` that chooses another place.
+    An existing file is replaced only if `is_ours(its first bytes)`. Raises ConfigError if `place` holds any other file,
+    a link, a directory, a pipe or a device, and if the system refuses; the error names the kind of file (`what`) and
+    the `option` that chooses another path.
     """
     hint = f"Name another file with {option}."
     if not place.name:
@@ -89,9 +89,11 @@ def _head(place: Path) -> bytes | None:
         return file.read(_HEAD_BYTES)
 
 
-_FIRST_ANSWER_S = 15.0  # how long the first answer of a store may take; later requests wait out longer outages
+# The time limit for a store's first answer; later requests wait for the end of longer outages.
+_FIRST_ANSWER_S = 15.0
 _LONGEST_WORD = 20
-_FILE_COLUMNS = 200  # a file or a pipe has no width, and a folded name cannot be searched for
+# A file or a pipe has no width, and a wrapped name cannot be searched for.
+_FILE_COLUMNS = 200
 
 
 class Output:
@@ -102,11 +104,11 @@ class Output:
         self.failed = False
 
     def fail(self, failed: bool = True) -> None:
-        """Make the verb end with exit status 1 if it has failed."""
+        """Make the verb exit with status 1 if `failed`."""
         self.failed |= failed
 
     def answer(self, facts: Mapping[str, Any], parts: Iterable[Any] = ()) -> None:
-        """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
+        """Print the facts as one JSON object with --json, else the parts, as `print` does."""
         if self.as_json:
             with _writing():
                 typer.echo(json.dumps(finite(facts), indent=2))
@@ -125,7 +127,7 @@ class Output:
                     screen.print(_with_whole_words(rendered(part), screen))
 
     def print_next(self, *commands: str) -> None:
-        """Print what to type next, each command in one line: one that is wrapped cannot be copied."""
+        """Print commands to type next, each on one line: a wrapped command cannot be copied."""
         if not self.as_json:
             screen = console()
             with _writing():
@@ -134,7 +136,7 @@ class Output:
 
 
 def rendered(part: Any) -> RenderableType:
-    """Make a text of pieces, each a text or a text with its style, without control characters of others."""
+    """Make a text of pieces, each a text or a text with its style, without foreign control characters."""
     from rich.text import Text
 
     if isinstance(part, str | tuple):
@@ -152,14 +154,14 @@ def title(run: Run, which: str = "") -> list[Any]:
 
 
 def first(lines: Sequence[str], most: int, option: str = "--json") -> list[str]:
-    """Return the first lines, and one that says how many more there are and which option shows them."""
+    """Return the first `most` lines; if there are more, a last line counts them and names the `option` for all."""
     more = [f"… and {len(lines) - most} more ({option})"] if len(lines) > most else []
     return [*lines[:most], *more]
 
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Say that the answer has no room where stdout goes; a reader that has left is typer's to treat."""
+    """Turn a full disk below stdout into our error; typer handles a reader that has left."""
     try:
         yield
     except BrokenPipeError:
@@ -224,9 +226,9 @@ def _only_our_log() -> Iterator[None]:
 
 
 def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[Any]:
-    """Return the table with as many metrics as fit the screen without breaking a word, `fewest` at least.
+    """Return the table with as many metrics as fit the screen without breaking a word, at least `fewest`.
 
-    `make` makes it for a number of metrics. A line that names those left out follows.
+    `make` returns the table for a number of metrics. A line below names the omitted metrics.
     """
     screen, shown = console(), len(metrics)
     while not _fits(made := make(shown), screen) and shown > fewest:
@@ -236,9 +238,9 @@ def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest:
 
 
 class Column(NamedTuple):
-    """A column: its key in --json (None: not there), its heading in a terminal (None: not there), and its value.
+    """A column: its key in --json (None: only for people), its heading in a terminal (None: only in --json), its value.
 
-    `words` writes the value for people. A column of numbers stands on the right; neither it nor a `whole` one wraps.
+    `words` writes the value for people. A column of numbers is right-aligned; neither it nor a `whole` one wraps.
     """
 
     key: str | None
@@ -255,12 +257,12 @@ def column(heading: str, value: str | Callable[[Any], Any], words: Callable[[Any
 
 
 def row_facts(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the rows as --json has them."""
+    """Return the rows as --json prints them."""
     return [{one.key: one.value(row) for one in columns if one.key is not None} for row in rows]
 
 
 def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable[[Any], str] | None = None) -> Table:
-    """Make a table in the house's style; `style` says how a row looks. Control characters of others are escaped."""
+    """Make a table in the house's style; `style` styles a row. Foreign control characters are escaped."""
     made, shown = plain_table(), [one for one in columns if one.heading is not None]
     for one in shown:
         kept = one.numbers or one.whole
@@ -275,7 +277,7 @@ def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable
 
 
 def grid(lines: Iterable[tuple[str, ...]]) -> Table:
-    """Make a table of names and values without headings; a line may have a style as well."""
+    """Make a table of names and values without headings; a third item of a line is its style."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 3))
@@ -297,7 +299,7 @@ def _with_whole_words(part: RenderableType, screen: Console) -> RenderableType:
 
 
 def _fits(made: Table, screen: Console) -> bool:
-    """Give each wrapping column the width of its longest word, at most 20 characters; say if the table fits then."""
+    """Give each wrapping column the width of its longest word, up to 20; return True if the table then fits."""
     from rich.measure import Measurement
 
     for column in made.columns:
@@ -319,13 +321,13 @@ def _print_error(error: CkptError, out: Output) -> None:
         except ConfigError:
             typer.echo(text, err=True)
         return
-    # The error of a site ends with lines of a log.
+    # A SiteError ends with lines of a log.
     text = str(error) if isinstance(error, SiteError) else printable(str(error))
     console(stderr=True).print(rendered([("error: ", "bold red"), text]), soft_wrap=True)
 
 
 def finite(value: Any) -> Any:
-    """Return JSON data in which NaN and infinity, which JSON lacks, are strings."""
+    """Return JSON data with strings in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -335,7 +337,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-_SHOWN_AFTER_S = 0.5  # shorter reads need no bar
+_SHOWN_AFTER_S = 0.5  # Shorter reads need no bar.
 
 
 @contextmanager

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "report"]
 
-# Characters for all the time.
+# The number of characters that stand for all the time.
 _BAR = 36
 
 OutOption = Annotated[
@@ -90,7 +90,7 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
     yield title(run)
     yield made.summary, "bold"
     yield ""
-    # The title says the URL.
+    # The title has the URL.
     yield grid(line for line in made.facts() if line[1] != run.history.store.url)
     if made.shares:
         columns = (
@@ -107,27 +107,27 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Characters for the largest sum that is shown.
+# The number of characters that stand for the largest sum.
 _CURVE_BAR = 28
 _REACH, _ROWS = 8.0, 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """Measurements and the plan; `source` of the mean time between failures: "prior", "measured" or "given"."""
+    """Measurements and the plan; `source` says where the MTBF comes from: "prior", "measured" or "given"."""
 
     observed: Observed
     recommended: Recommendation
     source: str
     overhead_cap: float
-    # None where the store has no limit that it tells.
+    # None if the store has no known limit.
     space: Forecast | None
-    # As given: the ledger does not hold a run's policy.
+    # The user gives this number: the ledger does not hold a run's policy.
     keeps: int | None
 
     @property
     def at(self) -> TradeOff:
-        """What the recommended interval costs."""
+        """The costs of the recommended interval."""
         return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
 
 

@@ -1,7 +1,7 @@
 """Options of `ckpt train` and `ckpt evaluate`: the program, its parameters, and every option of `CheckpointConfig`.
 
-The options of the config are made from its fields and their texts, so that none is missing and none is written twice.
-Verbs that need Prefect import it here, and say it if its own settings cannot be read.
+The options of the config are made from its fields and their texts, so that none is missing or written twice. Verbs that
+need Prefect import it here; if Prefect cannot read its own settings, the error says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ __all__ = [
 EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 
 ProgramArgument = Annotated[str | None, argument("MODULE:PROGRAM", "the program [default: the example ByteLM]")]
-ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]  # its first name, kept for old commands
+# The option's first name, kept for old commands.
+ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]
 ParamOption = Annotated[list[str], option("--param", "NAME=VALUE", "a parameter of the program; may be repeated")]
 ParamsOption = Annotated[str, option("--params", "JSON", "parameters as one JSON object")]
 SeedOption = Annotated[int | None, option("--seed", "N", "short for --param seed=N")]
@@ -56,7 +57,7 @@ _UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
 
 
 def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb with `**settings` one option for each field of the config; an option not given is None."""
+    """Give a verb with `**settings` one option for each field of the config; an omitted option is None."""
     signature = inspect.signature(verb, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     kinds, texts = get_type_hints(CheckpointConfig), option_texts()
@@ -74,7 +75,7 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
-    """Make the config from the options given; run key and directory default to the program's.
+    """Make the config from the options; run key and directory default to the program's.
 
     Raises ConfigError if a value is invalid or two options conflict.
     """
@@ -92,7 +93,7 @@ def default_key(program: str) -> str:
 
 
 def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
-    """Return the program's parameters from --param, --params and --seed; raise ConfigError if one has two values."""
+    """Return the program's parameters from --param, --params and --seed; raise ConfigError if one is given twice."""
     params = json_object("--params", text)
     given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
     for name, value in given:
@@ -108,11 +109,11 @@ def _pair(text: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except ValueError:
-        return name, value  # a text needs no quotes
+        return name, value  # A text needs no quotes.
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Read the JSON object that an option was given; raise ConfigError if it is not one."""
+    """Read the JSON object in an option's text; raise ConfigError if it is not one."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -124,10 +125,11 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 @contextmanager
 def importing_prefect() -> Iterator[None]:
-    """Surround the import of what needs Prefect; raise ConfigError if Prefect cannot read its settings then."""
+    """Import in this block what needs Prefect; raise ConfigError if Prefect cannot read its settings."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:  # a file that is not ours or no TOML; no home; a bad value
+    # The file is foreign or not TOML, there is no home directory, or a value is invalid.
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Prefect's settings cannot be read: {error}",
             hint="Mend them, or set PREFECT_HOME to a directory of yours; without a home directory set HOME as well.",
@@ -164,7 +166,7 @@ def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **chang
 def _option(setting: Field[Any], kind: Any, text: str) -> Any:
     default = _DEFAULTS.get(setting.name) or ("none" if setting.default is None else setting.default)
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
-    begin = first[0] if first[1:2].isupper() else first[0].lower()  # URL stays, "A metric" does not
+    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays, "A metric" does not.
     shown = f"{begin}{first[1:]} [default: {default}]"
     flag = "--" + setting.name.replace("_", "-")
     return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["diff", "show"]
 
 _NOTES_SHOWN = 8
-# Letters of one field of a note: the note of an early stop has every evaluation.
+# The limit of a field of a note in characters: the note of an early stop has every evaluation.
 _NOTE_LETTERS = 200
 _OBJECTS_SHOWN = 10
 _DIFFERENCES_SHOWN = 24
 _OF_NOTES = ("kind", "note", "at", "n")
-# What made a checkpoint has a line each of these; the rest of it shares one.
+# These entries of an environment have a line each; all others share one line.
 _OWN_LINES = ("command", "code", "host", "accelerator")
 
 ObjectsOption = Annotated[bool, option("--all", None, f"list every object, not only the {_OBJECTS_SHOWN} largest")]
@@ -149,7 +149,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["metrics"]:
         yield "metrics", _named(facts["metrics"])
     yield "went on from", parent
-    # Old checkpoints have versions only.
+    # Old checkpoints have only versions.
     yield from ((name, environment[name]) for name in _OWN_LINES if name in environment)
     yield "environment", ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _OWN_LINES)
     yield "digest", f"{facts['manifest_digest']} in ledger entry {facts['ledger_entry']}"
@@ -166,7 +166,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Iterator[Any]:
-    """Yield every object if there are few; of many, how many each group has, and the largest ones."""
+    """Yield all objects if there are few; of many, the number in each group, and the largest ones."""
     summary, shown = _summary(place, objects), objects
     if not every and len(objects) > summary.row_count + _OBJECTS_SHOWN:
         yield summary
@@ -178,7 +178,7 @@ def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Itera
 
 
 def _summary(place: str, objects: list[Mapping[str, Any]]) -> Any:
-    """Return a row for the objects of each group; reused ones of older checkpoints have their own rows."""
+    """Return a row for the objects of each group; reused objects of older checkpoints have rows of their own."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for record in objects:
         file = record["name"].rpartition("/")[2]
@@ -321,7 +321,7 @@ def _difference_parts(compared: Comparison, sides: Sides, every: bool) -> Iterat
         compared.groups.items(),
         lambda row: "" if row[0] in places else "dim",
     )
-    # Tensors whose values differ need other columns than everything else.
+    # Tensors with different values need other columns than all other differences.
     shown = differences if every else differences[:_DIFFERENCES_SHOWN]
     for columns, of_tensors in ((_TENSORS, True), (_OTHERS, False)):
         if rows := [one for one in shown if (one.elements is not None) == of_tensors]:

@@ -195,7 +195,7 @@ def evaluate(
 
 
 def check_example(config: CheckpointConfig) -> None:
-    """Raise ConfigError if no program is named and the run trains another one than the example."""
+    """Raise ConfigError if no program is named and the run trains another program than the example."""
     from ckpt_tasks.reading.reading import run_of
     from ckpt_tasks.session.forked import trains
 

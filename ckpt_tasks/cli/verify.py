@@ -186,7 +186,7 @@ def _proof(program: list[str], steps: int | None, params: list[str]) -> Proof:
 
 
 def _is_program(words: list[str]) -> bool:
-    """Tell MODULE:PROGRAM from a command, which is several words or names a file."""
+    """Return True for MODULE:PROGRAM; a command has several words or names a file."""
     return len(words) == 1 and shutil.which(words[0]) is None
 
 

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
-_FIRST = 256  # entries read for the first curve
+_FIRST = 256  # The number of entries that the first curve reads.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
-_QUIET = ("lease",)  # of evaluators and copies: many, and they say nothing about training
+# Evaluators and copies write many leases, which say nothing about training.
+_QUIET = ("lease",)
 
 LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400
@@ -45,7 +46,7 @@ def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOpt
     from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out, suppress(KeyboardInterrupt):
-        if not every <= _MOST_S:  # NaN neither
+        if not every <= _MOST_S:  # This also refuses NaN.
             raise ConfigError(f"--every {every} is no number of seconds up to {_MOST_S}")
         run = open_run(directory)
         course, screen = _Course(run), console()
@@ -78,7 +79,7 @@ def _say(event: dict[str, Any], *, as_json: bool) -> None:
 
 
 class _Course:
-    """What is known of a run so far; `new` reads the ledger again and returns what has happened since."""
+    """The known facts of a run; `new` reads the ledger again and returns the events since."""
 
     def __init__(self, run: Run):
         from ckpt_tasks.ledger.config import CheckpointConfig
@@ -86,7 +87,7 @@ class _Course:
         from ckpt_tasks.ledger.timeline import read_timeline
 
         self._run = run
-        self._timeout_s = CheckpointConfig.owner_timeout_s  # its default: a run does not say its own
+        self._timeout_s = CheckpointConfig.owner_timeout_s  # The default: the ledger does not have a run's own timeout.
         self._signs = Signs(run.history, self._timeout_s)
         known = read_timeline(run.history, _FIRST)
         self._commits: deque[Moment] = deque((m for m in known.moments if m.kind == "commit"), _POINTS)
@@ -140,7 +141,7 @@ class _Course:
         return _event(event)
 
     def _owner(self) -> list[dict[str, Any]]:
-        """Return an event if the owner has fallen silent, or has come back."""
+        """Return an event if the owner has fallen silent, or is alive again."""
         from ckpt_tasks.ledger.ownership import identify, why_free
 
         owner = self._head.state.owner
@@ -159,7 +160,7 @@ class _Course:
         return next(iter(lineage(self._head.state.live)), None)
 
     def rate(self) -> float | None:
-        """Return steps per second between the last two commits of one owner; None if there are none yet."""
+        """Return steps per second between the last two commits of one owner; None before there are two."""
         if len(self._commits) < 2:
             return None
         before, last = self._commits[-2], self._commits[-1]
@@ -200,7 +201,7 @@ class _Course:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw the newest `width` values, one character each; a value that is not finite is a gap."""
+    """Draw the newest `width` values, one character each; a non-finite value is a gap."""
     import math
 
     shown = values[-max(width, 1) :]

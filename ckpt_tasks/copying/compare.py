@@ -1,8 +1,8 @@
 """Compare two checkpoints bit for bit: the trees of their groups, and the tensors that the trees name.
 
-Compared are: every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape,
-memory layout, requires_grad, and which places share one tensor. Not compared are: the order of the keys of a plain
-dict, the step, metrics, and how tensors are cut into files.
+It compares every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape, memory
+layout, requires_grad, and which paths share one tensor. It does not compare the order of the keys of a plain dict, the
+step, metrics, and how tensors are cut into files.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Difference:
 
     `place` is the path in the state; `what` is the kind of difference: "values" of a tensor, its "dtype", "shape",
     "layout", "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a
-    container, a group's "kind", or "only in A", "only in B". `a` and `b` are both sides in short. For values `elements`
-    were compared, `differing` of them differ, by `max_abs` at most (None if that cannot be said), `unmeasured` of them
-    because they are not numbers.
+    container, a group's "kind", or "only in A", "only in B". `a` and `b` show both sides briefly. For values `elements`
+    were compared and `differing` of them differ, by `max_abs` at most (None if unknown), `unmeasured` of them because
+    they are not numbers.
     """
 
     place: str
@@ -87,7 +87,7 @@ def compare_checkpoints(
     groups: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> Comparison:
-    """Compare the states of two checkpoints, of one run or of two: of the named groups (all if none is), less `ignore`.
+    """Compare the states of two checkpoints, of one run or of two: the named groups (all if none is), less `ignore`.
 
     Reads both, in memory of some 100 MiB. Raises ConfigError for a group that neither has, or if none is left, and
     IntegrityError or StoreError if a checkpoint's bytes are not good.
@@ -244,7 +244,7 @@ def _apart_in_values(pair: _Pair, far: Distance, opened: Opened) -> Difference:
 
 
 def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
-    """Yield the places that share a tensor with another place on one side only."""
+    """Yield the paths that share a tensor with another path on one side only."""
     first_a: dict[str, str] = {}
     first_b: dict[str, str] = {}
     for pair in pairs:
@@ -256,7 +256,7 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
 
 
 def _exact(value: Any) -> str:
-    # As text: 1, 1.0 and True differ, and so do 0.0 and -0.0, while NaN equals NaN.
+    # Compare texts: there 1, 1.0 and True differ, and so do 0.0 and -0.0, while NaN equals NaN.
     return json.dumps(encode(value))
 
 

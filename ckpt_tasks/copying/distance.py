@@ -9,13 +9,13 @@ import torch
 
 __all__ = ["Distance", "distance"]
 
-_AT_ONCE = 1 << 20  # elements: bounds the memory for differences in float64
+_AT_ONCE = 1 << 20  # The number of elements; it bounds the memory for differences in float64.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How many elements were compared, how many differ in a bit, and by how much at most.
+    """How many elements were compared, how many differ in a bit, and by at most how much.
 
     `max_abs` is the largest absolute difference among the `differing` elements, an int for whole numbers. It leaves out
     the `unmeasured` elements, where one side is NaN (or both are, with different bits), and is None if no element is
@@ -43,7 +43,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
     total = Distance()
     for part_a, part_b in zip(*(torch.split(t.reshape(-1), _AT_ONCE) for t in (a, b)), strict=True):
         differ = _bits(part_a) != _bits(part_b)
-        if differ.dim() == 2:  # a complex number differs if one of its parts does
+        if differ.dim() == 2:  # A complex number differs if one of its parts does.
             differ = differ.any(1)
         total += _measure(part_a, part_b, differ)
     return total
@@ -59,7 +59,7 @@ def _measure(a: torch.Tensor, b: torch.Tensor, differ: torch.Tensor) -> Distance
     wide = torch.complex128 if a.is_complex() else torch.float64
     try:
         apart = (_pick(a, places).to(wide) - _pick(b, places).to(wide)).abs()
-    except (RuntimeError, NotImplementedError):  # a dtype of packed elements has no values
+    except (RuntimeError, NotImplementedError):  # A dtype of packed elements has no values.
         return Distance(len(differ), count, count, None)
     measured = apart[~apart.isnan()]
     return Distance(len(differ), count, count - len(measured), float(measured.max()) if len(measured) else None)
@@ -68,11 +68,11 @@ def _measure(a: torch.Tensor, b: torch.Tensor, differ: torch.Tensor) -> Distance
 def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_complex(torch.view_as_real(tensor)[places].to(torch.float64))
-    return _bits(tensor)[places].view(tensor.dtype)  # few kernels support the rare dtypes: pick their bits
+    return _bits(tensor)[places].view(tensor.dtype)  # Few kernels support the rare dtypes: pick their bits.
 
 
 def _whole(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> int:
-    # Larger minus smaller, modulo 2 to the width, is the exact difference: there is no wider type than 64 bits.
+    # Larger minus smaller, modulo 2 to the width, is the exact difference: no type is wider than 64 bits.
     name = "uint8" if dtype == torch.bool else str(dtype).removeprefix("torch.")
     one, other = a.numpy().view(name), b.numpy().view(name)
     apart = np.maximum(one, other) - np.minimum(one, other)

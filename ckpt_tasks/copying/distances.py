@@ -1,6 +1,6 @@
 """Read two checkpoints region by region and measure how far apart their tensors are.
 
-The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so two
+The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so
 regions with the same digest are equal; torch is imported, and tensors are made, only for regions that differ.
 """
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Regions", "distances"]
 
-_READS_KEPT = 4  # if the sides cut a tensor differently, a region overlaps several of the other side
+# If the sides cut a tensor differently, a region overlaps several regions of the other side.
+_READS_KEPT = 4
 
 
 class Regions:
@@ -50,7 +51,8 @@ class Regions:
         """Return a buffer with the region's verified bytes, and their offset in it; raise IntegrityError if damaged."""
         run = self._runs[row.object, row.begin]
         first = run[0]
-        start, known = first.begin % ALIGNMENT, (first.object, first.begin)  # aligned as in the file: direct reads
+        # Aligned as in the file, for direct reads.
+        start, known = first.begin % ALIGNMENT, (first.object, first.begin)
         if known in self._kept:
             self._kept.move_to_end(known)
         else:
@@ -67,7 +69,7 @@ class Regions:
     def _buffer(self, size_bytes: int) -> mmap.mmap:
         oldest = self._kept.popitem(last=False)[1] if len(self._kept) == _READS_KEPT else None
         if oldest is not None and len(oldest) >= size_bytes:
-            return oldest  # fresh memory costs more than the read
+            return oldest  # New memory costs more than the read.
         return mmap.mmap(-1, max(size_bytes, READ_BYTES + ALIGNMENT))
 
 

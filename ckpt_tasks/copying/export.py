@@ -5,11 +5,11 @@ Invariants
 1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
 2. A new `out` appears whole and durable, or not at all: it is written and fsynced under another name, then renamed. In
    an existing directory (`overwrite`) the old index is removed first and the new one written last.
-3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. safetensors files
-   do not need torch.
+3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. It writes
+   safetensors files without torch.
 
-File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). What to write is
-decided from the manifest and the index alone (`plan_export`), and then done (`write_export`).
+File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). `plan_export` decides
+what to write, from the manifest and the index alone, and `write_export` writes it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ __all__ = [
     "write_export",
 ]
 
-MAX_SHARD_BYTES = 5 * 10**9  # as in huggingface_hub
+MAX_SHARD_BYTES = 5 * 10**9  # As in huggingface_hub.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# Files of an export or of huggingface_hub in a directory: other weights beside ours would be read as ours.
+# Files of an export or of huggingface_hub in a directory: readers would take other weights there for ours.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
-_METADATA = "__metadata__"  # in a safetensors header, not a tensor's name
-_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # codes that also hold views of other dtypes
+_METADATA = "__metadata__"  # safetensors uses it in a header for other data.
+# These codes also hold views of other dtypes.
+_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}
 
 
 class ExportedFile(NamedTuple):
@@ -81,9 +82,9 @@ class ExportedFile(NamedTuple):
 class ExportReport:
     """What was exported.
 
-    `tied` maps every name whose tensor is stored under another name to that name. `dtypes` has, by tensor, torch's
-    names of dtypes without a code in safetensors: these are stored as views. `left_out` names the entries of modules
-    that are not tensors.
+    `tied` maps every name whose tensor is stored under another name to that name. `dtypes` maps tensors whose dtype
+    safetensors lacks to torch's name of it: they are stored as views. `left_out` names the entries of modules that are
+    not tensors.
     """
 
     run_key: str
@@ -107,10 +108,10 @@ class ExportReport:
 
 
 class Shard(NamedTuple):
-    """One file to write: pieces of bytes beside the tensors, each with its offset, and the offset of each region.
+    """One file to write: the bytes between the tensors as pieces with their offsets, and the offset of each region.
 
     `gathered` has the tensors that must be assembled from their regions first, with the offset of the whole tensor.
-    `sums` maps spans of bytes to the offsets where their CRC-32 is written.
+    `sums` maps spans of bytes to the offsets at which their CRC-32 is written.
     """
 
     name: str
@@ -129,7 +130,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """What `write_export` will do, and the report that it will give; `index` is None for one file."""
+    """What `write_export` will do, and the report that it will return; `index` is None for one file."""
 
     out: Path
     overwrite: bool
@@ -185,7 +186,7 @@ def export_checkpoint(
     """Write the tensors of `groups` (without any: of all modules) as files that every safetensors reader opens.
 
     `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
-    their index. `on_progress` gets the size in bytes of every read. Raises ConfigError if that cannot be done as asked,
+    their index. `on_progress` gets the size in bytes of every read. Raises ConfigError for impossible arguments,
     UnsupportedStateError if one file cannot hold so many names, IntegrityError if bytes are damaged and StoreError if a
     read or a write fails.
     """
@@ -268,7 +269,7 @@ def _copy(store: Store, on_progress: OnProgress, shard: Shard, fd: int) -> None:
 
 
 def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one_file: bool) -> Path:
-    """Return the place of an export, a file or a directory; raise ConfigError if it cannot be written there."""
+    """Return the path of an export, a file or a directory; raise ConfigError if it cannot be written there."""
     if "\0" in os.fspath(out):
         raise ConfigError(f"{out!r:.80} is not a path")
     target = Path(os.path.abspath(os.path.expanduser(out)))
@@ -289,7 +290,7 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
 
 
 def choose_groups(opened: Opened, groups: Iterable[str] | None, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the named groups, or without any those of these kinds; raise ConfigError if there are none."""
+    """Return the named groups, or without names those of these kinds; raise ConfigError if there are none."""
     wanted = tuple(dict.fromkeys(groups or ()))
     unknown = [group for group in wanted if group not in opened.groups]
     if unknown:
@@ -308,7 +309,7 @@ def _what_there_is(opened: Opened) -> str:
 
 
 def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) -> _Selection:
-    names: dict[str, str] = {}  # every name → full key
+    names: dict[str, str] = {}  # Maps every name to its full key.
     left_out = []
     for group in groups:
         saved = opened.groups[group]
@@ -320,7 +321,7 @@ def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
                 names[name if len(groups) == 1 else f"{group}.{name}"] = value.key
             else:
                 left_out.append(f"{group}/{name}")
-    stored: dict[str, str] = {}  # full key → the first of its names, in the order of the state
+    stored: dict[str, str] = {}  # Maps a full key to the first of its names, in the order of the state.
     tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
     if not stored:
         why = f"there are no tensors in {', '.join(groups)}"
@@ -342,7 +343,7 @@ def _is_state_dict(saved: SavedGroup) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    # Half a surrogate pair is not UTF-8. Then full keys are used, which are always valid in a header.
+    # Half a surrogate pair is not UTF-8. Such groups use full keys, which are always valid in a header.
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 
@@ -370,8 +371,8 @@ def _shard(selection: _Selection, name: str) -> Shard:
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
-    ours = json.dumps(selection.metadata(), separators=(",", ":"))  # a run's key need not be fit for UTF-8
-    # Ties as safetensors.torch.save_model lists them; and again where no other entry can be mistaken for one.
+    ours = json.dumps(selection.metadata(), separators=(",", ":"))  # A run's key need not be valid UTF-8.
+    # List ties as safetensors.torch.save_model does; and list them again in an entry that cannot be mistaken.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT

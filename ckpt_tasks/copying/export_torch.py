@@ -1,8 +1,8 @@
 """Export a checkpoint as one file of torch.save, which `torch.load(weights_only=True)` reads.
 
 torch's own writer makes the file around tensors whose bytes it does not touch (`torch.serialization.skip_data`): first
-in memory, where these gaps take no room. `export.py` writes what is around the gaps, and copies the bytes of the
-tensors, verified, to their places.
+in memory, where these gaps take no room. `export.py` then writes the parts between the gaps, and copies the verified
+bytes of the tensors into the gaps.
 
 A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
 """
@@ -36,13 +36,14 @@ __all__ = ["Frame", "frame_of", "live_value", "plan_torch_export"]
 
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
-_MAX_INT_BYTES = 255  # of the opcodes that torch reads
+_MAX_INT_BYTES = 255  # The limit of the opcodes that torch reads.
 _OF_TORCH: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda name: getattr(torch, name),
     "size": torch.Size,
     "device": torch.device,
 }
-_NO_RESERVE = 0x4000  # MAP_NORESERVE, for which Python has no name: the mapping may be larger than the memory
+# MAP_NORESERVE, which Python does not name: the mapping may be larger than the memory.
+_NO_RESERVE = 0x4000
 
 
 def plan_torch_export(
@@ -55,8 +56,8 @@ def plan_torch_export(
 ) -> ExportPlan:
     """Plan an export to the file `out`; write nothing.
 
-    A single group in `groups` is the whole content of the file, in the form of its state_dict. Several groups (without
-    `groups` all but random streams) become a dict by name, with an entry `ckpt_tasks` that says where they are from.
+    A single group in `groups` becomes the whole content of the file, in the form of its state_dict. Several groups
+    (None: all but random streams) become a dict by name, with an entry `ckpt_tasks` that says where they come from.
     Raises ConfigError for invalid arguments, UnsupportedStateError for a value that torch would not read, and
     IntegrityError if the checkpoint is damaged.
     """
@@ -92,8 +93,8 @@ def plan_torch_export(
 class Frame(NamedTuple):
     """A torch file without the bytes of its tensors.
 
-    `pieces` are the bytes around them, each with its offset; `begins` says where the bytes of each storage go, in the
-    order of the value; `sums` says of these spans of bytes where their CRC-32 is written.
+    `pieces` are the bytes around them, each with its offset. `begins` has the offset of each storage's bytes, in the
+    order of the value. `sums` maps spans of bytes to the offsets at which their CRC-32 is written.
     """
 
     pieces: tuple[tuple[int, bytes], ...]
@@ -103,9 +104,9 @@ class Frame(NamedTuple):
 
 
 def frame_of(value: Any) -> Frame:
-    """Return the file that torch.save writes of a value, without the bytes of its tensors.
+    """Return the file that torch.save would write of a value, without the bytes of its tensors.
 
-    Raises StoreError if the system allows no file of its size.
+    Raises StoreError if the system allows no file of this size.
     """
     with os.fdopen(os.memfd_create("ckpt-export"), "w+b") as file:
         try:
@@ -120,7 +121,7 @@ def frame_of(value: Any) -> Frame:
             begin = entry.header_offset + 30 + sum(struct.unpack("<HH", _bytes(file, entry.header_offset + 26, 4)))
             if "/data/" in entry.filename:
                 end = begin + entry.file_size
-                sums[begin, end] = (at + 16, end + 4)  # in the directory, and behind the bytes
+                sums[begin, end] = (at + 16, end + 4)  # In the directory, and behind the bytes.
             at += 46 + sum(struct.unpack("<3H", _bytes(file, at + 28, 6)))
         size_bytes = file.seek(0, os.SEEK_END)
         edges = [(0, 0), *sums, (size_bytes, size_bytes)]
@@ -135,7 +136,7 @@ def _bytes(file: Any, begin: int, size_bytes: int) -> bytes:
 
 
 class _Hollow:
-    """Tensors of a checkpoint whose bytes are not there, in storages of their own, by the tensor's key."""
+    """Tensors of a checkpoint without their bytes, in storages of their own, by key."""
 
     def __init__(self, opened: Opened):
         self.storages: dict[str, torch.UntypedStorage] = {}
@@ -162,14 +163,14 @@ class _Hollow:
 
 
 class _NoBytes:
-    """Empty bytes in the words that torch reads: pickle calls `bytes` for them."""
+    """Stands for empty bytes in the opcodes that torch reads: pickle would call `bytes`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin-1")
 
 
 def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path: str = "") -> Any:
-    """Return a tree as torch.save takes it; raise UnsupportedStateError with the path of what torch would not read."""
+    """Return a tree as torch.save takes it; raise UnsupportedStateError with the path of a value torch cannot read."""
 
     def items(values: Iterable[Any]) -> list[Any]:
         return [live_value(item, tensor_of, f"{path}/{n}") for n, item in enumerate(values)]

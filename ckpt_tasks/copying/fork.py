@@ -3,10 +3,11 @@
 Invariants
 
 1. The first ledger entry of a fork, put if absent, holds the checkpoint, its origin and the parameters: a fork exists
-   whole or not at all. Before it, no process can train there: objects without a ledger are refused.
-2. Everything that the entry names is durable before the entry is put; of two forks to one place one wins.
-3. The two runs share no name, and neither needs the other: during the copy the checkpoint is leased at the source, and
-   afterwards no change of one run is visible in the other.
+   whole or not at all. Before that entry no process can train there: objects without a ledger are refused.
+2. All objects that the entry names are durable before the entry is put; of two forks to one directory one wins.
+3. The two runs share no name, and neither needs the other: during the copy the checkpoint is leased at the source;
+after
+   it, no change of one run is visible in the other.
 4. The first owner of a fork has a higher epoch than all copied names, so that they are swept once retired.
 5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. The same call finds
    the objects and continues; in a run that another fork made they are orphans, which its owners sweep.
@@ -72,7 +73,7 @@ def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoi
     if not isinstance(which, int):
         there = set(target.names(""))
         for checkpoint in source.checkpoints():
-            if f"{checkpoint.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # the index is copied first
+            if f"{checkpoint.manifest.rpartition('/')[0]}/{INDEX_NAME}" in there:  # A fork copies the index first.
                 return checkpoint
     return source.find("latest" if which is None else which)
 
@@ -147,9 +148,10 @@ def run_fork(
         renewed_lease(source, plan.source, _HOLDER) as renew,
         Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer,
     ):
-        for record in plan.opened.manifest.objects:  # before anything is written
+        for record in plan.opened.manifest.objects:  # Check before anything is written.
             check_header(source.history.store, record)
-        for record in plan.records:  # the index first: from now on no process can begin a run here
+        # The index goes first: from then on no process can begin a run here.
+        for record in plan.records:
             renew()
             more = transfer.bring(record, rows.get(record.name, ()))
             if more.sent_bytes or more.found_bytes:
@@ -206,14 +208,15 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
 
 def _put_manifest(target: Store, plan: ForkPlan) -> None:
     name = plan.checkpoint.manifest
-    with suppress(ObjectExistsError):  # of an earlier try or of another process: the bytes are the same
+    # An earlier try or another process has put it: the bytes are the same.
+    with suppress(ObjectExistsError):
         target.put_if_absent(name, plan.manifest)
     if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
         raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")
 
 
 def _commit(history: History, plan: ForkPlan, parent: State) -> None:
-    """Put the ledger entry with which the run begins to exist."""
+    """Put the ledger entry that makes the run exist."""
     owner = _first_owner(plan.records)
 
     def change(state: State, n: int) -> State:

@@ -17,7 +17,7 @@ __all__ = ["bytes_before", "gather", "lay_out", "regions_of", "verified_runs"]
 
 
 def regions_of(opened: Opened, keys: Iterable[str]) -> dict[str, list[IndexRow]]:
-    """Return the regions of some tensors, by full key."""
+    """Return the regions of these tensors, by full key."""
     regions: dict[str, list[IndexRow]] = {key: [] for key in keys}
     for row in opened.rows:
         if row.full_key in regions:
@@ -34,7 +34,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
     buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
     for run in runs:
         begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
-        data = buffer[begin % ALIGNMENT :][:size_bytes]  # aligned as in the file: direct reads
+        data = buffer[begin % ALIGNMENT :][:size_bytes]  # Aligned as in the file, for direct reads.
         store.read(run[0].object, begin, data)
         faults = verify_run(run, data)
         if faults:

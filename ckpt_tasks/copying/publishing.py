@@ -1,4 +1,4 @@
-"""Files for other tools: written and fsynced beside their target, and renamed when they are complete.
+"""Files for other tools: written and fsynced beside their target, and renamed when complete.
 
 Invariants
 
@@ -47,7 +47,8 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
             check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
-            with suppress(OSError):  # report the error under way; after the rename the name is gone
+            # The error under way is reported; after the rename the name is gone.
+            with suppress(OSError):
                 os.unlink(temporary)
         fsync_directory(out.parent, os)
 

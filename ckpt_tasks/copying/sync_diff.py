@@ -1,4 +1,4 @@
-"""What a copy of a run lacks, and in which order that must be committed there. Nothing is written.
+"""Find which checkpoints a copy of a run lacks, and the order in which it must commit them; writes nothing.
 
 A checkpoint has the same identity everywhere, but every ledger has its own numbers. The order of commits says which
 checkpoint is the newest, so the target must have the source's order; a checkpoint that was copied alone may have to be
@@ -24,7 +24,7 @@ __all__ = ["SyncDiff", "find_sync_diff", "in_order", "rank"]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncDiff:
-    """What a target lacks of the requested checkpoints.
+    """The requested checkpoints that a target lacks.
 
     `ranked` are the checkpoints in `missing` (with the source's entry numbers) and those of the target (with its own),
     in the order of the source's commits. `pruned` are identities that the source has and the target has removed.
@@ -45,12 +45,12 @@ class SyncDiff:
 
 
 class _Mark(NamedTuple):
-    """Where the last copy from this source ended.
+    """The end of the last copy from this source.
 
-    `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source;
-    `pruned` are those that the target once had and no longer has. `given_up` are objects that more than one owner of
-    the target was going to delete: each but the last may have stalled and delete them late. An object that a single
-    owner recorded as deleted is not among them.
+    `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source.
+    `pruned` are the checkpoints that the target once had and no longer has. `given_up` are objects that more than one
+    owner of the target was going to delete: each but the last owner may have stalled and delete them late. An object
+    that a single owner recorded as deleted is not among them.
     """
 
     entry: int
@@ -85,7 +85,7 @@ def find_sync_diff(
 
 
 def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mapping[str, int]) -> tuple[Checkpoint, ...]:
-    """Sort what the target has and what it lacks by the source's `order` (identity → entry).
+    """Sort the target's checkpoints and the missing ones by the source's `order` (identity → entry).
 
     A checkpoint that is not in `order` is left out: it is older than all that will be copied, and stays where it is.
     """
@@ -108,7 +108,7 @@ def _order(
     order = {c.manifest_digest: c.n for c in head.state.live}
     unknown = have.keys() - order.keys()
     strangers = unknown - mark.live
-    # What the source has committed since the last copy comes after everything that the target has.
+    # Commits of the source since the last copy come after everything that the target has.
     late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
     if strangers or (late and unknown):
         order |= _numbers(source, unknown if late else strangers)
@@ -123,10 +123,10 @@ def _order(
 
 
 def _last_copy(source: History, target: History, there: Head) -> _Mark:
-    """Find the note of the last finished copy from this source, and what the target has given up since."""
+    """Find the event of the last finished copy from this source, and what the target has given up since."""
     have = _by_identity(there.state).keys()
     had: set[str] = set()
-    retired: dict[int, set[str]] = {}  # folded names by the owner's epoch
+    retired: dict[int, set[str]] = {}  # Folded names, by the owner's epoch.
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in newest_first(target):
@@ -149,7 +149,7 @@ def _texts(value: Any) -> set[str]:
 
 
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:
-    """Return True if an event is the note of a copy from this source's ledger, at an entry that it still has."""
+    """Return True if an event records a copy from this source's ledger, at an entry that the source still has."""
     n = event.get("entry")
     if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False

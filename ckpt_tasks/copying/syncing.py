@@ -49,14 +49,16 @@ __all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_syn
 
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
-_MAX_EPOCH = MAX_EPOCH // 10  # in copied names: the target must not run out of epochs for its owners
+# The highest epoch in copied names: the target must keep epochs for its own owners.
+_MAX_EPOCH = MAX_EPOCH // 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """What to copy: of all live checkpoints, or of `only`.
+    """What to copy: all live checkpoints, or `only` one.
 
-    `head` is the source's; `size_bytes` must be read, at the source or, left by an earlier try, at the target.
+    `head` is the source's. `size_bytes` is what must be read: at the source, or at the target if an earlier try left
+    it.
     """
 
     run_key: str
@@ -72,10 +74,10 @@ class SyncPlan:
 
 
 class Row(NamedTuple):
-    """The outcome of one checkpoint: `copied_bytes` were sent, `found_bytes` were there from an earlier try.
+    """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` were there from an earlier try.
 
     `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": the target has
-    given up one of its objects, or has it with other bytes.
+    given up one of the checkpoint's objects, or has it with other bytes.
     """
 
     checkpoint: Checkpoint
@@ -97,10 +99,10 @@ class SyncReport:
 
 @checked
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
-    """Find what the target lacks of the run, or of `only`; write nothing.
+    """Find the checkpoints of the run that the target lacks, or whether it lacks `only`; write nothing.
 
     Raises RunMismatchError if the target has another run, or checkpoints that the source never had; StateError if the
-    target has pruned `only`; ConfigError if source and target are one place.
+    target has pruned `only`; ConfigError if source and target are the same.
     """
     check_apart(source.history.store.url, target.url)
     head, history = source.head(), History(target)
@@ -151,7 +153,7 @@ class _Copy:
         self._faults: list[str] = []
 
     def run(self) -> SyncReport:
-        """Copy and commit in order; then record evaluations, pins, and the note of how far this copy has come."""
+        """Copy and commit in order; then record evaluations, pins, and how far this copy has come."""
         diff = self._plan.diff
         rows: dict[str, Row] = {}
         last_n = -1
@@ -200,7 +202,7 @@ class _Copy:
         return _moved(checkpoint, "copied", moved), n
 
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
-        """Put the ledger entry and return its number; what the entry in `history` says of the save is copied."""
+        """Put the ledger entry and return its number; the save's facts are copied from the entry in `history`."""
         digest = checkpoint.manifest_digest
         source_state = self._plan.head.state
         marks = {c.manifest_digest: c.abandoned for c in source_state.live}
@@ -208,7 +210,7 @@ class _Copy:
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
-            # The source says which lines are abandoned: the target never has the pruned checkpoints that would tell.
+            # The source says which lines are abandoned: the target lacks the pruned checkpoints that would tell.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
             # Origin and program parameters of the source hold for its copy as well.
             return replace(
@@ -253,7 +255,7 @@ class _Copy:
     def _note(self) -> None:
         """Record how far this copy has come, so that the next one need not read older entries."""
         head = self._plan.head
-        assert head.entry is not None  # it has a checkpoint
+        assert head.entry is not None  # The head has a checkpoint, so it has an entry.
         pruned, given_up = sorted(self._plan.diff.pruned), sorted(fold(self._plan.diff.given_up))
         event = {
             "kind": "note",
@@ -304,7 +306,7 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
-    """Append an owner entry with an epoch above those of the copied attempts, so that leftovers of them are orphans.
+    """Append an owner entry with an epoch above those of the copied attempts, so that their leftovers are orphans.
 
     Does nothing if the owner's epoch is high enough. Raises ConfigError if a copied epoch is absurdly high.
     """
@@ -342,7 +344,7 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
     sizes: dict[str, int] = {}
 
     def look(checkpoint: Checkpoint) -> None:
-        with suppress(IntegrityError, ObjectNotFoundError):  # the copy will meet and report it
+        with suppress(IntegrityError, ObjectNotFoundError):  # The copy will meet and report it.
             data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
             manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
             for record in (*manifest.objects, manifest.index):
@@ -373,7 +375,7 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Raise ConfigError if one place is the other one or is inside it."""
+    """Raise ConfigError if one location is the other one or is inside it."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

@@ -30,11 +30,11 @@ from ckpt_tasks.storage.port import Store
 
 __all__ = ["Moved", "OnProgress", "Transfer", "changes"]
 
-OnProgress = Callable[[int], None]  # gets the size in bytes of every read
+OnProgress = Callable[[int], None]  # Gets the size in bytes of every read.
 
 
 class Moved(NamedTuple):
-    """How many bytes were linked, copied by the store, sent by this process, or found at the target already."""
+    """How many bytes were linked, copied by the store, sent by this process, or already at the target."""
 
     linked_bytes: int = 0
     copied_bytes: int = 0
@@ -50,9 +50,9 @@ _IN_FLIGHT = 8
 
 
 class Transfer:
-    """Copy objects from one store to another, one at a time; each that is sent is wholly in memory before it is put.
+    """Copy objects from one store to another, one at a time; an object that is sent is whole in memory before the put.
 
-    `adopts`: the target takes an object by a hard link or by its own copy, where it can. The memory is a file without a
+    `adopts`: the target takes an object by a hard link or by its own copy, if it can. The memory is a file without a
     name in TMPDIR: the kernel can write its pages to disk if memory is short, and a killed copy leaves nothing.
     """
 
@@ -74,10 +74,10 @@ class Transfer:
         self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
         self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
-        # Of checkpoints that reuse the same objects the newest one; newest first.
+        # Of checkpoints that reuse the same objects take the newest; newest first.
         reusing = {c.reuses: c for c in state.live}.values()
         self._reusing = [(Names(c.reuses), c) for c in sorted(reusing, key=lambda c: -c.n)]
-        self._committed: dict[str, Mapping[str, object]] = {}  # identity → digests by object's name
+        self._committed: dict[str, Mapping[str, object]] = {}  # Maps an identity to digests by object name.
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +88,7 @@ class Transfer:
             self._file.close()
 
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> Moved:
-        """Bring an object to the target; bytes that are sent or found there are verified.
+        """Bring an object to the target; verify its bytes, whether sent or found there.
 
         Raises IntegrityError or ObjectNotFoundError if the source's object is damaged or missing, and StateError if the
         target has other bytes under this name, or has given the name up: its deletion may still be under way.
@@ -97,7 +97,7 @@ class Transfer:
             return Moved()
         if self._is_committed(record, rows):
             self._good.add(record.name)
-            return Moved()  # verified when the checkpoint that names it was committed
+            return Moved()  # It was verified when the checkpoint that names it was committed.
         if self._adopts and self._target.adopt(self._source, record.name, record.size_bytes):
             if rows and not self._target.near:
                 check_header(self._target, record)
@@ -159,7 +159,7 @@ class Transfer:
 
     def _put(self, name: str, data: memoryview) -> None:
         if self._target.near:
-            # `put` on a disk can leave half of an object. A buffer is written as bytes are.
+            # `put` on a disk can leave half of an object. `put_if_absent` also accepts a buffer.
             self._target.put_if_absent(name, cast(bytes, data))
         else:
             self._target.put(name, [data])
@@ -170,16 +170,17 @@ class Transfer:
         except ObjectNotFoundError:
             return None
         except IntegrityError:
-            return -1  # something that is not an object
+            return -1  # The name belongs to something that is not an object.
 
     def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
         size_bytes = store.size(record.name)
-        if size_bytes != record.size_bytes:  # before memory is reserved for a size that somebody claims
+        # Check before reserving memory: the record may claim any size.
+        if size_bytes != record.size_bytes:
             raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
         data = self._room(size_bytes)
         self._read(store, record.name, data)
         faults = changes(record, rows, data)
-        if faults:  # the bytes may have changed on the way
+        if faults:  # The bytes may have changed on the way.
             self._read(store, record.name, data)
             faults = changes(record, rows, data)
         if faults:
@@ -198,7 +199,7 @@ class Transfer:
         finally:
             for read in reads:
                 read.cancel()
-            wait(reads)  # a read still running would write into the next object
+            wait(reads)  # A read that still runs would write into the next object.
 
     def _room(self, size_bytes: int) -> memoryview:
         if self._memory.nbytes < size_bytes:
@@ -206,7 +207,7 @@ class Transfer:
             if self._file is None:
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
             try:
-                # A mapped file cannot report a full disk otherwise.
+                # Otherwise a full disk would kill the process when it writes to the mapping.
                 os.posix_fallocate(self._file.fileno(), 0, size_bytes)
             except OSError as error:
                 raise StoreError(

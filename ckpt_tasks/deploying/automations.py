@@ -32,9 +32,10 @@ PREFIX = "ckpt-tasks: "
 # The server's limit for one answer.
 _PAGE = 200
 
-_BEATS = 3  # a flow run that misses this many heartbeats counts as dead
-_RESUME_AFTER_S = 20  # time for others to act on the crash first: a worker that retries, a person
-_GIVEN_UP_AFTER_S = 60  # the resuming automation has acted by then
+_BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
+# Others may act on the crash first within this time: a worker that retries, a person.
+_RESUME_AFTER_S = 20
+_GIVEN_UP_AFTER_S = 60  # By then the resuming automation has acted.
 # After a crash, these states mean that the flow run continues, or that a person decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
@@ -49,7 +50,7 @@ _BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} a
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What happened to an automation ("created", "changed", "as it was", "removed"), or that it is "enabled" or not."""
+    """The outcome for an automation: "created", "changed", "as it was", "removed", or whether it is "enabled"."""
 
     name: str
     status: str
@@ -112,7 +113,7 @@ def _notify(blocks: tuple[Block, ...]) -> AutomationCore:
 def _trigger(
     after: set[str], expect: set[str], within_s: int, match: Mapping[str, str | list[str]] = MappingProxyType({})
 ) -> EventTrigger:
-    """Return a trigger for flow runs with our tag: `after` came, and `expect` did not within so many seconds."""
+    """Return a trigger for flow runs with our tag: `after` came, and `expect` did not come within `within_s`."""
     ours: dict[str, Any] = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
     return EventTrigger(
         match={"prefect.resource.id": "prefect.flow-run.*", **match},
@@ -131,7 +132,7 @@ def _named(*states: str) -> set[str]:
 
 
 def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
-    """Create, change or remove automations by name until the server has exactly these; return what happened to each."""
+    """Create, change or remove automations by name until the server has exactly these; return all outcomes."""
     outcomes = []
     with get_client(sync_client=True) as client:
         existing = _ours(client)
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(name: str) -> Block:
     block = Block.load(name)
-    assert isinstance(block, Block)  # not a coroutine: no event loop runs here
+    assert isinstance(block, Block)  # It is not a coroutine: no event loop runs here.
     return block
 
 

@@ -1,6 +1,6 @@
 """The processes of a site that were started here, in a file that survives them and a reboot.
 
-A process is identified by its id, its start time and the boot, so after a reboot, or when the id is reused, no other
+A process is identified by its id, its start time and the boot: after a reboot, or when the id is reused, no other
 process is mistaken for it.
 """
 
@@ -39,11 +39,11 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         return self.start != "" and self.boot == boot_id() and process_start(self.pid) == self.start
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it still runs."""
         if self.lives:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -51,15 +51,16 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The API of a site, the processes that were started here, by name of the part, and the file of its password."""
+    """A site: its API, the processes that were started here by name of the part, and the file of its password."""
 
     url: str
     started: Mapping[str, Process] = field(default_factory=dict)
-    password_file: str = ""  # without it: the site has none, or that of the user's own settings
+    # Empty: the site has no password, or that of the user's own settings.
+    password_file: str = ""
 
 
 def read_site(path: Path) -> Site | None:
-    """Return what the file says, None without one; raise SiteError if it says nothing that can be read."""
+    """Return the site in a file; None without the file; raise SiteError if it cannot be read."""
     try:
         said = json.loads(path.read_text("utf-8"))
         started = {name: Process(**one) for name, one in said["started"].items()}
@@ -79,7 +80,7 @@ def write_site(path: Path, site: Site) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRunProcess:
-    """A process of a flow run: the topmost one, and `trains`, which ends in order at SIGTERM (it may be the same)."""
+    """A flow run's topmost process, and `trains`, which ends properly at SIGTERM; both may be the same process."""
 
     flow_run_id: str
     top: Process
@@ -94,7 +95,7 @@ def site_processes(mark: str) -> tuple[list[Process], list[FlowRunProcess]]:
     parents: dict[int, int] = {}
     ids: dict[int, str] = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # The process has ended, or is another user's.
             environment = (place / "environ").read_bytes().split(b"\0")
             if os.fsencode(mark) in environment:
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])

@@ -18,10 +18,10 @@ _IGNORED = "runs/\n__pycache__/\n*-report.html\n"
 
 
 def write_project(directory: Path, name: str | None = None) -> tuple[str, list[str]]:
-    """Write the project into a directory that is new or empty; return its name, and what was written.
+    """Write the project into a directory that is new or empty; return its name, and the names of its files.
 
-    The name (default: the directory's) becomes the key of its run and the name of its deployments. Raises ConfigError,
-    with nothing written.
+    The name (default: the directory's) becomes the key of its run and the name of its deployments. Raises ConfigError
+    before anything is written.
     """
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", directory.absolute().name).strip("-.") or "project"
     if "/" in name or not is_run_key(name):
@@ -48,7 +48,7 @@ def _texts(name: str) -> dict[str, str]:
 def _deployments(name: str) -> str:
     """Return our own prefect.yaml, adapted to the project's program, run and name.
 
-    Names stand in quotes there: YAML reads 001, no and 2026-01-01 as something else.
+    Names are quoted there: YAML reads 001, no and 2026-01-01 as other types.
     """
     text = (_HERE / "prefect.yaml").read_text("utf-8")
     text = text.replace(_EXAMPLE, PROGRAM).replace("byte-lm", name).replace("the byte-level model", name)

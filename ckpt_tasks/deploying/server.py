@@ -1,7 +1,7 @@
 """Prefect's server in the background: `python -m deployments.server` starts it and waits until it answers.
 
 `prefect server start --background` connects its server to two pipes and exits. Nothing reads them, so the server dies
-at the first line that it writes [3.8.8]. Here the server writes to `server.log` in Prefect's home and has its own
+at the first line that it writes (3.8.8). Here the server writes to `server.log` in Prefect's home and has its own
 session; `prefect server stop` ends it. Concurrency leases are stored in files, which survive a restart of the server.
 """
 
@@ -27,7 +27,7 @@ from ckpt_tasks.errors import SiteError
 
 __all__ = ["answers", "api_url", "end_of", "main", "make_password", "read_password", "start_apart", "start_server"]
 
-_PATIENCE_S = 180  # the first start creates the database
+_PATIENCE_S = 180  # The first start creates the database.
 _LOOK_S = 0.5
 _MOST_BYTES = 1000
 _LEASES = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
@@ -37,8 +37,8 @@ _PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 def start_server(host: str, port: int, options: Sequence[str] = (), password: str = "") -> int | None:
     """Start a server and return its process id once it answers; None if one answers already. Raises SiteError.
 
-    With a `password` ("user:secret") it answers only who sends that. The server reads it from its environment, which
-    no other user can read.
+    With a `password` ("user:secret") it answers only requests that have it. The server reads it from its environment,
+    which no other user can read.
     """
     url = api_url(host, port)
     if answers(url):
@@ -49,7 +49,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
     if "lease_storage" not in settings.server.concurrency.model_fields_set:
         environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
     if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
-        # The page would ask the default port, whatever the command line says [3.8.8].
+        # The page would use the default port, whatever the command line says (3.8.8).
         environment[_PAGE_ASKS] = url
     if password:
         environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
@@ -65,14 +65,14 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
             server.terminate()
             raise SiteError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
         time.sleep(_LOOK_S)
-    (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it
+    (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it.
     return server.pid
 
 
 def start_apart(
     command: Sequence[str], log_path: Path, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a process that closing the terminal does not end; return it, and where its output begins in the log."""
+    """Start a process that outlives its terminal; return it, and the offset in the log at which its output begins."""
     with log_path.open("ab") as log:
         begin = log.tell()
         nothing = subprocess.DEVNULL
@@ -130,7 +130,7 @@ def answers(url: str) -> bool:
 
 
 def make_password(home: Path) -> Path:
-    """Return the file with the password of the site in `home`, which its owner alone can read; make it if need be."""
+    """Return the file with the password of the site in `home`, readable only by its owner; make it if it is missing."""
     path = home / "ckpt-up.auth"
     with suppress(FileNotFoundError, SiteError):
         if path.stat().st_mode & 0o077 == 0 and read_password(path):
@@ -154,7 +154,7 @@ def read_password(path: Path) -> str:
 
 
 def end_of(log_path: Path, begin: int) -> str:
-    """Return the last lines that a log has from byte `begin` on."""
+    """Return the last lines of a log, none from before byte `begin`."""
     with log_path.open("rb") as log:
         log.seek(begin)
         return log.read()[-2000:].decode("utf-8", "replace").strip()

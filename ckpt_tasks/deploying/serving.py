@@ -1,9 +1,9 @@
 """The command `prefect`, for a server: its garbage is collected in a thread of its own.
 
-Whichever thread collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
+The thread that collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
 thread may hold that lock for 60 s, while it waits for the database. Python collects in any thread that makes objects.
-If that is the event loop, the server stands still, and so does the request that has locked the database [3.8.8,
-aiosqlite 0.22]. While a thread of its own waits for the lock, the loop runs.
+If that is the event loop, the server hangs, and so does the request that has locked the database (3.8.8, aiosqlite
+0.22). If a thread of its own waits for the lock, the loop continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itertools import count
 __all__ = ["collect_apart"]
 
 _COLLECT_EVERY_S = 1.0
-_FULL_EVERY = 30  # of them: a full collection of a server's objects takes a tenth of a second
+# Every so many collections, a full one: for a server's objects it takes a tenth of a second.
+_FULL_EVERY = 30
 
 
 def collect_apart() -> None:

@@ -42,9 +42,10 @@ __all__ = ["POOL", "SitePart", "Up", "bring_up", "take_down"]
 
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
-_PATIENCE_S = 180  # a busy machine imports Prefect slowly
-_PREEMPTED_S = 120  # a flow run ends its step and commits: the time that the templates of pools give, too
-_REPORTED_S = 10  # what started a flow run reports its end
+_PATIENCE_S = 180  # A busy machine imports Prefect slowly.
+# A flow run ends its step and commits within this time, as the templates of pools say.
+_PREEMPTED_S = 120
+_REPORTED_S = 10  # The process that started a flow run reports its end.
 _STOP_S = 30
 _LOOK_S = 0.5
 _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
@@ -61,7 +62,7 @@ class SitePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Up:
-    """A site that answers: its API and page, the file of its password, its parts, the names of the deployments."""
+    """A running site: its API and page, the file of its password, its parts, the names of the deployments."""
 
     url: str
     page: str
@@ -105,7 +106,7 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
 
 
 def restart(*, deploy: bool = False) -> str | None:
-    """Start again what has died since `bring_up`; after `take_down`, nothing. Return why it failed."""
+    """Restart the parts that died since `bring_up`; do nothing after `take_down`. Return the reason of a failure."""
     home = get_current_settings().home
     try:
         with _alone(home):
@@ -127,7 +128,7 @@ def restart(*, deploy: bool = False) -> str | None:
 def take_down() -> tuple[SitePart, ...]:
     """End what `bring_up` started and still runs: the worker, its flow runs after a commit, the server."""
     home = get_current_settings().home
-    with _alone(home, _PATIENCE_S):  # the keeper may be starting something again
+    with _alone(home, _PATIENCE_S):  # The keeper may be restarting a part.
         path = home / "ckpt-up.json"
         site = read_site(path)
         if site is None:
@@ -154,7 +155,8 @@ def _end_workers(home: Path, site: Site) -> str:
     workers, _ = site_processes(_mark(home))
     try:
         for worker in workers:
-            worker.send(signal.SIGSTOP)  # starts no more flow runs, and keeps the pipes of their output open
+            # A stopped worker starts no more flow runs, and keeps the pipes of their output open.
+            worker.send(signal.SIGSTOP)
         runs = site_processes(_mark(home))[1]
         end_all([run.trains for run in runs], _PREEMPTED_S)
         end_all([run.top for run in runs], _REPORTED_S, tell=())
@@ -172,7 +174,7 @@ def _end_workers(home: Path, site: Site) -> str:
 
 
 def _mark(home: Path) -> str:
-    """Return the mark in the environment of this site's worker and of what it starts."""
+    """Return the mark in the environment of this site's worker and of the processes that it starts."""
     return f"CKPT_SITE={home}"
 
 
@@ -197,12 +199,12 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
             f"no server answers at {site.url}", hint="PREFECT_API_URL names it: start it, or unset the variable."
         )
     if process is not None:
-        end_all([process], _STOP_S)  # it runs, but does not answer
-    # What runs on from a site without a password would be locked out: it gets one when nothing of it runs.
+        end_all([process], _STOP_S)  # It runs, but does not answer.
+    # A site without a password gets one only when none of its processes runs: they would be locked out.
     if not settings.auth_string and not site.password_file and not any(site_processes(_mark(home))):
         site = replace(site, password_file=str(make_password(home)))
     pid = start_server(host, port, password=_password(site))
-    assert pid is not None  # nothing answered a moment ago, and we hold the site
+    assert pid is not None  # Nothing answered a moment ago, and we hold the site.
     site = replace(site, started={**site.started, "server": Process.of(pid)})
     return site, SitePart(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
 
@@ -221,7 +223,7 @@ def _deploy(directory: Path, site: Site) -> tuple[tuple[str, ...], Path]:
     file = directory / "prefect.yaml"
     file = file if file.exists() else _HERE / "prefect.yaml"
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    patient = {"PREFECT_CLIENT_MAX_RETRIES": "8"}  # a busy server on SQLite answers 503
+    patient = {"PREFECT_CLIENT_MAX_RETRIES": "8"}  # A busy server on SQLite answers 503.
     environment = {**os.environ, **patient, **_entry(site), "COLUMNS": "500"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     names = tuple(dict.fromkeys(_DEPLOYED.findall(done.stdout)))
@@ -238,13 +240,13 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
         return site, SitePart(name="worker", status="as it was", about=about)
     name = f"ckpt up on {socket.gethostname()}"
     before = _sign_of_life(client, name)
-    # Jobs say `prefect`, which is on the path only where this environment is active.
+    # Jobs call `prefect`, which is on the path only if this environment is active.
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
     environment = {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
     worker, begin = start_apart(command, log_path, environment)
     site = replace(site, started={**site.started, "worker": Process.of(worker.pid)})
-    write_site(path, site)  # before waiting for it: a kill here must not leave an unknown worker
+    write_site(path, site)  # Before waiting for it: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
     while _sign_of_life(client, name) == before:
         if worker.poll() is not None:
@@ -281,13 +283,13 @@ def _client(site: Site) -> Iterator[SyncPrefectClient]:
 
 
 def _entry(site: Site) -> dict[str, str]:
-    """Return the environment in which a client reaches the server and is let in."""
+    """Return the environment in which a client reaches the server and may use it."""
     password = _password(site)
     return {"PREFECT_API_URL": site.url, **({"PREFECT_API_AUTH_STRING": password} if password else {})}
 
 
 def _password(site: Site) -> str:
-    """Return the password of the site: that of its file, or of the user's settings if we started the server."""
+    """Return the site's password: from its file, or from the user's settings if we started the server."""
     if site.password_file:
         return read_password(Path(site.password_file))
     given = get_current_settings().server.api.auth_string
@@ -301,7 +303,7 @@ def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
 
 @contextmanager
 def _alone(home: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the site for this process; two at once would start everything twice."""
+    """Hold the site for this process; two processes at once would start everything twice."""
     home.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
     with (home / "ckpt-up.lock").open("w") as lock:

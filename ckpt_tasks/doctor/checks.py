@@ -35,15 +35,15 @@ _COMMAND = "prefect flow-run execute"
 _ZOMBIES = "ckpt-tasks: zombie flow runs are crashed"
 _RESUMES = "ckpt-tasks: crashed flow runs are resumed"
 
-# The next run of these flows completes what the last one left.
+# The next run of one of these flows completes the work of the last one.
 _REPEATED = ("evaluate", "upkeep", "watch")
 
-# A healthy process may be late twice.
+# A healthy process may be late by two heartbeats.
 _BEATS = 3
-# The smallest that Prefect takes, and Prefect's own.
+# The smallest heartbeat that Prefect accepts, and Prefect's default.
 _HEARTBEAT_S, _DEFAULT_HEARTBEAT_S = 30, 180
 _SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
-# A silent owner may be taken over from after 120 s.
+# A silent owner may be taken over after 120 s.
 _SKEW_S, _MOST_SKEW_S = 2.0, 30.0
 _NAMED = 5
 
@@ -82,7 +82,7 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFacts:
-    """A work pool: `type` is None if there is none of that name, `online` counts its workers that are."""
+    """A work pool: `type` is None if no pool has this name, `online` counts its workers that are online."""
 
     name: str
     type: str | None = None
@@ -93,10 +93,11 @@ class PoolFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefectFacts:
-    """The answers of Prefect's server; None for those that it did not give, `failure` says why.
+    """The answers of Prefect's server; None for each missing answer, and `failure` says why it is missing.
 
-    `url` is None if every process starts an embedded server. `ahead_s` is how far its clock is ahead of ours, to
-    within `within_s`. `asked`: the user named the pool or a deployment. `own_beat_s` is this process's heartbeat.
+    `url` is None if every process starts an embedded server. `ahead_s` is how far the server's clock is ahead of ours,
+    with an error of `within_s`. `asked`: the user named the pool or a deployment. `own_beat_s` is this process's
+    heartbeat.
     """
 
     url: str | None
@@ -154,7 +155,7 @@ def _server(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _fastapi(facts: PrefectFacts) -> Iterator[Check]:
-    """Would a server that is started from this environment run? A remote server's packages are unknown."""
+    """Would a server that is started from this environment run? The packages of a remote server are unknown."""
     numbers = _numbers(facts.fastapi_version or "")
     seen = f"{facts.fastapi_version} is installed here"
     if not numbers:
@@ -261,7 +262,7 @@ def _pool(facts: PrefectFacts) -> Iterator[Check]:
 
 def _stopping(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
     """Is a flow run that gets SIGTERM scheduled again? That must be configured."""
-    if pool.type not in ("process", "docker"):  # a Kubernetes worker requests it by itself
+    if pool.type not in ("process", "docker"):  # A Kubernetes worker requests it by itself.
         yield Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
         return
     jobs = [job for job in pool.jobs if not _is_repeated(job)]
@@ -291,7 +292,7 @@ def _threads(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _tags(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
-    """Do the automations hold for the deployments? There is nothing to say if there are none of either."""
+    """Do the automations apply to the deployments? Without automations or deployments, nothing is reported."""
     deployed = [job for job in pool.jobs if job.deployed and not _is_repeated(job)]
     if not deployed or not any(rule.name in (_ZOMBIES, _RESUMES) for rule in facts.automations or ()):
         return
@@ -312,13 +313,13 @@ _OF_POOL = (_stopping, _threads, _tags)
 def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -> Check:
     """Judge whether two clocks agree: a take-over compares the owner's heartbeat with its own clock.
 
-    `ahead_s` is how far theirs is ahead of ours, with an error of `within_s`; only a certain difference counts.
+    `ahead_s` is how far their clock is ahead of ours, with an error of `within_s`; only a certain difference counts.
     """
     if ahead_s is None:
         return Check(name, "not checked", f"{whose} tells no time")
     certain_s = max(abs(ahead_s) - within_s, 0.0)
     if certain_s < _SKEW_S:
-        bound_s = math.ceil(max(abs(ahead_s), within_s, 0.1) * 10) / 10  # a bound is not rounded down
+        bound_s = math.ceil(max(abs(ahead_s), within_s, 0.1) * 10) / 10  # Round up, since it is a bound.
         return Check(name, "ok", f"agrees with {whose} to within {bound_s:.12g} s")
     which = "behind" if ahead_s > 0 else "ahead of"
     do = "Set the clocks by NTP: a process that lives could be taken for dead, and a dead one for alive."
@@ -327,7 +328,7 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
 
 
 def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | None) -> Check:
-    """Judge whether the next save has permission and room to write; `unwritable` is a directory of the run."""
+    """Judge whether the next save may write, and has room to; `unwritable` is a directory of the run."""
     if unwritable is not None:
         do = "Mount it for writing, or give its directories and files to the user who trains."
         return Check("disk", "wrong", f"{unwritable} cannot be written by this user", do)
@@ -344,8 +345,8 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
 def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int | None, fits: bool | None) -> Check:
     """Judge whether the next process on this host would find the snapshots of a killed one.
 
-    `room`: bytes free and in all, None without the directory. `needed_bytes`: of two snapshots. `fits`: as a run would
-    decide.
+    `room`: free bytes and all bytes; None without the directory. `needed_bytes`: for two snapshots. `fits`: whether a
+    run would use the directory.
     """
     if room is None:
         do = "Mount a tmpfs at /dev/shm, or name a memory_dir; without one a restart goes back to storage."

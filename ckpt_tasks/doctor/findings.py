@@ -1,4 +1,4 @@
-"""What `measuring.py` found out about a store, and whether it is fit for checkpoints."""
+"""The findings of `measuring.py` about a store, and whether it is fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 __all__ = ["EXCLUSIVE", "Ability", "Disk", "Findings", "Latency", "Verdict", "judge", "summarize"]
 
 EXCLUSIVE = "put if absent"
-# Checkpoints need all of these; the value is the message if one is missing.
+# Checkpoints need all of these abilities; the value is the message if one is missing.
 _NEEDED = {
     "list": "it cannot be listed",
     "write": "it cannot be written to",
@@ -24,7 +24,7 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class Ability:
-    """Whether something works (None: not tried), and what was seen."""
+    """Whether something works (None: not tried), and the observation that shows it."""
 
     works: bool | None
     seen: str = ""
@@ -32,7 +32,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one request takes, in seconds; of `tries`, `failed` were not answered or refused."""
+    """How long one request takes, in seconds; of `tries`, `failed` were unanswered or refused."""
 
     median_s: float
     p90_s: float
@@ -42,7 +42,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk below a local directory: the cost of an fsync, abilities of the file system, and free bytes."""
+    """The disk below a local directory: the cost of an fsync, the file system's abilities, and free bytes."""
 
     fsync: Latency
     o_direct: Ability
@@ -52,7 +52,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The measurements of one store; bandwidths in bytes per second; `left` names what could not be deleted."""
+    """The measurements of one store; bandwidths in bytes per second; `left` names objects that could not be deleted."""
 
     url: str
     endpoint: str | None
@@ -65,14 +65,14 @@ class Findings:
     left: tuple[str, ...] = ()
 
     def save_s(self, size_bytes: int) -> float | None:
-        """Estimate the seconds of a save: sending its bytes, a list of them, and the commit: a look, a put, a look."""
+        """Estimate a save in seconds: sending its bytes, a listing, and the commit (a read, a put, a read)."""
         if self.up_bytes_per_s is None:
             return None
         commit_s = [self.latencies[name].median_s for name in ("list", "get", "put", "get") if name in self.latencies]
         return size_bytes / self.up_bytes_per_s + sum(one_s for one_s in commit_s if math.isfinite(one_s))
 
     def restore_s(self, size_bytes: int) -> float | None:
-        """Estimate the seconds of reading its bytes."""
+        """Estimate in seconds how long a restore reads."""
         return None if self.down_bytes_per_s is None else size_bytes / self.down_bytes_per_s
 
 
@@ -94,7 +94,7 @@ def judge(findings: Findings) -> Verdict:
     exclusive = abilities.get(EXCLUSIVE, Ability(None, "put if absent was not tried"))
     if exclusive.works:
         return Verdict(True, "fit for checkpoints")
-    if findings.endpoint is None:  # a local directory: there is no other way to commit
+    if findings.endpoint is None:  # A local directory has no other way to commit.
         return Verdict(False, f"not fit: of two writers of one name none loses ({exclusive.seen})")
     return Verdict(False, f"only with single_writer=True: {exclusive.seen}")
 

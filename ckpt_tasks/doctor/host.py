@@ -1,4 +1,4 @@
-"""Look at the store of a run directory, its disk and its clock, and at this host's memory; nothing of a run changes."""
+"""Check the store of a run directory, its disk and its clock, and this host's memory; changes nothing of a run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ckpt_tasks.storage.retrying import RetryingStore
 
 __all__ = ["check_place", "holds"]
 
-# Not a temporary directory: it has to outlive the process.
+# This is not a temporary directory: it has to outlive the process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0
-# Enough to see whether it works; `ckpt doctor-store` measures speed.
+# Enough to see whether the store works; `ckpt doctor-store` measures speed.
 _SMALL_BYTES = 1 << 16
-# Every owner writes there, beside its own new directories.
+# Every owner writes into these directories, and makes new ones.
 _WRITTEN = ("ledger", "heartbeat")
 
 
@@ -50,7 +50,7 @@ def check_place(directory: str | None) -> list[Check]:
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
-    """Check the run at the store, or probe the store if it holds none; also return the run."""
+    """Check the run in the store, or probe the store if it holds no run; also return the run."""
     try:
         data = patient.get(FORMAT_NAME, 1 << 20)
     except ObjectNotFoundError:
@@ -92,13 +92,14 @@ def _disk(store: Store, run: Run | None) -> Iterator[Check]:
 
 def _clock(endpoint: str | None) -> Iterator[Check]:
     if endpoint is not None and "://" in endpoint:
-        from ckpt_tasks.doctor.server import clock_of  # it takes seconds, and Prefect's settings may not be readable
+        # The import takes seconds, and Prefect's settings may be unreadable.
+        from ckpt_tasks.doctor.server import clock_of
 
         yield judge_clock("store's clock", *clock_of(endpoint), "the store")
 
 
 def _memory(url: str | None, size_bytes: int | None) -> Check:
-    """Check the memory for snapshots of a run whose newest checkpoint is of that size; None: it has none."""
+    """Check the memory for snapshots of a run whose newest checkpoint has this size; None: it has no checkpoint."""
     if not _SHARED_MEMORY.is_dir():
         return judge_memory(str(_SHARED_MEMORY), None, None, None)
     status = os.statvfs(_SHARED_MEMORY)

@@ -1,7 +1,7 @@
 """Measure a store: what it can do, how long requests take, and the bandwidth up and down.
 
-Everything is written below `probe/`, which no run uses: a run at the same place is neither read nor changed. All of it
-is deleted at the end, even after an error. Requests are not retried, so that failures are seen.
+Everything is written below `probe/`, which no run uses: a run in the same directory is neither read nor changed. All
+objects are deleted at the end, even after an error. Requests are not retried, so that failures are seen.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from ckpt_tasks.storage.retrying import RetryingStore
 __all__ = ["measure"]
 
 _TRIES = 30
-_SMALL_BYTES = 4096  # about a ledger entry
+_SMALL_BYTES = 4096  # About the size of a ledger entry.
 _LARGE_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20  # what a restore reads at once; larger objects go up in several requests
+# One read of a restore; larger objects are uploaded in several requests.
+_PIECE_BYTES = 16 << 20
 _IN_FLIGHT = 8
 _ROUNDS = 3
-_ENOUGH_S = 10.0  # stop measuring large objects after this time: on a slow link one round is enough
+# Stop measuring large objects after this time: on a slow link one round is enough.
+_ENOUGH_S = 10.0
 _PATIENCE_S = 10.0
-_ROOM = 16  # times the large object must be free: a run at the same place may need it
+# This many times the large object must be free: a run in the same directory may need the space.
+_ROOM = 16
 
 
 class _StoppedError(Exception):
@@ -49,8 +52,8 @@ def measure(
 ) -> Findings:
     """Test and measure a store; `on_progress` gets the name of each test.
 
-    Ctrl-C ends it between two requests; written objects are deleted then, too, and directories that were created for
-    a local place. Raises ConfigError if the store cannot be used at all.
+    Ctrl-C ends it between two requests; even then it deletes the objects that it wrote, and directories that it created
+    for a local store. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
@@ -59,7 +62,7 @@ def measure(
             return running.result()
         except KeyboardInterrupt:
             trial.stop.set()
-            # Wait for requests under way, which could otherwise arrive after the deletion; end a large upload at once.
+            # Wait for requests under way, which could otherwise arrive after the deletion; stop a large upload at once.
             with suppress(StoreError):
                 store.drop_unfinished(trial.is_ours)
             raise
@@ -70,7 +73,8 @@ class _Trial:
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # with retries, for answers that are needed
+        # With retries, for answers that are needed.
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -80,7 +84,7 @@ class _Trial:
         self._latencies: dict[str, Latency] = {}
 
     def is_ours(self, name: str) -> bool:
-        """Return True if a name is below this trial's place."""
+        """Return True if a name is below this trial's `place`."""
         return name.startswith(f"{self.place}/")
 
     def run(self) -> Findings:
@@ -111,7 +115,7 @@ class _Trial:
     # ── what it can do ───────────────────────────────────────────────────────────────────────────────────────
 
     def _basics(self) -> bool:
-        """Test what every checkpoint needs, in order of dependence; stop at the first failure."""
+        """Test the abilities that every checkpoint needs, in order of dependence; stop at the first failure."""
         self._doing("trying what it can do")
         checks: list[tuple[str, Callable[[], bool]]] = [
             ("list", lambda: self.store.names(f"{self.place}/") == []),
@@ -173,7 +177,7 @@ class _Trial:
         return True
 
     def _exclusive(self) -> bool:
-        """Test that exactly one of two writers of a name wins; if not, continue as a single writer."""
+        """Test that only one of two writers of a name wins; if both do, continue as a single writer."""
         self._pause()
         try:
             prove(self.patient, single_writer=False)
@@ -181,7 +185,7 @@ class _Trial:
             seen = "a second writer replaces what the first one wrote"
         except StoreError as error:
             if error.transient:
-                raise  # it does not tell what the store can do
+                raise  # The error does not show what the store can do.
             seen = error.message
         else:
             self._abilities[EXCLUSIVE] = Ability(True)
@@ -224,7 +228,7 @@ class _Trial:
         if disk is not None and disk.free_bytes < _ROOM * self._large_bytes:
             self._abilities["large objects"] = Ability(None, f"not tried: only {disk.free_bytes >> 20} MiB are free")
             return None, None
-        body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")  # aligned, as a save's images are
+        body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")  # Aligned like a save's images.
         for piece in _pieces(body):
             piece[:] = os.urandom(piece.nbytes)
         up_s: list[float] = []
@@ -305,7 +309,7 @@ class _Trial:
             raise _StoppedError
 
     def _tidy(self, made: Sequence[Path]) -> tuple[str, ...]:
-        """Delete what was written, and directories that were created for it; return names that could not be deleted."""
+        """Delete all written objects, and directories made for them; return the names that could not be deleted."""
         self._on_progress("tidying up")
         left = list(self._written)
         for name in self._written:
@@ -313,11 +317,12 @@ class _Trial:
                 self.patient.delete(name)
             except StoreError as error:
                 if error.transient:
-                    break  # do not send a hundred more requests to a store that does not answer
+                    # Do not send a hundred more requests to a store that does not answer.
+                    break
             else:
                 left.remove(name)
         for directory in made:
-            with suppress(OSError):  # another process has put a file into it
+            with suppress(OSError):  # Another process has put a file into it.
                 directory.rmdir()
         return tuple(left)
 
@@ -351,7 +356,7 @@ def _fsyncs(path: Path) -> Latency:
 
 
 def _takes_direct(path: Path) -> Ability:
-    """Test whether a file can be written around the page cache."""
+    """Test whether a file can be written past the page cache."""
     if not hasattr(os, "O_DIRECT"):
         return Ability(False, "this system has none")
     try:
@@ -366,7 +371,7 @@ def _takes_direct(path: Path) -> Ability:
 
 
 def _takes_link(path: Path, other: Path) -> Ability:
-    """Test whether a file can get a second name: ledger entries get their names that way."""
+    """Test whether a file can get a second name: that is how ledger entries get theirs."""
     try:
         os.link(path, other)
     except OSError as error:

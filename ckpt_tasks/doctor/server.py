@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 import prefect
-import prefect.context  # reads the settings: when this is imported, not in the middle of a check
+import prefect.context  # Reads the settings: do that now, not in the middle of a check.
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import StateType, WorkerStatus, WorkPool
@@ -49,7 +49,7 @@ _PATIENCE_S = 4.0
 # The server's limit for one answer.
 _MOST = 200
 _NAMED = 5
-# Three times the interval of the schedule of `watch`.
+# Three times the interval in the schedule of `watch`.
 _LATEST_LOOK_S = 900.0
 _T = TypeVar("_T")
 
@@ -103,7 +103,7 @@ def ask_server() -> PrefectFacts:
 
 
 def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | None = None) -> Check:
-    """Check that every flow run has a process that works at it, and that `watch` looks at them soon."""
+    """Check that a process works on every flow run, and that `watch` looks at them soon."""
     abandoned = [*find_abandoned(client, tag, limits or Limits())]
     named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
     seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
@@ -129,7 +129,7 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
 def clock_of(url: str) -> tuple[float | None, float]:
     """Return how many seconds the clock of the server at a URL is ahead of ours, and the error of that in seconds.
 
-    None if no answer comes or it has no date; any answer counts, even a refusal.
+    The first is None if no answer comes or the answer has no date; any answer counts, even a refusal.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust()) as client:
@@ -187,13 +187,13 @@ def _trust() -> ssl.SSLContext | bool:
 
 
 def _answer(question: Callable[[], _T]) -> _T | None:
-    """Return what `question` asks of the server; None if it does not answer, or not as expected. Raises ConfigError."""
+    """Return the server's answer to `question`; None if it does not answer as expected. Raises ConfigError."""
     try:
         return question()
     except ConfigError:
         raise
     except (httpx.HTTPError, PrefectException, ValueError, AttributeError, TypeError, KeyError):
-        return None  # reported as not checked; that the server runs is known by now
+        return None  # It is reported as not checked; by now the server is known to run.
 
 
 def _why(error: Exception) -> str:
@@ -274,7 +274,7 @@ def _jobs(client: SyncPrefectClient, pool: WorkPool, deployments: list[Deploymen
 
 
 def _of_template(template: Mapping[str, Any], name: str) -> Any:
-    """Return a value of a pool's job template: written there, or else the default of the variable of that name."""
+    """Return a value of a pool's job template: the value itself, or the default of the variable that it names."""
     value = template.get("job_configuration", {}).get(name)
     default = template.get("variables", {}).get("properties", {}).get(name, {}).get("default")
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The flows in a terminal: one live line, a table at the end, an exit status, and nothing of Prefect's log."""
+"""The flows in a terminal: one live line, a table at the end, an exit status, and none of Prefect's log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["Ended", "Training", "evaluate_in_terminal", "train_in_terminal"]
 
-_ENDING_S = 5.0  # a process that was just told to stop ends its step, commits and releases the run
+# A process that was just told to stop ends its step, commits and releases the run within this time.
+_ENDING_S = 5.0
 _POLL_S = 0.25
 _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
@@ -78,7 +79,7 @@ class Ended:
     evaluations: tuple[EvaluationResult, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the facts that --json prints."""
         return {
             "status": self.status,
             "step": self.step,
@@ -89,7 +90,7 @@ class Ended:
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
     """Train a run and evaluate its newest checkpoint, shown on the screen; `again` is the command that resumes it.
 
-    Raises CkptError, before a server is started if that can be known.
+    Raises CkptError: before a server is started, if the error can be known then.
     """
     results: list[EvaluationResult] = []
     out, config = Screen(stderr=stderr), training.config
@@ -196,7 +197,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_password(client: SyncPrefectClient, url: str) -> None:
-    """Raise SiteError if the server asks for another password, or for one; its health it tells to all."""
+    """Raise SiteError if the server asks for a password that the settings lack; it tells everyone its health."""
     try:
         client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
@@ -215,8 +216,8 @@ def _prefect(out: Console) -> Iterator[None]:
     """
     quiet = "level" not in get_current_settings().logging.model_fields_set
     for handler in logging.getLogger().handlers if quiet else ():
-        if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records
-            handler.addFilter(_is_for_people)  # never removed: Prefect logs more at exit
+        if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records.
+            handler.addFilter(_is_for_people)  # Never remove it: Prefect logs more at exit.
     url = get_current_settings().api.url
     if url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
@@ -254,7 +255,7 @@ class _Warnings(logging.Handler):
 
 
 class _StoppedError(BaseException):
-    """SIGTERM outside a flow, or after it."""
+    """SIGTERM came outside a flow, or after it."""
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
@@ -277,9 +278,9 @@ def _exit_status() -> Iterator[list[int]]:
         status[0] = 130
     except (TerminationSignal, _StoppedError):
         status[0] = 143
-    except Abort as error:  # another process goes on, or Prefect's server is away
+    except Abort as error:  # Another process continues, or Prefect's server is away.
         raise CkptError(str(error)) from error
-    except ExceptionGroup as errors:  # several evaluations have failed
+    except ExceptionGroup as errors:  # Several evaluations have failed.
         raise CkptError(errors.message) from errors
     except ParameterTypeError as error:
         raise ConfigError(str(error)) from error

@@ -1,4 +1,4 @@
-"""What a flow shows in a terminal: one live line while it works, and tables at the end."""
+"""The screen of a flow in a terminal: one live line while it works, and tables at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "prun
 
 
 class _Unbroken:
-    """A file to which nothing is written any more when its reader leaves, and nothing while its disk is full."""
+    """A file that takes no more text once its reader has left, and none while its disk is full."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -47,10 +47,10 @@ class _Unbroken:
         self._try(self._file.flush)
 
     def _try(self, call: Callable[..., object], *arguments: str) -> None:
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # The disk is full.
             try:
                 call(*arguments)
-            except BrokenPipeError:  # the program's prints and the flush at exit meet it too
+            except BrokenPipeError:  # The program's prints and the flush at exit meet this error, too.
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._file.fileno())
                 os.close(null)
@@ -59,7 +59,7 @@ class _Unbroken:
 class Screen(Console):
     """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor.
 
-    It leaves out what it cannot write, so that training goes on when its reader has left or the disk is full.
+    It drops text that it cannot write, so that training continues when its reader has left or the disk is full.
     """
 
     def __init__(self, *, stderr: bool = False, file: Any = None, **options: Any):
@@ -67,12 +67,12 @@ class Screen(Console):
         super().__init__(file=unbroken, highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a text printable; rich calls this for every text, also for the cells of tables."""
+        """Make a text printable; rich calls this for every text, including the cells of tables."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
 class _Line:
-    """One line that changes on a terminal, else one every 10 s; in the block, `watched` calls it."""
+    """A line that changes on a terminal; elsewhere a new line every 10 s. In the block, `watched` calls it."""
 
     def __init__(self, out: Console, watched: ContextVar[Any], *, stays: bool):
         self._out = out
@@ -92,7 +92,7 @@ class _Line:
             self._live.stop()
 
     def _show(self, text: Callable[[float], str], *, last: bool = False) -> None:
-        """Show what `text` returns for the width that there is; outside of a terminal the last one at once."""
+        """Show the result of `text` for the available width; outside a terminal, show the `last` one at once."""
         if self._live:
             self._live.update(Text(text(self._out.width), no_wrap=True, overflow="ellipsis"))
         elif last or time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
@@ -114,16 +114,16 @@ class LiveLine(_Line):
         """Show a completed step."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # the time since the start is not the first step's
+        if self._pace_s is None:  # The time since the start is not the time of the first step.
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
         self._show(lambda width: self.text(progress, width), last=progress.step == self._total)
 
     def text(self, progress: Progress, width: float = math.inf) -> str:
-        """Return the line: step, first metric, speed, time left, last commit and how long training waited for it.
+        """Return the line: step, first metric, speed, time left, the last commit and training's wait for it.
 
-        A line longer than `width` leaves out how long training waited.
+        A line longer than `width` leaves out the wait.
         """
         parts = [f"step {progress.step}/{self._total}"]
         parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
@@ -146,7 +146,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
         table.add_column(name, justify="right")
     for checkpoint in reversed(newest_first):
         table.add_row(*_cells(checkpoint, metrics))
-    out.print(f"Checkpoints of {config.run_key}", style="italic")  # a title would wrap
+    out.print(f"Checkpoints of {config.run_key}", style="italic")  # A table's title would wrap.
     out.print(table)
 
 
@@ -185,7 +185,7 @@ class EvaluationLine(_Line):
         self._shown_s = time.monotonic()
 
     def __call__(self, done: int, known: int) -> None:
-        """Show how many evaluations are done, of those known so far."""
+        """Show how many of the evaluations known so far are done."""
         self._show(lambda width: f"{done} of {known} checkpoints evaluated")
 
 

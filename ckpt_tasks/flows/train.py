@@ -110,7 +110,7 @@ def train(
 
 @contextmanager
 def _session(config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int) -> Iterator[ProgramSession]:
-    """Open the session of a program: on one rank in this process, on more in processes of their own."""
+    """Open the session of a program: one rank runs in this process, several ranks in processes of their own."""
     if ranks == 1:
         with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
             yield LocalSession(ckpt, program, params)

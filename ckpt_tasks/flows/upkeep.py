@@ -18,7 +18,7 @@ prune = task(name="prune", cache_policy=NO_CACHE, persist_result=False)(prune_ru
 
 @dataclass(frozen=True, kw_only=True)
 class UpkeepResult:
-    """What was verified and what was pruned; `pruned` is None if the run is training, since it prunes by itself."""
+    """The results of verifying and pruning; `pruned` is None if the run is training, since it prunes itself."""
 
     run_key: str
     verified: Verified

@@ -16,7 +16,7 @@ _MOST_NAMED = 3
 
 
 def ending_of(rank: RankProcess) -> str:
-    """Say how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
+    """Return in words how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
     why = ": the memory of its cgroup was exhausted" if rank.out_of_memory else ""
     return f"rank {rank.rank} {_ending(rank)}{why}"
 
@@ -33,24 +33,25 @@ def _ending(rank: RankProcess) -> str:
 
 
 def table_of(ranks: Sequence[RankProcess]) -> str:
-    """Return a table of the ranks as they are before the agent ends them; of many alike only the first rows."""
+    """Return a table of the ranks before the agent ends them; of many similar ranks only the first rows."""
     rows = [f"{rank.rank:4}  {rank.pid:7}  {rank.step:9}  {_ending(rank)}" for rank in ranks[:_MOST_ROWS]]
     more = [f"and {len(ranks) - _MOST_ROWS} more"] if len(ranks) > _MOST_ROWS else []
     return "\n".join(["rank  process  last step", *rows, *more])
 
 
 def some(words: Sequence[str]) -> str:
-    """Join what is said of several ranks."""
+    """Join the texts about several ranks."""
     return "; ".join(
         [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
     )
 
 
 def oom_kills() -> int:
-    """Return how many processes of this cgroup the kernel has killed for want of memory; 0 if it does not say."""
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError, ValueError):
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        for place in (f"/sys/fs/cgroup{own}", "/sys/fs/cgroup"):  # as the host names it, or within a container
+        # The path as the host names it, or as within a container.
+        for place in (f"/sys/fs/cgroup{own}", "/sys/fs/cgroup"):
             events = Path(place, "memory.events")
             if events.exists():
                 return int(dict(line.split() for line in events.read_text().splitlines()).get("oom_kill", "0"))

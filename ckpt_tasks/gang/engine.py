@@ -1,4 +1,4 @@
-"""What the session of a gang needs of the engine that runs its ranks; `processes.py` has that of one host."""
+"""The interface between a gang's session and the engine that runs its ranks; `processes.py` has that of one host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Engine", "Heard", "RankProcess"]
 
 @dataclass(eq=False)
 class RankProcess:
-    """A rank's process: its last step, how it has ended (None: not known), and as of the last look, how it is.
+    """A rank's process: its last step, how it has ended (None: unknown), and its condition at the last look.
 
     `host` is the address of its node, "" for the agent's own; `written` are the stacks that it has written.
     """
@@ -36,34 +36,37 @@ class Engine(Protocol):
 
     @property
     def ranks(self) -> Sequence[RankProcess]:
-        """The ranks of the gang, in their order; none if there is no gang."""
+        """The ranks of the gang, in their order; empty if there is no gang."""
 
     def prepare(self) -> None:
-        """Make ready what a start takes long for; do not wait for it."""
+        """Prepare whatever makes a start slow, without waiting for it."""
 
     def start(self, begin: Begin) -> int:
         """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
-        """Send a message to some ranks; `hear` finds out which have ended."""
+        """Send a message to some ranks; `hear` finds out which ranks have ended."""
 
     def hear(self, timeout_s: float) -> Heard:
-        """Return what the ranks have said since, and None for each that has ended; wait `timeout_s` at most."""
+        """Return the messages from the ranks since the last call, and None for each that has ended.
+
+        Waits at most `timeout_s`.
+        """
 
     def hear_causes(self) -> Heard:
-        """Return what may be the cause that ranks have just failed: the end of others."""
+        """Return messages that may explain why ranks have just failed: other ranks have ended."""
 
     def look(self) -> None:
-        """Find out how the ranks are: how those have ended that have, which are stopped, and what they have written."""
+        """Find out how ranks have ended, which are stopped, and which stacks they have written."""
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every rank that runs write the stacks of its threads, and wait for them."""
+        """Have every running rank write the stacks of its threads, and wait for them."""
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until every rank has ended by itself."""
 
     def kill(self) -> None:
-        """Kill every rank, and return when all that can be reached have ended."""
+        """Kill every rank, and return when all reachable ranks have ended."""
 
     def close(self) -> None:
-        """Kill the ranks, and what `prepare` has started."""
+        """Kill the ranks, and the processes that `prepare` has started."""

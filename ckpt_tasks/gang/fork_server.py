@@ -4,7 +4,7 @@ Invariants
 
 1. It never uses a device, and starts no thread: a child of such a process could not.
 2. It ends when its agent does, by end of file on their socket, and kills its ranks; they also die with it.
-3. A rank that has ended stays a zombie until the agent asks: its process id is not given to another process before.
+3. A rank that has ended stays a zombie until the agent asks: until then no other process gets its process id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dies_with_parent() -> None:
 class _Server:
     def __init__(self, agent: socket.socket):
         self._agent = agent
-        self._ranks: dict[int, int] = {}  # rank → process id
+        self._ranks: dict[int, int] = {}  # Maps a rank to its process id.
         self._woken, self._wakes = socket.socketpair()
         for end in (self._woken, self._wakes):
             end.setblocking(False)
@@ -43,7 +43,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> NoReturn:
-        """Fork ranks, and tell the agent which of them have ended, until it ends."""
+        """Fork ranks, and tell the agent which of them have ended, until the agent ends."""
         while True:
             ready, _, _ = select.select([self._agent, self._woken], [], [])
             if self._woken in ready:
@@ -99,18 +99,18 @@ class _Server:
                 self._say("ended", rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
     def _say(self, what: str, rank: int, number: int) -> None:
-        with suppress(OSError):  # the agent has ended: the next look at its socket says so
+        with suppress(OSError):  # The agent has ended: the next look at its socket says so.
             self._agent.sendall(json.dumps([what, rank, number]).encode() + b"\n")
 
 
 def main(descriptor: int, *, bound: bool) -> NoReturn:
     """Import what ranks need, then serve the agent at the other end of a socket; `bound` to the thread that started it.
 
-    A thread may end before its process does: only one that does not is a parent to be bound to.
+    A thread may end before its process does: only a thread that lasts can be a parent.
     """
     if bound:
         dies_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are the agent's: it tells the ranks
+    for number in (signal.SIGINT, signal.SIGTERM):  # They are the agent's: it tells the ranks.
         signal.signal(number, signal.SIG_IGN)
     for name in _PRELOADED:
         import_module(name)

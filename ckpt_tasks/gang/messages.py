@@ -1,4 +1,4 @@
-"""What the agent of a gang and its ranks say to each other: typed values, a line of JSON each; nothing is pickled."""
+"""The messages between the agent of a gang and its ranks: typed values, a line of JSON each; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ __all__ = [
     "write_progress",
 ]
 
-HOST = "127.0.0.1"  # the ranks meet here: torch's own store would listen on every interface
+# The ranks meet here: torch's own store would listen on every interface.
+HOST = "127.0.0.1"
 _BLOCK_BYTES = 1 << 16
 _MOST_TRACEBACK = 20_000
 
@@ -53,7 +54,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """To a rank, first of all: what it trains, and where all `size` ranks meet (0: at a port that is not known yet).
+    """To a rank, first: what it trains, and where all `size` ranks meet (port 0: not known yet).
 
     `local_size` of them are on its host, from `first_rank` on.
     """
@@ -71,7 +72,7 @@ class Begin(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Order(Message):
-    """To a rank: do this, and answer Done or Failed."""
+    """To a rank: carry out this order, and answer Done or Failed."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -95,14 +96,14 @@ class Done(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped(Message):
-    """From a rank: steps that it has completed since the last such message; of a rank other than 0 only the last."""
+    """From a rank: steps that it has completed since its last such message; rank 0 sends all, others only the last."""
 
     steps: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Message):
-    """From rank 0: an event that its Checkpointer tells its listeners."""
+    """From rank 0: an event for the listeners of its Checkpointer."""
 
     event: str
     value: Mapping[str, Any]
@@ -123,7 +124,8 @@ class Failed(Message):
 
     error: str
     ours: bool
-    answer: tuple[int | None, str]  # of a store, if the exception is because of one
+    # The answer of a store, if it caused the exception.
+    answer: tuple[int | None, str]
     trace: str
     at_s: float
     step: int
@@ -137,7 +139,7 @@ class Failed(Message):
         return cls(error=said, ours=ours, answer=answer_of(error), trace=trace, at_s=time.monotonic(), step=step)
 
     def exception(self, rank: int) -> CkptError:
-        """Return the exception to raise in the agent: one of ours as it is, any other as a RankError."""
+        """Return the exception to raise in the agent: one of ours unchanged, any other as a RankError."""
         error: CkptError = RankError(f"rank {rank} failed after step {self.step}: {self.error}")
         if self.ours:
             try:
@@ -150,7 +152,7 @@ class Failed(Message):
 
 
 class _Answer(Exception):  # noqa: N818 (not raised: the cause of an error)
-    """What a store answered to a rank, as `answer_of` reads it."""
+    """A store's answer to a rank, as `answer_of` reads it."""
 
     def __init__(self, status: int | None, code: str):
         super().__init__(f"the store answered {status} {code}")
@@ -163,7 +165,7 @@ _KINDS: dict[str, type[Message]] = {
 
 
 class Channel:
-    """One end of a socket pair. `closed` once the other end is: all that it had said has been received then."""
+    """One end of a socket pair. `closed` is set once the other end is closed and all its messages are received."""
 
     def __init__(self, end: socket.socket):
         self.closed = False
@@ -206,7 +208,7 @@ def _read(line: bytes) -> Message:
 
 
 def write_config(config: CheckpointConfig) -> dict[str, Any]:
-    """Return a configuration as JSON data. Raises ConfigError if its store has options that are none."""
+    """Return a configuration as JSON data. Raises ConfigError if options of its store are not JSON."""
     fields = {**vars(config), "checkpoint_dir": vars(config.location)}
     fields |= {name: os.fspath(fields[name]) for name in ("memory_dir", "local_dir") if fields[name] is not None}
     try:
@@ -219,7 +221,7 @@ def write_config(config: CheckpointConfig) -> dict[str, Any]:
 
 
 def read_config(fields: Mapping[str, Any]) -> CheckpointConfig:
-    """Read what `write_config` returned."""
+    """Read the result of `write_config`."""
     return CheckpointConfig(**{**fields, "checkpoint_dir": Location(**fields["checkpoint_dir"])})
 
 
@@ -229,13 +231,13 @@ def write_progress(progress: Progress) -> dict[str, Any]:
 
 
 def read_progress(fields: Mapping[str, Any]) -> Progress:
-    """Read what `write_progress` returned."""
+    """Read the result of `write_progress`."""
     commit: Checkpoint | None = read_checkpoint(fields["commit"]) if fields["commit"] else None
     return Progress(**{**fields, "commit": commit})
 
 
 def read_report(fields: Mapping[str, Any]) -> RestoreReport:
-    """Read a restore's report: JSON has lists for tuples."""
+    """Read a restore's report, in which JSON has lists for tuples."""
     report: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }

@@ -1,4 +1,4 @@
-"""Whether a program trains one model on all ranks: two equal trainings of one rank are no training of two."""
+"""Whether a program trains one model on all ranks: two equal trainings on one rank each are not a training on two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["is_parallel"]
 def is_parallel(program: Any) -> bool:
     """Return True if a program holds a DistributedDataParallel, FSDP or a DTensor, in its state or beside it.
 
-    A state with `ByRank` says that the program knows its ranks.
+    A state with `ByRank` shows that the program knows its ranks.
     """
     held = (*objects_of(program.state), *objects_of(getattr(program, "__dict__", {})))
     return any(map(_is_parallel, held))

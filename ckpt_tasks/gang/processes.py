@@ -1,9 +1,9 @@
-"""The processes of a gang, as its agent sees them: start them, hear them, see them end, end them.
+"""The processes of a gang, as its agent sees them: start them, receive from them, notice their end, end them.
 
 Invariants
 
-1. No rank outlives its agent: the ranks and the fork server see end of file, and the kernel kills what does not.
-2. `kill` returns when no rank runs any more, so that what follows may own the run.
+1. No rank outlives its agent: the ranks and the fork server see end of file, and the kernel kills all others.
+2. `kill` returns when no rank runs any more, so that another process may own the run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["Gang"]
 
-# The agent's path, so that a rank finds what the agent would.
+# Pass on the agent's path, so that a rank finds the same modules.
 _SERVER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
 from ckpt_tasks.gang.fork_server import main
 main(int(sys.argv[1]), bound=sys.argv[2] == "bound")
 """
-_START_S = 300.0  # to import torch, on a busy machine
+_START_S = 300.0  # A busy machine imports torch slowly.
 _END_S = 30.0
 _STATUS_S = 1.0
 _CAUSES_S = 0.05
@@ -51,7 +51,7 @@ class _Rank(RankProcess):
     stacks: IO[bytes]
 
     def look(self) -> None:
-        """See whether SIGSTOP or a debugger holds it, and what it has written."""
+        """Check whether SIGSTOP or a debugger holds the rank, and which stacks it has written."""
         with suppress(OSError):
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
             self.is_stopped = self.status is None and state in "Tt"
@@ -97,7 +97,7 @@ class Gang:
     def start(self, begin: Begin) -> int:
         """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server does not.
 
-        Rank 0 listens at its `host` alone: on the port that it is given, or on any (0).
+        Rank 0 listens only at its `host`: on the given port, or on any (0).
         """
         self.prepare()
         self._oom_kills = oom_kills()
@@ -128,7 +128,10 @@ class Gang:
                 rank.channel.send(message)
 
     def hear(self, timeout_s: float) -> Heard:
-        """Return what the ranks have said since, and None for each that has ended; wait `timeout_s` at most."""
+        """Return the messages from the ranks since the last call, and None for each that has ended.
+
+        Waits at most `timeout_s`.
+        """
         assert self._server is not None
         channels = {rank.channel.fileno(): rank for rank in self.ranks if not rank.channel.closed}
         ready = wait([*channels, self._server.end], timeout_s)
@@ -144,7 +147,7 @@ class Gang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Return what is said within moments: the end of a rank is heard before others fail because of it."""
+        """Return messages that come within moments: the end of a rank arrives before others fail because of it."""
         return self.hear(_CAUSES_S)
 
     def look(self) -> None:
@@ -159,14 +162,15 @@ class Gang:
             rank.out_of_memory = rank.status == -signal.SIGKILL and oom_kills() > self._oom_kills
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every rank that runs write its stacks; a stopped one would write them when it is continued."""
+        """Have every running rank write its stacks; a stopped one would write them when it is continued."""
         self.look()
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
         end_s, before, running = time.monotonic() + timeout_s, None, [r for r in self.ranks if not r.is_stopped]
         while time.monotonic() < end_s and not (all(rank.written for rank in running) and before == _written(running)):
-            before = _written(running)  # what has not grown since the last look is whole
+            # A file that has not grown since the last look is complete.
+            before = _written(running)
             time.sleep(_CAUSES_S)
             self.look()
 
@@ -176,7 +180,8 @@ class Gang:
             return
         for rank in self.ranks:
             if rank.pid and rank.status is None:
-                with suppress(ProcessLookupError):  # it is a zombie until the fork server is asked, or gone with it
+                # It is a zombie until the fork server is asked, or gone with the fork server.
+                with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         try:
             self._ask("reap", 0, [])
@@ -203,7 +208,7 @@ class Gang:
     def _ask(self, what: str, rank: int, descriptors: list[int]) -> None:
         if self._server is None:
             raise RankError("the fork server of the ranks is gone")
-        with suppress(OSError):  # it is gone: there will be no answer
+        with suppress(OSError):  # It is gone: there will be no answer.
             socket.send_fds(self._server.end, [json.dumps([what, rank]).encode()], descriptors)
 
     def _answer(self, what: str, timeout_s: float) -> int:
@@ -218,7 +223,7 @@ class Gang:
         return server.said.pop()[2]
 
     def _listen(self) -> bool:
-        """Take what the fork server says; return False if it has ended, and all ranks with it."""
+        """Receive from the fork server; return False if it has ended, and all ranks with it."""
         server = self._server
         assert server is not None
         try:
@@ -241,7 +246,7 @@ class Gang:
         server, self._server = self._server, None
         if server is None:
             return
-        server.end.close()  # it ends, and kills what is left
+        server.end.close()  # It ends, and kills all remaining ranks.
         try:
             server.process.wait(_END_S)
         except subprocess.TimeoutExpired:

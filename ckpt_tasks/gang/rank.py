@@ -47,10 +47,10 @@ from ckpt_tasks.session.session import Progress, watcher
 
 __all__ = ["STACKS", "main"]
 
-STACKS = signal.SIGUSR1  # a rank writes the stacks of its threads then
+STACKS = signal.SIGUSR1  # At this signal a rank writes the stacks of its threads.
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
-_SIOCGIFADDR = 0x8915  # of Linux
+_SIOCGIFADDR = 0x8915  # The number of the ioctl on Linux.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -59,11 +59,11 @@ class _StoppedError(BaseException):
 
 
 def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = None) -> None:
-    """Be a rank until the agent says that it is over; `listening_fd` is where rank 0 lets the others meet."""
+    """Run a rank until the agent ends it; `listening_fd` is the socket at which rank 0 lets the others meet."""
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACKS, stacks_fd, all_threads=True)
     channel = Channel(socket.socket(fileno=agent_fd))
-    os.register_at_fork(after_in_child=channel.close)  # a DataLoader's worker must not keep this rank alive
+    os.register_at_fork(after_in_child=channel.close)  # A DataLoader's worker must not keep this rank alive.
     _Rank(rank, channel).be(listening_fd)
 
 
@@ -76,8 +76,8 @@ class _Rank:
         self._told_s = 0.0
 
     def be(self, listening_fd: int | None) -> None:
-        """Carry out orders; tell the agent of an exception, and the agent kills this process."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's
+        """Carry out orders; send an exception to the agent, which then kills this process."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The agent handles a terminal's Ctrl-C.
         signal.signal(signal.SIGTERM, _stopped)
         [begin, *more] = self._channel.receive()
         assert isinstance(begin, Begin)
@@ -99,7 +99,7 @@ class _Rank:
         self._channel.send(Done(position=0))
 
     def _serve(self, session: LocalSession, size: int) -> None:
-        """Carry out orders until the order to close; raises _StoppedError if the memory is to be kept then."""
+        """Carry out orders until the order to close; raises _StoppedError then if the memory is to be kept."""
         carried_out: dict[str, Callable[..., object]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
@@ -118,7 +118,7 @@ class _Rank:
             except _StoppedError as stop:
                 stopped = int(stop.args[0])
             except BaseException as error:  # noqa: BLE001 (told to the agent)
-                # Here: the end of the Checkpointer's block would wait for the other ranks.
+                # Fail here: the end of the Checkpointer's block would wait for the other ranks.
                 self._fail(error, session.position)
             self._tell_steps()
             commit = session.last_commit
@@ -142,7 +142,7 @@ class _Rank:
         session.restore()
 
     def _fail(self, error: BaseException, step: int) -> NoReturn:
-        """Tell the agent, and wait until it ends this process."""
+        """Send the error to the agent, and wait until it ends this process."""
         self._channel.send(Failed.of(error, step))
         while True:
             with suppress(_StoppedError):
@@ -153,7 +153,7 @@ class _Rank:
         while not self._channel.closed:
             for message in messages:
                 if isinstance(message, Stop):
-                    # To the main thread: a call that waits there returns for the handler.
+                    # Send it to the main thread: a call that waits there returns for the handler.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 else:
                     self._orders.put(message)
@@ -161,7 +161,7 @@ class _Rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _watch(self, progress: Progress) -> None:
-        """Tell the agent of a step, at most every 50 ms: with what came since."""
+        """Tell the agent of completed steps, at most every 50 ms."""
         if self._rank != 0:
             self._steps.clear()
         self._steps.append(write_progress(progress))
@@ -185,7 +185,7 @@ class _Rank:
 
 
 class _Forward(logging.Handler):
-    """Give the agent what this rank logs; it says which rank it was, of another than 0."""
+    """Send this rank's log to the agent; all ranks but 0 add their number."""
 
     def __init__(self, rank: int, channel: Channel):
         super().__init__()
@@ -209,7 +209,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     place = {"RANK": rank, "WORLD_SIZE": begin.size, **local, "MASTER_ADDR": begin.host, "MASTER_PORT": begin.port}
     os.environ |= {name: str(value) for name, value in place.items()}
     if interface := _interface_of(begin.host):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # not what a host's name stands for
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # A host's name may stand for another interface.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     devices = torch.cuda.device_count() >= begin.local_size
@@ -229,7 +229,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None if that is not found."""
+    """Return the network interface that has an IPv4 address; None if there is none."""
     if address.startswith("127."):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

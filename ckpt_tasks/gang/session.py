@@ -1,12 +1,12 @@
 """The session of a gang: a program on many ranks, driven by the flow's process, which holds no state and no ownership.
 
-An order to all ranks is a message over socket pairs; each rank is a `LocalSession`. The first thing that goes wrong
-ends the gang: gloo lets the ranks that are left wait for a dead one. The next restore starts a new gang.
+An order to all ranks is a message over socket pairs; each rank is a `LocalSession`. The first failure ends the gang:
+gloo lets the remaining ranks wait for a dead one. The next restore starts a new gang.
 
 Invariants
 
-1. An order is carried out by every rank, or the gang is killed and `clean` is False.
-2. A run that a killed gang has owned is released by the agent, or taken over by the next gang.
+1. Every rank carries out an order, or the gang is killed and `clean` is False.
+2. If a killed gang has owned the run, the agent releases the run, or the next gang takes it over.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ __all__ = ["GangSession"]
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0
-# What may take so many times as long as a step: a restore and a save, whose ranks watch each other, and a rank's first
-# step, which may compile the model.
+# This many times as long as a step: a restore and a save, whose ranks watch each other, and a rank's first step, which
+# may compile the model.
 _LONGER = 3
 _log = logging.getLogger("ckpt_tasks")
 
@@ -98,8 +98,9 @@ class GangSession:
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
-        self._back = GoingBack()  # the ranks that have seen a step fail are gone when the next ones restore
-        self._owner_pid = 0  # of the last gang's rank 0, which may have owned the run
+        # The next ranks restore without having seen a step fail: this tells them.
+        self._back = GoingBack()
+        self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
 
     def __enter__(self) -> Self:
         self._interrupt.install()
@@ -130,7 +131,7 @@ class GangSession:
         return []
 
     def head(self) -> Head:
-        """Return the run's newest ledger entry and what is true after it."""
+        """Return the newest ledger entry, with the state of the run after it."""
         return self._opened().head()
 
     def listen(self, listener: Listener) -> None:
@@ -142,7 +143,7 @@ class GangSession:
         self._carry_out("note", self._gang.ranks[:1], what=what, fields=fields)
 
     def restore(self) -> int:
-        """Restore the newest good checkpoint in every rank, of a new gang unless there is one; see `LocalSession`."""
+        """Restore the newest good checkpoint in every rank; without a gang, start one. See `LocalSession`."""
         try:
             if not self._gang.ranks:
                 self._start()
@@ -160,7 +161,7 @@ class GangSession:
         self._order("run", until=until)
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, if that is not committed yet."""
+        """Commit the live state as `step`, if that step is not committed yet."""
         self._order("save", step=step)
 
     def discard(self) -> None:
@@ -175,7 +176,7 @@ class GangSession:
             ckpt.note("failure", **fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
         if hold:
             self._let_through()
             self._interrupt.install()
@@ -188,9 +189,9 @@ class GangSession:
         self._owner_pid = self._gang.ranks[0].pid
 
     def _order(self, name: str, **arguments: Any) -> None:
-        """Have an order carried out by all ranks, and let a signal through after it; if that returns, go on."""
+        """Have all ranks carry out an order, and then deliver a pending signal; if its handler returns, continue."""
         while self._carry_out(name, self._gang.ranks, **arguments):
-            self._interrupt.deliver()  # the ranks have committed and released the run
+            self._interrupt.deliver()  # The ranks have committed and released the run.
         self._let_through()
 
     def _let_through(self) -> None:
@@ -208,12 +209,13 @@ class GangSession:
             self._gang.kill()
 
     def _carry_out(self, name: str, ranks: Sequence[RankProcess], **arguments: Any) -> bool:
-        """Have an order carried out; return True if a signal has stopped it. Raises what a rank raises."""
+        """Have ranks carry out an order; return True if a signal has stopped it. Raises an error of any rank."""
         done: dict[int, Done] = {}
         try:
             self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
-        except BaseException as error:  # a signal, too: the ranks are in the middle of a step
+        # Even for a signal: the ranks are in the middle of a step.
+        except BaseException as error:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0)
             self.clean = False
@@ -226,11 +228,11 @@ class GangSession:
         self.last_commit = read_checkpoint(first.commit) if first.commit else None
         stopped = next((each.stopped for each in done.values() if each.stopped), None)
         if stopped and self._interrupt.pending is None:
-            self._interrupt.pending = stopped  # somebody told a rank to end
+            self._interrupt.pending = stopped  # Someone else told a rank to end.
         return stopped is not None
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
-        """Hear the ranks until each of them is `done`; `moved_s` says when each has last said that it goes on."""
+        """Receive from the ranks until each is `done`; `moved_s` has the time of each rank's last sign of progress."""
         stopping, deadline_s = False, self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
@@ -238,10 +240,11 @@ class GangSession:
                 stopping = True
             heard = self._gang.hear(_LOOK_S)
             if any(isinstance(message, Failed) for _, message in heard):
-                heard += self._gang.hear_causes()  # if a rank fails because another one has ended, that is to be said
+                # If a rank fails because another one has ended, the error must say so.
+                heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if not isinstance(message, Logged):  # a thread may log while the training hangs
+                if not isinstance(message, Logged):  # A thread may log while the training hangs.
                     moved_s[rank.rank] = time.monotonic()
                 if isinstance(message, Done):
                     done[rank.rank] = message
@@ -252,7 +255,7 @@ class GangSession:
                 raise self._hung(late, max(silent_s.values()))
 
     def _may_be_busy(self, name: str, late: list[int], silent_s: float) -> bool:
-        """Return True if what the late ranks do may take longer than a step, and no rank is stopped."""
+        """Return True if the late ranks may need more than a step's time for their work, and no rank is stopped."""
         longer = name != "run" or any(self._gang.ranks[rank].step == 0 for rank in late)
         if not longer or silent_s > _LONGER * self.config.flush_timeout_s:
             return False
@@ -260,7 +263,7 @@ class GangSession:
         return not any(rank.is_stopped for rank in self._gang.ranks)
 
     def _check(self, heard: Heard) -> None:
-        """Raise if a rank has ended or failed: the first of them, since others fail because of it."""
+        """Raise if a rank has ended or failed: raise the first failure, since others follow from it."""
         ended = {rank.rank: rank for rank, message in heard if message is None}
         if ended:
             self._gang.look()
@@ -301,7 +304,7 @@ class GangSession:
             watch(progress)
 
     def _hung(self, silent: list[int], silent_s: float) -> RankError:
-        """Log the stacks of the ranks that run, and return the error."""
+        """Log the stacks of the running ranks, and return the error."""
         self._gang.write_stacks(_STACKS_S)
         stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
         for rank in self._gang.ranks:
@@ -323,19 +326,20 @@ class GangSession:
         return self._run
 
     def _release(self) -> None:
-        """Release the run if a gang that was killed still owns it."""
+        """Release the run if a killed gang still owns it."""
         with suppress(StateError, CheckpointNotFoundError), self._taken():
             pass
 
     def _taken(self) -> Checkpointer:
         """Take the run over from rank 0 of a gang that has ended, so that it is released at the end of a block.
 
-        Raises StateError if that does not own it.
+        Raises StateError if rank 0 does not own the run.
         """
         owner = self.head().state.owner
         if owner is None or owner.released or owner.pid != self._owner_pid or self._gang.ranks:
             raise StateError("the ranks that have ended do not hold the run directory")
-        config = replace(self.config, memory_dir=None, local_dir=None)  # the ranks' own, which the next gang needs
+        # These directories are the ranks' own, and the next gang needs them.
+        config = replace(self.config, memory_dir=None, local_dir=None)
         ckpt = Checkpointer(config, take_over=True, flow_run_id=self._flow_run_id)
         ckpt.acquire()
         return ckpt

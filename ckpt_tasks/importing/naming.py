@@ -20,10 +20,10 @@ from ckpt_tasks.tensors.tensors import identity
 __all__ = ["clean_names", "parameter_names"]
 
 _DDP = "module."
-_BUFFERS = ("running_mean", "running_var")  # buffers of torch's norms; they have the shapes of parameters
+_BUFFERS = ("running_mean", "running_var")  # Buffers of torch's norms; they have the shapes of parameters.
 
-Modules = Mapping[str, Mapping[str, Any]]  # group → name → tensor, in the order of the model
-Named = tuple[str, tuple[int, ...]]  # a parameter's name and shape
+Modules = Mapping[str, Mapping[str, Any]]  # Maps a group to names and tensors, in the order of the model.
+Named = tuple[str, tuple[int, ...]]  # A parameter's name and shape.
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
@@ -36,9 +36,9 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
-    """Return the names of the parameters in an optimizer's state_dict, by number, and a note of how they were found.
+    """Return the names of an optimizer's parameters by number, and a note on how they were found.
 
-    Raises UnsupportedStateError with the reason if a name would be a guess.
+    `optimizer` is its state_dict. Raises UnsupportedStateError with the reason if a name would be a guess.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     numbers = [number for group in groups for number in group["params"]]
@@ -63,7 +63,7 @@ def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[lis
 
 
 def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
-    """Return the name that `capture` gives to the parameter with this name in the file; None if that is unknown."""
+    """Return the name that `capture` gives to the parameter with this name in the file; None if unknown."""
     if not isinstance(name, str):
         return None
     clean = bare_name(name)
@@ -105,7 +105,7 @@ def _shapes(entry: Any) -> set[tuple[int, ...]]:
 def _only_order(kept: Sequence[set[tuple[int, ...]]], parameters: Sequence[Named]) -> list[str]:
     """Name each of an optimizer's parameters, if the model's order and the shapes allow exactly one way.
 
-    That is so if the first fit from the left equals the first fit from the right. Raises UnsupportedStateError if not.
+    The first fit from the left must equal the first fit from the right. Raises UnsupportedStateError otherwise.
     """
     left = _first_places(kept, parameters)
     right = _first_places(kept[::-1], parameters[::-1])

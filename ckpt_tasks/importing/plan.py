@@ -1,4 +1,4 @@
-"""Plan an import: which step and groups a foreign file becomes; `checkpoint/importing.py` commits the plan."""
+"""Plan an import: the step and groups that a foreign file becomes; `checkpoint/importing.py` commits the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ImportPlan", "plan_import", "spec_of"]
 class ImportPlan:
     """What an import will write: `groups` in the form of a manifest, and their tensors by full key.
 
-    `taken` lists the groups; `left` maps the names of everything else in the file to the reason why it is not taken.
+    `taken` lists the groups; `left` maps the name of everything else in the file to the reason why it is not taken.
     """
 
     source: Source = field(repr=False)
@@ -46,7 +46,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
     """Open a file or a directory and decide which part becomes which group; write nothing.
 
     `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: everything that can be taken). `step`
-    defaults to that of the file (`step` or `global_step`, a whole number or a tensor of one), else 0. Raises what
+    defaults to the file's own (`step` or `global_step`, a whole number or a tensor of one), else 0. Raises what
     `open_source` raises, IntegrityError if tensors claim more bytes than the file has, and ConfigError for an invalid
     step or group.
     """
@@ -56,7 +56,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
         number = _step_of(source) if step is None else step
     except CkptError:
         raise
-    except (RuntimeError, *MALFORMED) as error:  # what a state_dict should hold, and this one does not
+    except (RuntimeError, *MALFORMED) as error:  # The file lacks entries of a state_dict.
         raise IntegrityError(f"its values do not fit each other: {error!r:.200}", key=source.name) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")
@@ -69,7 +69,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
         left=taking.left,
     )
     claimed = sum(group.size_bytes for group in plan.taken)
-    if claimed > source.size_bytes:  # an expanded tensor could claim any size
+    if claimed > source.size_bytes:  # An expanded tensor could claim any size.
         raise IntegrityError(
             f"its tensors claim {claimed} bytes, and the file has {source.size_bytes}",
             key=source.name,
@@ -79,7 +79,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
 
 
 def spec_of(key: str, tensor: torch.Tensor | SourceTensor) -> TensorSpec:
-    """Return the spec of a tensor of a group: its name without the group, dtype and shape."""
+    """Return the spec of a group's tensor: its name without the group, dtype and shape."""
     dtype = tensor.dtype if isinstance(tensor, SourceTensor) else DTYPES[tensor.dtype]
     return TensorSpec(key.partition("/")[2], dtype, tuple(tensor.shape))
 

@@ -2,7 +2,8 @@
 
 Invariants
 
-1. Only what `pread` returns is believed: a mapped file that another process cuts would kill the reader (SIGBUS). The
+1. Only the bytes that `pread` returns count: a mapped file that another process cuts would kill the reader (SIGBUS).
+The
    mapping gives tensors an identity; `copied` reads their bytes.
 2. A zip file has one meaning: one central directory, at the end, with stored records of different names.
 """
@@ -26,16 +27,17 @@ from ckpt_tasks.errors import ConfigError, IntegrityError
 
 __all__ = ["Record", "SourceFile"]
 
-_MAX_ENTRIES = 1 << 20  # in a zip file: one for each tensor
+_MAX_ENTRIES = 1 << 20  # The limit for a zip file: one entry for each tensor.
 _PIECE_BYTES = 8 << 20
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a mapping may be larger than the memory
-_END = struct.Struct("<4s4H2LH")  # of a zip file: signature, disks, entries twice, size and begin of the directory, …
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # A mapping may be larger than the memory.
+# The end of a zip file: signature, disks, entries twice, size and begin of the directory, …
+_END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 
 
 class Record(NamedTuple):
-    """A record of a zip file: its place in the file, and its CRC-32; 0 if the writer computed none."""
+    """A record of a zip file: its bytes in the file, and its CRC-32; 0 if the writer computed none."""
 
     begin: int
     end: int
@@ -43,7 +45,7 @@ class Record(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The record's size."""
         return self.end - self.begin
 
 
@@ -63,7 +65,7 @@ class SourceFile:
         self._mapped: torch.UntypedStorage | None = None
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return the bytes from `begin` to `end`; raise IntegrityError if the file ends before."""
+        """Return the bytes from `begin` to `end`; raise IntegrityError if the file ends earlier."""
         data = memoryview(bytearray(max(end - begin, 0) if end <= self.size_bytes else 0))
         done = 0
         while done < data.nbytes and (n := os.preadv(self._fd, [data[done:]], begin + done)):
@@ -73,7 +75,7 @@ class SourceFile:
         return data
 
     def check(self, on_progress: Callable[[int], None]) -> None:
-        """Compare the CRC of every record with its bytes; raise IntegrityError for another one."""
+        """Compare the CRC of every record with its bytes; raise IntegrityError if they differ."""
         for name in self._records:
             self._check(name, on_progress)
 
@@ -89,7 +91,7 @@ class SourceFile:
             piece = self.read(at, min(at + _PIECE_BYTES, end))
             crc = zlib.crc32(piece, crc)
             on_progress(piece.nbytes)
-        if expected and crc != expected:  # torch.serialization.set_crc32_options(False) writes 0
+        if expected and crc != expected:  # torch.serialization.set_crc32_options(False) writes 0.
             raise IntegrityError("its bytes do not have the CRC that the zip file says", key=f"{self.name}: {name}")
 
     def has_changed(self) -> bool:
@@ -98,7 +100,7 @@ class SourceFile:
         return (status.st_size, status.st_mtime_ns) != self._status
 
     def mapped(self, begin: int, end: int) -> torch.UntypedStorage:
-        """Return a storage over bytes of the file, for views; use `copied` to read one."""
+        """Return a storage over bytes of the file, for views; read it with `copied`."""
         if self._mapped is None:
             try:
                 mapping = mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
@@ -109,7 +111,7 @@ class SourceFile:
         return view
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a view of this file with its bytes in memory; None if the tensor is not one."""
+        """Return a copy in memory of a tensor that is a view of this file; None for other tensors."""
         begin = tensor.data_ptr() - self._mapped.data_ptr() if self._mapped is not None else -1
         if not 0 <= begin < self.size_bytes:
             return None
@@ -134,7 +136,7 @@ class SourceFile:
         if claimed > self.size_bytes:
             raise IntegrityError(f"the zip file claims {claimed} bytes, and has {self.size_bytes}", key=self.name)
         tops = {entry.filename.partition("/")[0] for entry in entries}
-        names = {entry.filename.lower() for entry in entries}  # torch does not tell a from A
+        names = {entry.filename.lower() for entry in entries}  # torch treats a and A as the same name.
         if len(tops) != 1 or len(names) != len(entries) or any(e.filename != e.orig_filename for e in entries):
             raise IntegrityError("the zip file is not one that torch.save writes", key=self.name)
         self._records = {entry.filename.partition("/")[2]: self._place(entry) for entry in entries}

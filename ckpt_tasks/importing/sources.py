@@ -2,8 +2,8 @@
 
 Invariants
 
-1. Nothing in a file is executed or imported: `unpickling.py` reads a pickle. A pickle with a name that torch.save does
-   not write is refused, and the error has the name.
+1. Nothing in a file is executed or imported: `unpickling.py` reads a pickle. If a pickle has a name that torch.save
+   never writes, it is refused, and the error has the name.
 2. A file is refused before anything is written. Sizes, offsets, names, and the number of values and bytes are checked
    before they become memory, paths or loops.
 3. Tensors are views of the mapped files, so a file of any size needs little memory; `source_file.py` reads the bytes.
@@ -30,12 +30,13 @@ from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_heade
 
 __all__ = ["Source", "SourceTensor", "open_source"]
 
-_MAX_PICKLE_BYTES = 256 << 20  # per file, without the tensors
+_MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
 _MAX_INDEX_BYTES = 64 << 20
-_FREE_TEXT_BYTES = 32 << 20  # beyond the size of the file, for texts that values share
+# The limit for texts that values share, beyond the size of the file.
+_FREE_TEXT_BYTES = 32 << 20
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
-# Of several dtypes with the same code the first: U8 is uint8.
+# If several dtypes have the same code, the first one counts: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}\.")
 # In this order: a directory that has its weights twice has them as safetensors, too.
@@ -46,7 +47,7 @@ _OF_TRAINER = re.compile(
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a safetensors file: torch's name of the dtype, the shape, and where its bytes lie in C order."""
+    """A tensor of a safetensors file: torch's name of the dtype, the shape, and the offsets of its bytes in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,16 +57,16 @@ class SourceTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The tensor's size."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of a file or a directory: tensors and values by name.
+    """The contents of a file or a directory that is to be imported: tensors and values by name.
 
-    `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps names of
-    what cannot be taken to the reason; `opened` are the files.
+    `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps the names
+    of entries that cannot be taken to the reason; `opened` are the files.
     """
 
     name: str
@@ -90,12 +91,12 @@ class Source:
 
     @property
     def is_lightning(self) -> bool:
-        """Whether Lightning's Trainer wrote it."""
+        """Whether Lightning's Trainer wrote the file."""
         return _LIGHTNING in self.values and "state_dict" in self.values
 
     @property
     def about(self) -> Mapping[str, Any] | None:
-        """What an export of ours says of a torch.save file: step, kinds of groups, names of parameters."""
+        """What an export of ours says about a torch.save file: step, kinds of groups, names of parameters."""
         about = self.values.get(_OURS)
         is_ours = isinstance(about, Mapping) and all(isinstance(about.get(n), Mapping) for n in ("kinds", "parameters"))
         return about if is_ours else None
@@ -104,8 +105,8 @@ class Source:
 def open_source(path: str | os.PathLike[str]) -> Source:
     """Open a file, or a directory of weights; its tensors are read when they are used.
 
-    Raises CheckpointNotFoundError if there is none, ConfigError for another format, IntegrityError if it is damaged or
-    contradicts itself, and UnsupportedStateError for a pickle that names anything but tensors and plain values.
+    Raises CheckpointNotFoundError if it does not exist, ConfigError for another format, IntegrityError if it is damaged
+    or contradicts itself, and UnsupportedStateError for a pickle that names anything but tensors and plain values.
     """
     place = Path(os.path.abspath(os.path.expanduser(path)))
     if not place.exists():
@@ -168,7 +169,7 @@ def _weights(directory: Path, names: Iterable[str]) -> str:
 def _shards(directory: Path, index_name: str) -> Source:
     """Read the weights that an index names.
 
-    Raises IntegrityError if the index is malformed, or a file or a tensor is not where it says.
+    Raises IntegrityError if the index is malformed, or a file or a tensor is not where the index says.
     """
     index = SourceFile(directory / index_name)
     if index.size_bytes > _MAX_INDEX_BYTES:
@@ -241,7 +242,7 @@ def _with_views(
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:
-            continue  # in another shard; or its own file has said so
+            continue  # It is in another shard, or its own file has said so.
         cut = len(tensor.shape) - len(stored.suffix) if stored else 0
         if stored is None or _DTYPES[stored.code] != tensor.dtype or tensor.shape[max(cut, 0) :] != stored.suffix:
             raise IntegrityError(
@@ -283,7 +284,7 @@ def _torch_values(file: SourceFile) -> Mapping[Any, Any]:
     except CkptError as error:
         error.key = error.key or file.name
         raise
-    except Exception as error:  # foreign bytes make torch raise all kinds of errors
+    except Exception as error:  # Foreign bytes make torch raise all kinds of errors.
         raise IntegrityError(f"the pickle is malformed: {error!r:.300}", key=file.name) from error
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -295,7 +296,7 @@ def _torch_values(file: SourceFile) -> Mapping[Any, Any]:
 
 
 def _check_values(value: Any, file: SourceFile) -> None:
-    """Raise IntegrityError if there are too many values or too much text, counted at every place where they repeat."""
+    """Raise IntegrityError if there are too many values or too much text; a repeated value counts each time."""
     count, text, waiting = 0, 0, [iter([value])]
     while waiting:
         item = next(waiting[-1], _END)

@@ -1,7 +1,6 @@
-"""Decide which parts of a foreign file become groups of a run, of which kind and name; read and write nothing.
+"""Decide which parts of a foreign file become groups of a run, with which kind and name; read and write nothing.
 
-A file has less information than a checkpoint. Nothing is guessed: a part that is not clear is left out, with the
-reason.
+A file has less information than a checkpoint. Nothing is guessed: an unclear part is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
 
 
 class Taken(NamedTuple):
-    """A group that is taken: its name, its name in the file, its kind, its size, and a note of how it was read."""
+    """A group that is taken: its name, its name in the file, its kind, its size, and a note on how it was read."""
 
     group: str
     name: str
@@ -93,13 +92,15 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
         "optimizer",
         "stateful",
         "plain",
-    ):  # memory that two groups share belongs to the first of these kinds
+        # Memory that two groups share belongs to the first of these kinds.
+    ):
         for part in parts:
             if part.kind == kind:
                 taker.add(part)
     done = taker.taking
     if not done.groups:
-        reasons = sorted(done.left.items(), key=lambda one: one[1] == _UNWANTED)  # of what was asked for, first
+        # Reasons for requested parts come first.
+        reasons = sorted(done.left.items(), key=lambda one: one[1] == _UNWANTED)
         why = next(iter(reasons), None)
         raise ConfigError(
             f"nothing of {source.name} can be taken", hint=f"{why[0]}: {why[1]}." if why else "It is empty."
@@ -147,7 +148,7 @@ def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Par
 
 
 def _are_names(names: Any, optimizer: Mapping[str, Any]) -> bool:
-    """Return True if these are as many different names as an optimizer has parameters."""
+    """Return True if these are as many distinct names as an optimizer has parameters."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return named and len(names) == len({*names}) == len(numbers) == len({*map(repr, numbers)})
@@ -168,7 +169,7 @@ def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str
 
 
 def _group_name(key: str) -> str | None:
-    """Return the group for a name in a file: "model_state_dict" is model; None where there is none."""
+    """Return the group for a name in a file: "model_state_dict" is model; None if there is none."""
     name = _MODEL if key == "state_dict" else key.removesuffix(_SUFFIX)
     name = re.sub(r"^[^A-Za-z]+", "", re.sub(r"[^A-Za-z0-9_]", "_", name))[:64]
     name = "rng_state" if name == RNG else name
@@ -176,7 +177,7 @@ def _group_name(key: str) -> str | None:
 
 
 def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
-    """Yield a value, or the objects in a container of objects, named like those of a state."""
+    """Yield a value, or the objects in a container of objects, with the names that a state gives them."""
     items: Any = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
@@ -217,7 +218,7 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
 
 
 def _only_weights(parts: list[_Part]) -> _Part | None:
-    """Return what a file has that is only weights, and has no name for them; None for any other file."""
+    """Return the part of a file that has only weights, without a name for them; None for any other file."""
     return parts[0] if len(parts) == 1 and not parts[0].name else None
 
 
@@ -242,7 +243,7 @@ def _is_weights(value: Any) -> bool:
 
 
 def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
-    """Return True if a dict is an object's state, such as a schedule's or a scaler's, and not a user's dict."""
+    """Return True if a dict is an object's state (a schedule's, a scaler's), not a user's own dict."""
     return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
 
 
@@ -265,18 +266,18 @@ class _Taker:
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
         self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts in one
-        self._keys: dict[int, str] = {}  # keys of safetensors tensors, by id()
-        self._modules: dict[str, dict[str, Any]] = {}  # group → clean name → tensor, in the model's order
+        self._keys: dict[int, str] = {}  # Keys of safetensors tensors, by id().
+        self._modules: dict[str, dict[str, Any]] = {}  # Maps a group to clean names and tensors, in the model's order.
 
     def add(self, part: _Part) -> None:
-        """Take one part, or note why it cannot be taken."""
+        """Take one part, or record why it cannot be taken."""
         name = part.name or part.group
         try:
             tree, note = self._tree(part)
             encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
         except UnsupportedStateError as error:
             where = f" (at {error.key})" if error.key not in (None, part.group) else ""
-            self.taking.left[name] = error.message + where  # the hint is for a state, not for a file
+            self.taking.left[name] = error.message + where  # The hint is meant for a state, not for a file.
             return
         self.taking.groups[part.group] = encoded
         keys = {ref.key for ref in tensor_refs(tree)}
@@ -285,7 +286,7 @@ class _Taker:
 
     def add_streams(self) -> None:
         """Add the random streams of a process just seeded with 0, since no file has all of them."""
-        numpy = np.random.RandomState(0)  # the kind that a process has
+        numpy = np.random.RandomState(0)  # The kind that a process has.
         streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
         tensors = TensorSet(None)
         tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
@@ -300,7 +301,8 @@ class _Taker:
         return self._packed(part.value, part.group), ""
 
     def _packed(self, value: Any, path: str) -> Any:
-        pack(value, path, TensorSet(None))  # what cannot be packed as a whole leaves no tensor behind
+        # A trial: if the whole cannot be packed, no tensor stays behind.
+        pack(value, path, TensorSet(None))
         return pack(value, path, self._set)
 
     def _module(self, part: _Part) -> tuple[dict[str, Any], str]:
@@ -364,5 +366,6 @@ class _Taker:
                 "on_cpu": None,
             }
 
-        packed(TensorSet(None))  # what cannot be packed as a whole leaves no tensor behind
+        # A trial: if the whole cannot be packed, no tensor stays behind.
+        packed(TensorSet(None))
         return packed(self._set), note

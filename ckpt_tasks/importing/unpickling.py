@@ -2,9 +2,10 @@
 
 Invariants
 
-1. Nothing in it is imported or executed: it can name what torch.save names for tensors and plain values, no more.
-2. What a step costs is known before it is made. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to hash,
-   and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler lets them.
+1. Nothing in the pickle is imported or executed: it can name what torch.save names for tensors and plain values, no
+more.
+2. The cost of a step is known before the step runs. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to
+   hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler lets them.
 
 Attributes of objects are skipped.
 """
@@ -31,15 +32,16 @@ _MAX_EQUAL_HASHES = 64
 _FREE_STEPS = 64 << 20
 
 _rebuild_parameter: Callable[..., Any] = _utils._rebuild_parameter
-StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]  # of a key, a dtype and a number of elements
+# The arguments are a key, a dtype and a number of elements.
+StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 
 
 class _Call(NamedTuple):
-    """A function that a pickle may call, and the types of its arguments; without them, it makes a tensor."""
+    """A function that a pickle may call, and the types of its arguments; without types, it makes a tensor."""
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None
-    reads: bool = False  # it reads the values of tensors
+    reads: bool = False  # True if it reads the values of tensors.
 
 
 def _from_type(call: _Call, kind: object, args: tuple[Any, ...], state: object) -> Any:
@@ -69,7 +71,7 @@ _NAMED: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _Call(_utils._rebuild_sparse_tensor, reads=True),
     "torch._utils._rebuild_nested_tensor": _Call(_utils._rebuild_nested_tensor, reads=True),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(lambda data, dtype, *_: data.to(dtype)),
-    "torch.Tensor": torch.Tensor,  # a type, which is not called
+    "torch.Tensor": torch.Tensor,  # It is a type, and is not called.
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }
@@ -83,8 +85,8 @@ _POPS |= {"PROTO": 0, "STOP": 0}
 def unpickle(data: bytes, storage_of: StorageOf, size_bytes: int) -> Any:
     """Return the value of a pickle in a file of this size.
 
-    Raises UnsupportedStateError with the names that it may not have, IntegrityError if it costs too much, and any error
-    of Python or torch for one that is malformed.
+    Raises UnsupportedStateError with the names that are not allowed, IntegrityError if it costs too much, and any error
+    of Python or torch if it is malformed.
     """
     names = {str(argument) for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
     known = {name: _named(_full(name)) for name in names}
@@ -110,7 +112,7 @@ def _full(name: str) -> str:
 
 
 def _named(name: str) -> Any:
-    """Return what a name stands for; None for one that torch.save does not write."""
+    """Return the object that a name stands for; None for a name that torch.save does not write."""
     last = name.removeprefix("torch.")
     value = vars(torch).get(last)
     if isinstance(value, type) and issubclass(value, TypedStorage):
@@ -128,11 +130,11 @@ class _Machine:
         self._known = known
         self._storage_of = storage_of
         self._left = 2 * size_bytes + _FREE_STEPS
-        self._sizes: dict[int, tuple[int, int]] = {}  # values in a tuple, by its id, and its depth
-        self._hashes: Counter[tuple[int, int]] = Counter()  # of a container's keys
+        self._sizes: dict[int, tuple[int, int]] = {}  # By a tuple's id: the number of values in it, and its depth.
+        self._hashes: Counter[tuple[int, int]] = Counter()  # Counts the keys of a container with the same hash.
 
     def step(self, name: str, argument: Any) -> None:
-        """Do what one opcode says."""
+        """Execute one opcode."""
         stack = self.stack
         match name:
             case "BINGET" | "LONG_BINGET":
@@ -160,7 +162,7 @@ class _Machine:
                 self._join(name, items)
 
     def _join(self, name: str, items: list[Any]) -> None:
-        """Do what an opcode says that takes items from the stack."""
+        """Execute an opcode that takes items from the stack."""
         if name.startswith("TUPLE"):
             self.stack.append(self._tuple(items))
         elif name.startswith(("APPEND", "SETITEM")):
@@ -169,7 +171,8 @@ class _Machine:
             self.stack.append(self._called(*items))
         elif name == "BINPERSID":
             self.stack.append(self._storage(*items[0]))
-        elif name == "BUILD" and type(self.stack[-1]) is not OrderedDict:  # whose attributes are _metadata
+        # The attributes of an OrderedDict are its _metadata.
+        elif name == "BUILD" and type(self.stack[-1]) is not OrderedDict:
             raise ValueError("it gives attributes to something that has none")
 
     def _spend(self, steps: int) -> None:
@@ -198,7 +201,7 @@ class _Machine:
                 into[key] = value
 
     def _hash(self, into: Any, keys: Iterable[Any]) -> None:
-        """Pay for hashing keys before it is done, and refuse too many with one hash."""
+        """Count the cost of hashing keys before they are hashed, and refuse too many with one hash."""
         for key in keys:
             self._spend(self._sizes.get(id(key), (1, 0))[0] if type(key) is tuple else 1)
             number = hash(key)
@@ -220,7 +223,8 @@ class _Machine:
         return call.function(*args)
 
     def _storage(self, kind: str, type_: Any, key: str, location: str, elements: int) -> TypedStorage:
-        if kind != "storage" or type(key) is not str or type(elements) is not int:  # their text can be without end
+        # The text of other types could be endless.
+        if kind != "storage" or type(key) is not str or type(elements) is not int:
             raise ValueError("it refers to something that is no storage")
         dtype = torch.uint8 if type_ is torch.UntypedStorage else type_.dtype
         storage = self._storage_of(key, dtype, elements)

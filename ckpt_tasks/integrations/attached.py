@@ -1,4 +1,4 @@
-"""What adapters share: a run named by a path or a configuration, metrics that are numbers, and what each rank has."""
+"""The common parts of the adapters: a run by path or configuration, numbers of a log, and each rank's values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[s
 
 
 def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
-    """Return the values of all ranks in the order of ranks, the same list in each: all ranks save the same state."""
+    """Return the values of all ranks, in their order: the same list in each rank, since all save the same state."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     of_ranks = [None] * distributed.get_world_size()
@@ -47,7 +47,7 @@ def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
 
 
 def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:
-    """Return this rank's part of what `gather_of_ranks` returned; raises ConfigError for another number of ranks."""
+    """Return this rank's part of a result of `gather_of_ranks`; raises ConfigError for another number of ranks."""
     if len(saved) != ranks:
         raise ConfigError(
             f"the number of ranks was {len(saved)} and is now {ranks}",

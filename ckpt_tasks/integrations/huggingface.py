@@ -1,11 +1,11 @@
 """Hugging Face: a mixin for Trainer that saves and resumes by itself, and the state of an Accelerator.
 
 A callback would come too late: Trainer decides how many epochs and batches to skip before it calls the first callback.
-So everything is restored where Trainer creates its own state; parts that do not exist yet (the schedule), or that
+So everything is restored when Trainer creates its own state. Parts that do not exist yet then (the schedule), or that
 Trainer resets later (sums of the loss), are restored as soon as possible.
 
 A checkpoint of step k is taken when the batches of the next step have been fetched: logs, evaluation, epoch ends and
-the decisions of callbacks are then all part of it. The random streams are put back at the same place.
+the decisions of callbacks are then all part of it. The random streams are restored at the same point.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
-_OURS = "the run"  # Trainer resumes from this name; we override every method that would read there
+# Trainer resumes from this name; we override every method that would read there.
+_OURS = "the run"
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
@@ -41,8 +42,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
     CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts
-    until the run has a checkpoint; Trainer's own ones are not read from then on. SIGTERM and Ctrl-C end the training
-    after the current step, with a commit. What Trainer logs becomes the metrics of the step.
+    only until the run has a checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the
+    training after the current step, with a commit. What Trainer logs becomes the metrics of the step.
 
     Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
     """
@@ -61,12 +62,12 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._ckpt_state: dict[str, Any] = {}
         self._progress = Progress(self)
         self._resumed = False
-        self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint
-        self._streams: Any = None  # a restore fills it, the first step empties it
-        self._loader: Any = None  # training draws from this one
+        self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint.
+        self._streams: Any = None  # A restore sets it, the first step clears it.
+        self._loader: Any = None  # Training draws from this loader.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Go on from the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
+        """Continue the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
 
         Raises ConfigError if that is True, and neither the run nor Trainer's output directory has a checkpoint.
         """
@@ -80,7 +81,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def _init_training_state(
         self, max_steps: int, epoch_steps: int, epochs: int, _: None, trial: Any
     ) -> tuple[int, int]:
-        """Restore everything that exists by now, and say where in the data training begins."""
+        """Restore everything that exists by now, and return where in the data training begins."""
         begin: tuple[int, int] = super()._init_training_state(max_steps, epoch_steps, epochs, None, trial)
         optimizer = self.create_optimizer()
         self._progress.begin(self._loader, epoch_steps)
@@ -88,7 +89,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            "optimizer": getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it in a second train()
+            # accelerate wraps the optimizer in a second train().
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
@@ -112,7 +114,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         return begin
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Remember the loader that training draws from, whoever has made it."""
+        """Remember the loader that training draws from, whichever code made it."""
         self._loader = dataloader
         return super().set_initial_training_values(args, dataloader)
 
@@ -137,7 +139,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Report the previous step, which is complete by now; before the first step, restore the random streams."""
+        """Report the previous step, which is now complete; before the first step, restore the random streams."""
         batches = super().get_batch_samples(*args, **kwargs)
         if self._streams is not None:
             self._progress.at_first_step()
@@ -155,16 +157,16 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Remember logged values as metrics of the next checkpoint.
 
-        With fp16 a norm of gradients that is not finite is left out: the scaler skips such a step.
+        With fp16 a non-finite norm of gradients is left out: the scaler skips such a step.
         """
         super().log(logs, *args, **kwargs)
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
         if self.accelerator.scaler is not None and not math.isfinite(logs.get("grad_norm", 0.0)):
-            # Not `optimizer_step_was_skipped`: a fused optimizer is called, and skips the step itself.
+            # `optimizer_step_was_skipped` does not show it: a fused optimizer is called, and skips the step itself.
             del self._progress.logged["grad_norm"]
 
     def _finalize_training(self, *args: Any) -> Any:
-        if self._streams is not None:  # nothing was left to train
+        if self._streams is not None:  # No step was left to train.
             self._progress.at_first_step()
             self._streams = None
         if self.state.global_step > self.ckpt.position:
@@ -182,12 +184,12 @@ class CkptTrainer(CkptMixin, Trainer):  # type: ignore[misc]  # Trainer ships no
 
 
 def state_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what an Accelerator has prepared or registered, as a state for Checkpointer, after `prepare`.
+    """Return the state of everything that an Accelerator has prepared or registered, for Checkpointer.
 
-    A loader with a state is in it (`use_stateful_dataloader`); put a ResumableLoader into the state by yourself. With
-    gradient_accumulation_steps, so are the gradients and the place in the accumulation.
+    Call it after `prepare`. A loader with a state is in it (`use_stateful_dataloader`); add a ResumableLoader yourself.
+    With gradient_accumulation_steps, the gradients and the position in the accumulation are in it, too.
 
-    Raises ConfigError for a loader that shuffles and would go on with other batches.
+    Raises ConfigError for a loader that shuffles and would continue with other batches.
     """
     state: dict[str, Any] = {
         "models": [accelerator.unwrap_model(model) for model in accelerator._models],
@@ -207,9 +209,9 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 class AdaLoraRanks:
-    """What AdaLoRA needs to go on and its model's state lacks: the importance of each rank, and the ranks it has left.
+    """The values that AdaLoRA needs and its model's state lacks: the importance of each rank, and the remaining ranks.
 
-    ``state = {"model": model, "ranks": AdaLoraRanks(model), ...}``. CkptTrainer and `state_of` have it already.
+    ``state = {"model": model, "ranks": AdaLoraRanks(model), ...}``. CkptTrainer and `state_of` add it themselves.
     """
 
     def __init__(self, model: Any):
@@ -222,7 +224,7 @@ class AdaLoraRanks:
         return {**averages, "rank_pattern": self._allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set them, each average on its parameter's device."""
+        """Set the averages, each on its parameter's device, and the ranks in use."""
         for name in _AVERAGES:
             own = {key: value.to(self._parameters[key].device) for key, value in state_dict[name].items()}
             setattr(self._allocator, name, own)
@@ -232,7 +234,7 @@ class AdaLoraRanks:
 class _Loader:
     """The position of a loader that an Accelerator has prepared: batches of the epoch, and epochs.
 
-    Raises ConfigError for one that shuffles in an order that would be another one after a resume.
+    Raises ConfigError for a loader that shuffles, if its order would be different after a resume.
     """
 
     def __init__(self, loader: Any):
@@ -251,7 +253,7 @@ class _Loader:
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         in_epoch = self._loader in self._loader.gradient_state.dataloader_references
-        # After an epoch's last batch the next one comes, and accelerate counts that only when the loop has ended.
+        # After an epoch's last batch the next epoch begins, but accelerate counts it only when the loop has ended.
         return {**state, "iteration": self._loader.iteration + (in_epoch and state["_iterator_finished"])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -263,13 +265,13 @@ class _Loader:
 
 
 class _Accumulation:
-    """The place of an Accelerator in the accumulation of gradients."""
+    """The position of an Accelerator in the accumulation of gradients."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
-        """Return the batches since the last optimizer step; raise StateError where ranks have unlike gradients."""
+        """Return the batches since the last optimizer step; raise StateError if ranks have different gradients."""
         batches = self._accelerator.step % self._accelerator.gradient_state.num_steps
         if batches and self._accelerator.num_processes > 1:
             raise StateError(

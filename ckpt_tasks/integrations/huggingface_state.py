@@ -1,8 +1,8 @@
-"""Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and what the run was started with.
+"""Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and arguments of the start.
 
-The position is a number of samples of an epoch, so that another batch size goes on at the same sample. Trainer draws
-the order of an epoch where the epoch begins: the random streams and the samplers' own generators of that moment are
-saved too, and put back before Trainer skips what was trained.
+The position is a number of samples of an epoch, so that another batch size continues at the same sample. Trainer draws
+the order of an epoch when the epoch begins. So the random streams and the samplers' own generators of that moment are
+saved, too, and restored before Trainer skips the samples that were trained.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SEED = "data_seed, or seed"
 
 
 class Later:
-    """A stateful for an object that does not exist yet: it keeps a restored state until then.
+    """A stateful object in place of one that does not exist yet: it keeps a restored state until then.
 
-    It also returns that state, since a restore from memory saves to storage at once.
+    It also returns this state, since a restore from memory saves to storage at once.
     """
 
     def __init__(self, find: Callable[[], Any]):
@@ -90,13 +90,13 @@ class Progress(Started):
         self._epoch = self._first_step = 0
         self._epoch_steps: float = 0
         self._samplers: list[Any] = []
-        self._begun: dict[str, Any] = {}  # streams and samplers were these when the epoch began
-        self._to_begin: dict[str, Any] = {}  # the resumed epoch begins with these
+        self._begun: dict[str, Any] = {}  # The streams and samplers when the epoch began.
+        self._to_begin: dict[str, Any] = {}  # The streams and samplers with which the resumed epoch begins.
         self._started: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
 
     def begin(self, loader: Any, epoch_steps: int) -> None:
-        """Note what this training is started with; `loader` is the one that it trains from."""
+        """Record the arguments with which this training is started; `loader` is the one that it trains from."""
         trainer, args = self._trainer, self._trainer.args
         self._samplers = [*samplers_of(loader)]
         self._epoch_steps = epoch_steps if has_length(loader) else math.inf
@@ -114,9 +114,9 @@ class Progress(Started):
             self._started[_SEED] = self._samplers[-1].initial_seed
 
     def begin_epoch(self, epoch: int, skipped: int) -> None:
-        """Make the epoch's order be drawn as it was; call it before the first batch is drawn.
+        """Make Trainer draw the epoch's order as before; call it before the first batch is drawn.
 
-        Remember the step at which the epoch began, since a stream does not know its length.
+        Records the step at which the epoch began, since a stream does not know its length.
         """
         self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
         live = self._drawn_from()
@@ -124,11 +124,12 @@ class Progress(Started):
         self._to_begin, self._begun = {}, self._states()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:  # Later does the same
+        if self._given is not None:  # Later does the same.
             return self._given
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._first_step
-        done = steps >= self._epoch_steps  # the next epoch is drawn from what there is now
+        # If true, the next epoch is drawn from the current streams.
+        done = steps >= self._epoch_steps
         own = {
             "progress": {name: getattr(state, name) for name in _PROGRESS},
             "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],
@@ -142,7 +143,7 @@ class Progress(Started):
             "flos": trainer.current_flos,
             "reused": _reused(trainer),
         }
-        # Losses between two logs, and how long an evaluation took, are each rank's own.
+        # Each rank has its own losses since the last log, and its own evaluation times.
         return {"of_ranks": gather_of_ranks(own), "started": self._started}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,7 +203,7 @@ class Progress(Started):
         return steps * was // now
 
     def _set_length(self, epoch: int, steps: int) -> None:
-        """Count the steps of the run and those left, if the epochs of this start have another number of steps."""
+        """Count the run's steps and the remaining ones, if the epochs of this start have another number of steps."""
         state, args = self._trainer.state, self._trainer.args
         changed = any(self._was(name) != self._started.get(name) for name in (_BATCH, "data"))
         if changed and args.max_steps <= 0:
@@ -210,7 +211,7 @@ class Progress(Started):
             state.max_steps = state.global_step + max(int(left), 0)
 
     def _was(self, name: str) -> Any:
-        """Return what the run was started with; this start's value if its checkpoint does not say."""
+        """Return an argument of the run's first start; this start's value if the checkpoint lacks it."""
         assert self._given is not None
         return self._given.get("started", {}).get(name, self._started.get(name))
 
@@ -239,7 +240,7 @@ class Progress(Started):
         return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
 
     def _drawn_from(self) -> dict[str, tuple[Any, Any]]:
-        """Return what the order of an epoch is drawn from: the streams, the samplers' generators, and their states."""
+        """Return the sources of an epoch's order: the streams, the samplers' generators, and their states."""
         drawn = current_streams()
         for one in self._samplers:
             for name, value in vars(one).items():
@@ -252,7 +253,7 @@ class Progress(Started):
 
 
 def _reused(trainer: Any) -> dict[str, Any]:
-    """Return what trainers of TRL keep between steps: the count, generations that are used again, sums of metrics."""
+    """Return the values that TRL's trainers keep between steps: the count, reused generations, sums of metrics."""
     own = {name: vars(trainer).get(name) for name in ("_step", "_buffered_inputs", "_metrics")}
     if "_buffered_inputs" not in vars(trainer) or own["_step"] is None or own["_metrics"] is None:
         return {}
@@ -262,7 +263,7 @@ def _reused(trainer: Any) -> dict[str, Any]:
 
 
 def samplers_of(loader: Any) -> Iterator[Any]:
-    """Yield a loader that accelerate has prepared, its batch samplers, and the sampler that they draw from."""
+    """Yield a loader that accelerate has prepared, its batch samplers, and the sampler from which they draw."""
     one = getattr(loader, "base_dataloader", loader)
     while one is not None:
         yield one

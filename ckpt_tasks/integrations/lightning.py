@@ -2,7 +2,8 @@
 
 A checkpoint of step k is taken just before the next batch is fetched: validation, epoch ends, schedules and the
 decisions of other callbacks are then all part of it. The random streams are restored at the same point: Lightning draws
-from them before (a sanity check, workers' seeds), the data set and the hooks around the transfer of a batch after it.
+from them before it (a sanity check, workers' seeds), the data set and the hooks around the transfer of a batch after
+it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class CkptCallback(Callback):
 
     `checkpoint` is a directory, a URL or a CheckpointConfig. `state` names objects of your own that are saved too.
     Give the trainer a ResumableLoader, or any loader with a state; a plain DataLoader that shuffles keeps no position.
-    `fit(ckpt_path=…)` counts as long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the step
-    in hand, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
+    `fit(ckpt_path=…)` counts only as long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the
+    current step, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
 
     Raises ConfigError for a strategy other than one device or DDP and for StochasticWeightAveraging, and what
     Checkpointer's `restore` and `step` raise.
@@ -56,18 +57,18 @@ class CkptCallback(Callback):
         self._extra = state
         self._state: dict[str, Any] = {}
         self._positions = LoaderPositions()
-        self._streams: Any = None  # a restore fills it, the first batch empties it
+        self._streams: Any = None  # A restore sets it, the first batch clears it.
         self._resuming = False
         self._seen_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move before all other callbacks: what they do at a batch's start belongs to that batch."""
+        """Move before all other callbacks: what they do when a batch starts belongs to that batch."""
         if stage == "fit":
             every: Any = trainer
             every.callbacks = [self, *(callback for callback in _callbacks(trainer) if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore: model and optimizers are on their devices, and nothing has been trained."""
+        """Restore: now model and optimizers are on their devices, and nothing has been trained."""
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             raise ConfigError(
                 f"CkptCallback cannot save with the strategy {type(trainer.strategy).__name__}",
@@ -91,7 +92,7 @@ class CkptCallback(Callback):
             self._lightning.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold signals back from here on; Lightning has its own handlers by now. Listen for fetches of batches."""
+        """Hold signals back from now on, since Lightning's own handlers are set; listen for fetches of batches."""
         assert self.ckpt is not None
         self._lightning.at_train_start()
         loop: Any = trainer.fit_loop.epoch_loop
@@ -102,7 +103,7 @@ class CkptCallback(Callback):
                 self._between_batches(trainer)
             fetching()
 
-        loop._on_before_fetch = before_fetch  # no hook is called there
+        loop._on_before_fetch = before_fetch  # Lightning calls no hook there.
         self.ckpt.__enter__()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,12 +112,12 @@ class CkptCallback(Callback):
             begin_streams(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Report the step before, if it is `training_step` that fetches batches."""
+        """Report the previous step, if `training_step` itself fetches batches."""
         if fetches_in_step(trainer):
             self._between_batches(trainer)
 
     def _between_batches(self, trainer: Trainer) -> None:
-        """Report the step before, which is complete; or restore the streams, if this is the first batch."""
+        """Report the previous step, which is complete; or restore the streams, if this is the first batch."""
         assert self.ckpt is not None
         loaders = self._lightning.loaders = self._positions.before_next(trainer)
         if self._streams is not None:
@@ -125,19 +126,19 @@ class CkptCallback(Callback):
             self._streams, self._seen_step = None, trainer.global_step
             return
         if loaders is None:
-            return  # this fetch looks ahead
-        # In the middle of an accumulation the optimizer has not stepped: its gradients are in no checkpoint.
+            return  # This fetch looks ahead.
+        # In the middle of an accumulation the optimizer has not stepped: no checkpoint has its gradients.
         stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
         if stepped and trainer.global_step > self.ckpt.position:
             metrics = numbers(logged_values(trainer))
             self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
-            if trainer.received_sigterm:  # Lightning's own handler has it now
+            if trainer.received_sigterm:  # Lightning's own handler has it now.
                 raise SIGTERMException
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the restored sums of the epoch to the first batch's."""
+        """Add the restored sums of the epoch to those of the first batch."""
         if self._resuming:
             self._resuming = False
             self._lightning.after_first_batch()
@@ -151,7 +152,7 @@ class CkptCallback(Callback):
         self._end(trainer, None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say that nothing was left to train; put averages of weights into the module, as Lightning does not then."""
+        """Warn if no step was left to train; then put averages of weights into the module, since Lightning does not."""
         if self._streams is not None:
             self._lightning.nothing_left = True
             for callback in _callbacks(trainer):
@@ -163,7 +164,7 @@ class CkptCallback(Callback):
         self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the run if nothing was left to train."""
+        """Release the run if no step was left to train."""
         self._end(trainer, None)
 
     def _end(self, trainer: Trainer, error: BaseException | None) -> None:
@@ -176,5 +177,5 @@ class CkptCallback(Callback):
 
 
 def _callbacks(trainer: Any) -> list[Callback]:
-    """Return the callbacks, which Lightning sets where mypy does not look."""
+    """Return the callbacks; mypy does not see where Lightning sets them."""
     return list(trainer.callbacks)

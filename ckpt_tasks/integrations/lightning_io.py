@@ -1,7 +1,7 @@
-"""Lightning's own checkpoints in our store: committed whole or not at all, verified when they are read, no pickle.
+"""Lightning's own checkpoints in our store: committed whole or not at all, verified when read, without pickle.
 
-Each path that Lightning names is a run with one checkpoint. A run of `CkptCallback` can be read as well, any of its
-checkpoints: the parameters of an optimizer, which have names there, get the numbers that Lightning knows them by.
+Each path that Lightning names is a run with one checkpoint. Any checkpoint of a run of `CkptCallback` can be read, too:
+an optimizer's parameters, which have names there, get Lightning's numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ckpt_tasks.reading.values import Values, read_values
 
 __all__ = ["CkptCheckpointIO"]
 
-_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # CkptCallback gives its groups these names
+# CkptCallback gives its groups these names.
+_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"
 
 
 class CkptCheckpointIO(TorchCheckpointIO):
@@ -44,9 +45,9 @@ class CkptCheckpointIO(TorchCheckpointIO):
         trainer = Trainer(plugins=[CkptCheckpointIO()], callbacks=[ModelCheckpoint(monitor="val_loss")])
 
     A path is a run directory with one checkpoint. `ckpt_path` may also name a run of CkptCallback, "runs/first", or one
-    checkpoint of it, "runs/first@500" or "runs/first@best". Files that Lightning wrote before are read as before.
+    of its checkpoints, "runs/first@500" or "runs/first@best". Files that Lightning wrote itself are read as before.
 
-    Of many ranks the first one saves, as Lightning has it for `strategy="ddp"`.
+    With many ranks the first rank saves, as Lightning does for `strategy="ddp"`.
 
     Saving raises UnsupportedStateError, with its key, for a value that is neither a tensor nor plain; ConfigError for
     `storage_options`; StateError if the path has a later step; and what `Checkpointer.save` raises. Loading raises
@@ -54,10 +55,10 @@ class CkptCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # AsyncCheckpointIO saves in a thread, and removes in another
+        self._lock = threading.Lock()  # AsyncCheckpointIO saves in one thread, and removes in another.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Commit a checkpoint at a path; one that is there already is replaced."""
+        """Commit a checkpoint at a path; it replaces an existing one."""
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
         step = int(checkpoint.get("global_step", 0))
@@ -65,7 +66,8 @@ class CkptCheckpointIO(TorchCheckpointIO):
             config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=1, memory_dir=None)
             ckpt = Checkpointer(config, process_group=group)
             try:
-                newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])  # a save must know what it follows
+                # A save must know which checkpoint it follows.
+                newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])
                 if newest_step > step:
                     raise StateError(
                         f"{path} has step {newest_step}, and step {step} would come after it",
@@ -78,7 +80,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint as Lightning made it, its tensors on the CPU; a fit sets its data up after it."""
+        """Return a checkpoint as Lightning made it, with its tensors on the CPU; then a fit sets its data up again."""
         _set_up_after_restore()
         if os.path.isfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
@@ -101,7 +103,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
                 return
             _refuse_other(run)
             store = run.history.store
-            # Top-down: without its ledger no checkpoint is there.
+            # Top-down: without its ledger the checkpoint does not exist.
             names = store.names("")
             for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
                 store.delete(name)
@@ -109,7 +111,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
 
 
 def _set_up_after_restore() -> None:
-    """Let the Trainer that reads a checkpoint set its data up again once its loops are restored; it is on the stack."""
+    """Let the Trainer that reads a checkpoint (found on the stack) set its data up again once loops are restored."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
@@ -128,9 +130,9 @@ def _set_up_after_restore() -> None:
 
 @contextmanager
 def _place_of(path: str | Path) -> Iterator[str | Path]:
-    """Yield where to save: beside a path that is not there yet, which then gets its name with its checkpoint in it.
+    """Yield where to save: a new path is written beside its place, and renamed with its checkpoint in it.
 
-    Lightning goes on from any path that it finds. On an object store one without a checkpoint may be left by a kill.
+    Lightning resumes from any path that it finds. On an object store a kill may leave a path without a checkpoint.
     """
     if "://" in str(path) or os.path.lexists(path):
         yield path
@@ -142,7 +144,7 @@ def _place_of(path: str | Path) -> Iterator[str | Path]:
 
 @contextmanager
 def _alone() -> Iterator[distributed.ProcessGroup | None]:
-    """Yield a process group of this rank: of many ranks with the same state Lightning lets the first one save."""
+    """Yield a process group of this rank alone: of many ranks with one state, Lightning lets the first one save."""
     if not (distributed.is_available() and distributed.is_initialized()):
         yield None
         return
@@ -155,7 +157,7 @@ def _alone() -> Iterator[distributed.ProcessGroup | None]:
 
 
 class _Group:
-    """A part of Lightning's checkpoint, as a stateful: it is stored as it is."""
+    """A part of Lightning's checkpoint, as a stateful object: it is stored unchanged."""
 
     def __init__(self, value: Mapping[str, Any]):
         self._value = value
@@ -197,7 +199,7 @@ def _checkpoint(groups: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by numbers, as torch's own state_dict has it."""
+    """Return an optimizer's state by numbers, as in torch's own state_dict."""
     names = [name for group in tree["param_groups"] for name in group["params"]]
     number = {name: n for n, name in enumerate(names)}
     state = {**tree["shared"], **{number[name]: entry for name, entry in tree["state"].items()}}

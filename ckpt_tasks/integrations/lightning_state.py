@@ -1,9 +1,8 @@
-"""Lightning's own part of a checkpoint, as one stateful: loops, callbacks, schedules, scaler, hooks, loaders.
+"""Lightning's own part of a checkpoint, as one stateful object: loops, callbacks, schedules, scaler, hooks, loaders.
 
-Lightning's `dump_checkpoint` calls every hook, so it has all that a module, data module or callback adds. Weights and
-optimizers are separate groups; the dump keeps weights only if a hook has replaced them. It is taken between two
-batches, and has the counters of Lightning's loops as they are once the second one is fetched: restored loops begin with
-that batch.
+Lightning's `dump_checkpoint` calls every hook, so the dump has all that a module, data module or callback adds. Weights
+and optimizers are separate groups; the dump keeps weights only if a hook has replaced them. The dump is taken between
+two batches, but its counters are those after the second batch is fetched: restored loops begin with that batch.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class LoaderPositions:
         self._seen: deque[list[Any]] = deque(maxlen=2)
 
     def before_next(self, trainer: Trainer) -> list[Any] | None:
-        """Remember the positions before a fetch; return those before the next batch, None if they are not known."""
+        """Remember the positions before a fetch; return those before the next batch, None if they are unknown."""
         fetcher: Any = trainer.fit_loop._data_fetcher
         ahead = 0 if fetches_in_step(trainer) or fetcher.length is not None else 1
         if not fetcher.fetched:
             self._seen.clear()
             if ahead:
-                return None  # a stream does not go on from where an epoch begins
+                return None  # A stream does not continue from the start of an epoch.
         self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
         return self._seen[-1 - ahead] if len(self._seen) > ahead else None
 
@@ -61,7 +60,7 @@ def fetches_in_step(trainer: Trainer) -> bool:
 
 
 def logged_values(trainer: Trainer) -> dict[str, Any]:
-    """Return what was logged; `trainer.callback_metrics` would compute means of no batches where an epoch begins."""
+    """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average no batches."""
     return trainer._logger_connector._callback_metrics
 
 
@@ -76,14 +75,15 @@ def begin_streams(trainer: Trainer) -> None:
     for loader in combined.flattened if combined is not None else []:
         stream = getattr(loader, "dataset", None)
         if datasets is not None and isinstance(stream, datasets.IterableDataset):
-            stream.load_state_dict({**stream.state_dict(), "epoch": -1})  # the state of another epoch is ignored
+            # A stream ignores the state of another epoch.
+            stream.load_state_dict({**stream.state_dict(), "epoch": -1})
 
 
 def set_up_again(trainer: Trainer) -> None:
-    """Let a restored trainer set its data up again, if something has done so before the restore.
+    """Let a restored trainer set its data up again, if some code did so before the restore.
 
     `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
-    a restored position only where it sets the data up.
+    a restored position only when it sets the data up.
     """
     if (fetcher := trainer.fit_loop._data_fetcher) is not None:
         fetcher.teardown()
@@ -97,7 +97,7 @@ def _stateful(trainer: Trainer) -> list[Any]:
 
 
 class LightningState(Started):
-    """A stateful over a Trainer; `apply` applies a restored state, after the weights are restored."""
+    """The state of a Trainer; `apply` applies a restored state, after the weights are restored."""
 
     effects: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
@@ -111,7 +111,7 @@ class LightningState(Started):
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
         self._module = module
-        self.loaders: list[Any] | None = None  # None: the loaders' own states are saved
+        self.loaders: list[Any] | None = None  # None: the loaders' own states are saved.
         self._given: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
         self._begun = False
@@ -123,7 +123,7 @@ class LightningState(Started):
         }
 
     def begin(self) -> None:
-        """Take the dump from now on: nothing is restored, or all of it."""
+        """Use the dump from now on: nothing is restored, or all of it is."""
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,18 +152,19 @@ class LightningState(Started):
         dump["started"] = self._started
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
-            # Values that are not reduced over ranks are each rank's own.
+            # Each rank has its own values if they are not reduced over ranks.
             "of_ranks": gather_of_ranks(
                 {"logged": logged, "sums": _sums(trainer), "metrics": _metric_states(self._module)}
             ),
             **self._set_at_epoch_start(),
         }
         if not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module):
-            dump["ckpt_tasks"]["gradients"] = Gradients(self._module).state_dict()  # one optimizer may accumulate
+            # One of several optimizers may accumulate.
+            dump["ckpt_tasks"]["gradients"] = Gradients(self._module).state_dict()
         return dump
 
     def _set_at_epoch_start(self) -> dict[str, Any]:
-        """Return what Lightning's callbacks set where an epoch starts: a resumed epoch does not start again."""
+        """Return what Lightning's callbacks set when an epoch starts: a resumed epoch does not start again."""
         callbacks: Any = _callbacks(self._trainer)
         set_there: dict[str, Any] = {}
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
@@ -197,7 +198,8 @@ class LightningState(Started):
         trainer.should_stop = own["should_stop"]
         for callback in _callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
-                callback._restarting = False  # it would put back the options that the optimizers began with
+                # It would restore the options with which the optimizers began.
+                callback._restarting = False
         if "frozen" in own:
             for name, parameter in self._module.named_parameters():
                 parameter.requires_grad_(name not in own["frozen"])
@@ -217,7 +219,7 @@ class LightningState(Started):
         self._started |= own
         if self._given is None:
             return
-        # The next batch is counted where it is fetched.
+        # The next batch is counted when it is fetched.
         progress = loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
         noting = Differences({})
@@ -231,7 +233,7 @@ class LightningState(Started):
             )
 
     def _fit_batches(self, was: dict[str, Any], own: dict[str, Any], noting: Differences) -> None:
-        """Count the batches that are done in batches of the present size; note what another size changes."""
+        """Count the completed batches in batches of the current size; record the effects of another size."""
         loop: Any = self._trainer.fit_loop
         sizes, steps = zip(*((one["batch_sizes"], one["accumulate_grad_batches"]) for one in (was, own)), strict=True)
         if sizes[0] == sizes[1] and steps[0] == steps[1]:
@@ -240,7 +242,7 @@ class LightningState(Started):
         loaders, current, effect = loop._combined_loader.flattened, loop.epoch_loop.batch_progress.current, ""
         epochs = loop.epoch_progress.total
         if epochs.started == epochs.processed:
-            current.completed = 0  # the run is at the end of an epoch
+            current.completed = 0  # The run is at the end of an epoch.
         elif len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
             sampler = loaders[0].sampler
             current.completed = sampler.epoch_batches - len(sampler)
@@ -298,10 +300,11 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def _metric_states(module: LightningModule) -> dict[str, Any]:
-    """Return what torchmetrics have summed up since the epoch began: a module's state does not have it."""
+    """Return the sums of torchmetrics since the epoch began: a module's state does not have them."""
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
-            collection.values(copy_state=False)  # metrics that share one state all show it
+            # Metrics that share one state all show it.
+            collection.values(copy_state=False)
     return {
         name: {
             "updates": metric._update_count,
@@ -321,7 +324,7 @@ def _set_metric_states(module: LightningModule, states: dict[str, Any]) -> None:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a state of a metric, a tensor or a list of them, on a device."""
+    """Return a state of a metric, a tensor or a list of tensors, on a device."""
     return [one.detach().to(device) for one in value] if isinstance(value, list) else value.detach().to(device)
 
 

@@ -1,9 +1,9 @@
 """TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
 
-A tracker gets a step when the step is committed, so it never has one that was trained and lost. A mark, one small file,
-says which step the tracker has reached. A restart continues there: steps that were committed but are not in the tracker
-(the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker learns
-which steps were left behind.
+A tracker gets a step when the step is committed, so it never has a step that was trained and lost. A mark, one small
+file, says which step the tracker has reached. A restart continues there: steps that were committed but are not in the
+tracker (the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker
+learns which steps were abandoned.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "WandB"]
 
-_MOST_AT_ONCE = 900  # MLflow takes at most 1,000 metrics in one request
+_MOST_AT_ONCE = 900  # MLflow takes at most 1,000 metrics in one request.
 
 
 class Tracker:
     """The base of all trackers; `directory` holds the mark, on a disk that the next process can read.
 
-    Subclasses write steps in `write`, and mark the steps from `first` to `last` as left behind in `left`.
+    Subclasses write steps in `write`, and mark the steps from `first` to `last` as abandoned in `left`.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -48,7 +48,7 @@ class Tracker:
         self._remember(steps[-1].step)
 
     def restored(self, ckpt: Checkpointer, report: RestoreReport) -> None:
-        """Bring the tracker to the restored step: add missing steps, mark those left behind."""
+        """Bring the tracker to the restored step: add missing steps, mark abandoned ones."""
         known = self.known_step
         if known > report.step:
             self.left(report.step + 1, known)
@@ -61,12 +61,12 @@ class Tracker:
 
     @property
     def known_step(self) -> int:
-        """The last step that the tracker has, 0 without one."""
+        """The last step that the tracker has; 0 without one."""
         return int(self._marked().get("step", 0))
 
     @property
     def left_behind(self) -> list[tuple[int, int]]:
-        """The first and the last step of every stretch that was left behind, in the order in which that happened."""
+        """The first and the last step of every abandoned stretch, in the order in which they were abandoned."""
         return [(first, last) for first, last in self._marked().get("left", [])]
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
@@ -74,7 +74,7 @@ class Tracker:
         raise NotImplementedError
 
     def left(self, first: int, last: int) -> None:
-        """Mark steps that were left behind."""
+        """Mark these steps as abandoned."""
         raise NotImplementedError
 
     def _marked(self) -> dict[str, Any]:
@@ -90,12 +90,12 @@ class Tracker:
         new.replace(self._mark)
 
     def _with(self, first: int, last: int) -> str:
-        """Return in words all that was left behind, with these steps; said again after a crash it is the same."""
+        """Return all abandoned steps in words, with these; repeated after a crash it is the same text."""
         return ", ".join(f"{begin} to {end}" for begin, end in [*self.left_behind, (first, last)])
 
 
 class TensorBoard(Tracker):
-    """Scalars in a log directory of TensorBoard. Steps left behind are purged: TensorBoard hides them."""
+    """Scalars in a log directory of TensorBoard. Abandoned steps are purged: TensorBoard hides them."""
 
     def __init__(self, log_dir: str | os.PathLike[str]):
         super().__init__(log_dir)
@@ -110,7 +110,7 @@ class TensorBoard(Tracker):
         writer.flush()
 
     def left(self, first: int, last: int) -> None:
-        """Begin a new file that purges everything from `first` on."""
+        """Begin a new file that purges everything from step `first` on."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -119,7 +119,8 @@ class TensorBoard(Tracker):
     def _open(self, first: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        if self._writer is None:  # purge: a process that died between its write and its mark has written these
+        # Purge, since a process that died between its write and its mark has written these steps.
+        if self._writer is None:
             self._writer = SummaryWriter(self.directory, purge_step=first)
         return self._writer
 
@@ -127,9 +128,9 @@ class TensorBoard(Tracker):
 class MLflow(Tracker):
     """One MLflow run for one run of training, however often that is resumed.
 
-    `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names steps that were
-    left behind; later values of the same steps are added to the earlier ones. The run is finished while no process
-    trains, unless the last one was killed.
+    `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names abandoned steps;
+    later values of the same steps are added to the earlier ones. The run is finished while no process trains, unless
+    the last one was killed.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class MLflow(Tracker):
         runs = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
         if runs:
             run_id = str(runs[0].info.run_id)
-            self._client.update_run(run_id, status="RUNNING")  # the process before has finished it
+            self._client.update_run(run_id, status="RUNNING")  # The previous process has finished it.
             return run_id
         made = self._client.create_run(experiment_id, tags={"ckpt_tasks.run_key": quoted}, run_name=run_key)
         return str(made.info.run_id)
@@ -171,7 +172,7 @@ class WandB(Tracker):
     """One run of Weights & Biases for one run of training; `settings` go to `wandb.init` (project, mode, …).
 
     Metrics are drawn against `step`. When training goes back, `line` is increased, so that the two lines differ, and
-    the summary `left_behind` names the steps.
+    the summary `left_behind` names the abandoned steps.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, run_key: str, **settings: Any):
@@ -189,6 +190,6 @@ class WandB(Tracker):
             self.run.log({**metrics, "step": step, "line": self._line, "at_s": at_s})
 
     def left(self, first: int, last: int) -> None:
-        """Start another line."""
+        """Start another line, since these steps are abandoned."""
         self._line = len(self.left_behind) + 1
         self.run.summary["left_behind"] = self._with(first, last)

@@ -1,7 +1,7 @@
-"""Find the flow runs that nobody works at, and start them again: by their states, which are stored, not by events.
+"""Find flow runs on which no process works, and start them again: by their states, which are stored, not by events.
 
-A worker leaves out a flow run that waits for a retry in its own process (`retry_type`), also when that process is gone
-and in later waits of any kind; only leaving a final state ends that [3.8.8, their issue 22847]. So such a flow run is
+A worker leaves out a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone,
+and in later waits of any kind; only leaving a final state ends that (3.8.8, their issue 22847). So such a flow run is
 marked as crashed before it is started again.
 """
 
@@ -30,14 +30,15 @@ from ckpt_tasks.orchestration.early_stop import RESUMED
 
 __all__ = ["Abandoned", "Limits", "find_abandoned", "start_again"]
 
-_MOST_UNBEGUN = 10  # a flow run that never begins is resumed so often
-_PAGE = 200  # the server's limit for one answer
-_SKEW = timedelta(minutes=1)  # what lies further in the future was written before the clock was set back
+_MOST_UNBEGUN = 10  # A flow run that never begins is resumed this often.
+_PAGE = 200  # The server's limit for one answer.
+# A time further in the future was written before the clock was set back.
+_SKEW = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """After how many seconds nobody works at a flow run, and how often it is started."""
+    """After how many seconds a flow run counts as abandoned, and how often it is started."""
 
     crashed_s: float = 120.0
     silent_s: float = 300.0
@@ -47,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Abandoned:
-    """A flow run that nobody works at, why that is known, and what is due.
+    """An abandoned flow run: no process works on it. Also how that is known, and what to do.
 
     "resume": it has crashed. "crash", "cancel": its process is gone. "worker": no worker takes it.
     """
@@ -58,7 +59,7 @@ class Abandoned:
 
 
 def find_abandoned(client: SyncPrefectClient, tag: str, limits: Limits) -> Iterator[Abandoned]:
-    """Yield the flow runs with `tag` that nobody works at; of crashed ones those of the last day."""
+    """Yield the abandoned flow runs with `tag`; of crashed ones those of the last day."""
     look = _Look(client, tag, limits)
     yield from look.crashed()
     yield from look.started()
@@ -137,9 +138,9 @@ class _Look:
 
 
 def start_again(client: SyncPrefectClient, run_id: UUID, why: str) -> bool:
-    """Schedule a flow run that nobody works at, as crashed; return False if the server refuses it.
+    """Schedule an abandoned flow run, as crashed; return False if the server refuses it.
 
-    Does nothing to one that waits, has ended otherwise, or is a person's to start, and returns False.
+    Does nothing and returns False if it waits, has ended otherwise, or only a person may start it.
     """
     state = client.read_flow_run(run_id).state
     if state is None or state.type not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING):

@@ -42,15 +42,17 @@ from ckpt_tasks.upkeep.upkeep import plan_prune
 
 __all__ = ["RunPages", "artifact_key"]
 
-_PROGRESS_EVERY_S = 5.0  # an update takes 7 ms
+_PROGRESS_EVERY_S = 5.0  # One update takes 7 ms.
 _REPORT_EVERY_S = 120.0
-_REPORT_PART = 1 / 2000  # reports take at most this part of the time: 15 ms of a batch of 30 s
+# Reports take at most this share of the time: 15 ms of a batch of 30 s.
+_REPORT_PART = 1 / 2000
 _PATIENCE_S = 5.0
-_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # the pause after a failure doubles with each further one
-_LAST_S, _AGAIN_S = 8.0, 2.0  # the pages of a completed run stay as its end leaves them
-_MOST_ENTRIES = 1_000  # `ckpt report` reads more of the ledger
+_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
+# How long a completed run tries to update its pages, and how often: they stay as its end leaves them.
+_LAST_S, _AGAIN_S = 8.0, 2.0
+_MOST_ENTRIES = 1_000  # `ckpt report` reads more of the ledger.
 _BATCHES_MEASURED = 8
-_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # a proxy answered instead of the server
+_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy answered instead of the server.
 
 
 class RunPages:
@@ -73,7 +75,7 @@ class RunPages:
         self._pause_s, self._warned = _PAUSE_S, False
 
     def __enter__(self) -> Self:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # with retries one request could take a minute
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # With retries one request could take a minute.
             self._context = copy_context()
         self._client: SyncPrefectClient = get_client(sync_client=True, httpx_settings={"timeout": _PATIENCE_S})
         self._client.__enter__()
@@ -202,7 +204,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # Prefect had all that could be read
+            return isinstance(error, CkptError)  # Prefect got all that could be read.
         self._pause_s = _PAUSE_S
         return True
 

@@ -1,4 +1,4 @@
-"""Retry-aware hooks around every attempt of a task: restore before it, commit after it, discard when it fails.
+"""Hooks around every attempt of a task: restore before it, commit after it, discard its changes when it fails.
 
 The hooks run inside the attempt, in its thread: if a hook fails, the attempt fails, and Prefect retries it.
 Prefect's own state hooks cannot do this: they swallow exceptions, and run a second time on a crash.
@@ -49,7 +49,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]
 
-# A retry would fail in the same way, or must not happen.
+# After these errors a retry would fail in the same way, or must not happen.
 PERMANENT = (
     ConfigError,
     StateError,
@@ -66,7 +66,7 @@ _MOST_RETRIES = 50  # Prefect's limit for a list of delays
 
 @dataclass(frozen=True)
 class Attempt:
-    """Describe an attempt to a hook: its number (from 1), the steps completed, and why the previous attempt failed.
+    """An attempt, as a hook sees it: its number (from 1), the completed steps, and why the previous attempt failed.
 
     `failure` is None if the previous attempt did not fail in this process. `after_failure` gets the failure of the
     attempt that just failed.
@@ -128,13 +128,13 @@ class Attempts:
             self._failed(attempt, f"{type(error).__name__}: {error}", error)
             raise
         except BaseException:
-            self.session.clean = False  # the interruption may have come in the middle of a step
+            self.session.clean = False  # The interruption may have come in the middle of a step.
             raise
         return result
 
     def _before(self, attempt: Attempt) -> Attempt:
         self.session.hold_signals(True)
-        if not self.session.clean:  # a clean session has just committed, so it made progress
+        if not self.session.clean:  # A clean session has just committed, so it made progress.
             self.session.restore()
             self._check_progress()
         attempt = replace(attempt, position=self.session.position)
@@ -166,10 +166,11 @@ class Attempts:
         if _is_retryable(error):
             log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
             log.warning("Attempt %d failed at step %d: %s", attempt.number, self.session.position, why)
-        if not isinstance(error, OwnerError):  # a fenced process must not write, not even its failure
+        if not isinstance(error, OwnerError):  # A fenced process must not write, not even its failure.
             self._note(attempt, why, error)
         _call(self._hooks.after_failure, replace(attempt, position=self.session.position, failure=why))
-        self.session.hold_signals(False)  # the next attempt may be a minute away, and nothing trains until then
+        # The next attempt may be a minute away, and until then nothing trains.
+        self.session.hold_signals(False)
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
@@ -195,10 +196,10 @@ def resumable_task(
     `state` is restored before the first attempt in this process and after a failed attempt. After an attempt it is
     committed: at the step that the body reported through `ckpt.step()`, else at position + 1. A failed attempt is
     recorded in the ledger. `hooks` run at these three points. The first retry comes after `retry_delay_seconds`, each
-    further one after twice the delay (at most 60 s), with jitter. A failure that no retry can mend (`PERMANENT`) is not
-    retried. `options` are those of `prefect.task`.
+    further one after twice the delay (at most 60 s), with jitter. A failure that no retry can repair (`PERMANENT`) is
+    not retried. `options` are those of `prefect.task`.
 
-    Raises ConfigError for a function or an option with which the task could not be resumed.
+    Raises ConfigError for a function that cannot be resumed, or an option that prevents it.
     """
     attempts = Attempts(_session_of(ckpt, state), counted=True, max_stalled=max_stalled_attempts, hooks=hooks)
     retrying: dict[str, Any] = {"retry_delay_seconds": retry_delay_seconds, "retry_condition_fn": retry_condition_fn}
@@ -238,21 +239,21 @@ def attempted_task(
     if not 0 <= retries <= _MOST_RETRIES or retry_delay_seconds < 0:
         raise ConfigError(f"{retries} retries after {retry_delay_seconds} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
     keep_prefect_out_of_forks()
-    # Prefect's exponential_backoff has no ceiling: the tenth delay would be half an hour.
+    # Prefect's exponential_backoff has no limit: the tenth delay would be half an hour.
     delays = [min(retry_delay_seconds * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
     decorate = task(
         retries=retries,
         retry_delay_seconds=delays or None,
         retry_jitter_factor=1.0,
         retry_condition_fn=_retry_condition(retry_condition_fn),
-        cache_policy=NO_CACHE,  # the default policy hashes every argument, even if no result is stored
+        cache_policy=NO_CACHE,  # The default policy hashes every argument, even if no result is stored.
         **{"persist_result": False, **options},
     )
     return decorate(function)
 
 
 def _retry_condition(of_user: RetryCondition | None) -> RetryCondition:
-    """Return a plain function that allows a retry if our condition and the user's allow it."""
+    """Return a plain function that allows a retry if our condition and the user's both allow it."""
     if of_user is None:
         return _allow_retry
     if not _is_plain(of_user):
@@ -308,7 +309,7 @@ def _attempt_number() -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that it was raised from."""
+    """Yield an error and the errors that caused it."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:

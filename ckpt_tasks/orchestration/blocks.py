@@ -26,7 +26,7 @@ from ckpt_tasks.storage.secrets import secret_options, without_secrets
 __all__ = ["CheckpointStore", "resolve"]
 
 _RUN_KEY = "{run_key}"
-_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call
+_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call.
 _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
 
 
@@ -96,7 +96,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
         """Return the block's location, or that of the path `below` it.
 
         {run_key} in the URL becomes `below`, or `run_key` if `below` is empty. Raises ConfigError if both are empty
-        then, or if `below` is not a path below the block's place.
+        then, or if `below` is not a path below the block's own.
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -113,7 +113,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
 
 
 def resolve(path: str, run_key: str | None) -> Location:
-    """Return the location of block://`path`, which is a block's name and perhaps a path below it.
+    """Return the location of block://`path`: a block's name, and perhaps a path below its location.
 
     Raises ConfigError if there is no such block, StoreError if Prefect's server does not answer.
     """
@@ -126,11 +126,11 @@ def resolve(path: str, run_key: str | None) -> Location:
 def _block(name: str) -> CheckpointStore:
     settings = get_current_settings()
     if not settings.api.url and settings.server.ephemeral.enabled:
-        from ckpt_tasks.orchestration.embedded import start_embedded_server  # imports all of Prefect's server
+        from ckpt_tasks.orchestration.embedded import start_embedded_server  # Imports all of Prefect's server.
 
         start_embedded_server()
     try:
-        # Not Block.load: in a running event loop it returns a coroutine, and it sends an event for every read.
+        # Block.load would return a coroutine in a running event loop, and sends an event for every read.
         with get_client(sync_client=True) as client:
             document = client.read_block_document_by_name(name, CheckpointStore.get_block_type_slug())
     except ObjectNotFound as error:
@@ -144,7 +144,7 @@ def _block(name: str) -> CheckpointStore:
         raise StoreError(
             f"the block {name!r:.80} cannot be read: {why:.300}",
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
-        ) from None  # the client's message may hold a password of that URL
+        ) from None  # The client's message may hold a password of that URL.
     try:
         return CheckpointStore.model_validate(document.data)
     except ValidationError as error:
@@ -152,7 +152,7 @@ def _block(name: str) -> CheckpointStore:
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options, nested ones too; those in `over` win."""
+    """Merge options, including nested ones; those in `over` win."""
     both = {**options, **over}
     for key in options.keys() & over.keys():
         if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):

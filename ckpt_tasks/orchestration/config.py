@@ -14,8 +14,9 @@ from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 __all__ = ["BatchLength", "check_ranks", "config_of_run", "position_of_run"]
 
 _log = logging.getLogger("ckpt_tasks")
-_FIRST_STEPS = 10  # no step has been timed before the first batch
-_GROWTH = 8  # a batch is at most this many times the last one: the first steps after a start are slow
+_FIRST_STEPS = 10  # Before the first batch no step has been timed.
+# A batch is at most this many times the last one: the first steps after a start are slow.
+_GROWTH = 8
 
 
 def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
@@ -29,7 +30,7 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
         )
     for where in secret_options(config.location.storage_options):
         _log.warning("%s is a secret, and Prefect stores a flow's parameters in plain text: use block://NAME.", where)
-    keyed = replace(config, run_key=run_key)  # checks the key, before it becomes part of a path
+    keyed = replace(config, run_key=run_key)  # This checks the key, before it becomes part of a path.
     location = config.location
     return replace(keyed, checkpoint_dir=replace(location, url=location.url.replace("{run_key}", run_key)))
 
@@ -37,8 +38,8 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
 def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     """Return the step from which the run continues: 0 without a checkpoint, `total_steps` or more if it is complete.
 
-    The ledger decides; Prefect's results lack what other processes did. A checkpoint that completes the run is verified
-    here, because no restore will read it, and counts only if it is good. Raises RunMismatchError.
+    The ledger decides; Prefect's results lack the steps of other processes. If a checkpoint completes the run, it must
+    be good: it is verified here, because no restore will read it. Raises RunMismatchError.
     """
     try:
         run = run_of(config)
@@ -51,7 +52,7 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise ConfigError if a number of ranks is none."""
+    """Raise ConfigError for an invalid number of ranks."""
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r:.80}")
 
@@ -60,7 +61,7 @@ def check_ranks(ranks: int) -> None:
 class BatchLength:
     """Set the length of step-batches: `steps`, or as many steps as take `seconds`.
 
-    A batch ends at a multiple of its length, also after a stop within a batch. A length from `seconds` is a multiple of
+    A batch ends at a multiple of its length, even after a stop within a batch. A length from `seconds` is a multiple of
     `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.
     """
 
@@ -90,4 +91,4 @@ class BatchLength:
             return steps
         if steps >= self.step_interval:
             return steps - steps % self.step_interval
-        return -(-self.step_interval // -(-self.step_interval // steps))  # split the interval evenly
+        return -(-self.step_interval // -(-self.step_interval // steps))  # Split the interval evenly.

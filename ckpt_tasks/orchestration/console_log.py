@@ -1,4 +1,4 @@
-"""Prefect's log on the screen or in a pipe: who reads it, or stops to read it, must not end training."""
+"""Prefect's log on the screen or in a pipe: a reader that leaves or stops reading must not end training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["UnreadConsole", "keep_log_readers_out"]
 
 
 class UnreadConsole(PrefectConsoleHandler):
-    """Prefect's console, which goes on when its reader has left: rich would end the process.
+    """Prefect's console, which continues when its reader has left: rich would end the process.
 
     PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS names it in the jobs of our deployments, so that `prefect flow-run execute`
     outlives the worker that reads its output.
@@ -26,7 +26,7 @@ class UnreadConsole(PrefectConsoleHandler):
 
 
 def keep_log_readers_out() -> None:
-    """Make Prefect's consoles in this process an `UnreadConsole`: who reads the log must not end training."""
+    """Make Prefect's consoles in this process an `UnreadConsole`, so that their reader cannot end training."""
     for log in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
         for handler in getattr(log, "handlers", ()):
             if type(handler) is PrefectConsoleHandler:

@@ -1,8 +1,8 @@
 """Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
 
 An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
-batch ends; an automation then misses them, marks the flow run as crashed, and it is started: it is suspended again. A
-crashed flow run that a person cancels just before an automation resumes it is cancelled again.
+batch ends; an automation then misses them, marks the flow run as crashed, and starts it: then it is suspended again. If
+a person cancels a crashed flow run just before an automation resumes it, it is cancelled again.
 
 The ledger holds every evaluation; older entries have those of pruned checkpoints. A note sums up the entries before it,
 so that a process reads a few hundred entries at most.
@@ -37,11 +37,12 @@ __all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
 RESUMED = "Crashed: it goes on from its newest good checkpoint."
 
 _NOTE = "early_stop"
-_NOTE_EVERY = 256  # a note saves the next process so many ledger entries
+# Write a note after this many ledger entries, to save the next process from reading them.
+_NOTE_EVERY = 256
 
 
 def stay_as_decided() -> None:
-    """Suspend or cancel the current flow run again if a person had done so and it was started automatically.
+    """Suspend or cancel the current flow run again, if a person had decided so and it was started automatically.
 
     Suspended: it was marked as crashed since then. Cancelled: it had crashed, and was resumed although cancelled. Does
     nothing if a person resumed or retried it, which leaves other states, or if it has no deployment. Otherwise raises
@@ -56,7 +57,7 @@ def stay_as_decided() -> None:
     ends = [(state, after) for state, after in pairwise(states) if state.is_paused() or state.name == "Resuming"]
     if ends and ends[-1][0].is_paused() and ends[-1][1].is_crashed():
         suspended = ends[-1][0]
-        key = f"suspended still at start {flow_run.run_count}"  # Prefect accepts a pause key only once
+        key = f"suspended still at start {flow_run.run_count}"  # Prefect accepts a pause key only once.
         until = suspended.state_details.pause_timeout
         end_flow_run(Suspended(pause_key=key, pause_expiration_time=until, message=suspended.message))
 
@@ -81,13 +82,14 @@ class EarlyStopping:
         self._resumed_at = -1
         self._next_n = 0
         self._noted_n = 0
-        self._stop: Mapping[str, Any] | None = None  # an earlier process of this flow run has noted it
+        # The note of a stop by an earlier process of this flow run.
+        self._stop: Mapping[str, Any] | None = None
 
     def check(self) -> bool:
         """Return whether the run should stop here; call it when everything is committed.
 
         A run that continues after a stop has its full patience again: only later evaluations count. If the store or
-        Prefect does not answer, return False; the end of the next batch checks again.
+        Prefect does not answer, returns False; the end of the next batch checks again.
         """
         try:
             return self._rule is not None and self._check(self._rule)
@@ -98,7 +100,8 @@ class EarlyStopping:
     def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
         if self._stop is not None and not any(state.state_details.pause_key == self._pause_key for state in _states()):
-            self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"  # that process could not suspend it
+            # The earlier process could not suspend the flow run.
+            self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"
             return True
         self._stop = None
         result, position = standing(self._values, rule, let_go_on_at=self._resumed_at), self._ckpt.position
@@ -136,7 +139,7 @@ class EarlyStopping:
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:
-        """Read the ledger entries that are new, newest first, down to those that the newest note sums up."""
+        """Read new ledger entries, newest first, down to those that the newest note sums up."""
         if self._history is None:
             self._history = run_of(self._ckpt.config).history
         next_n = self._history.head().next_n
@@ -152,7 +155,7 @@ class EarlyStopping:
                 summed_up = {int(step): float(value) for step, value in entry.event["values"]}
                 self._resumed_at, self._noted_n = int(entry.event["let_go_on_at"]), entry.n
                 self._stop = entry.event if _stops(entry, flow_run.id) else None
-                end = max(end, int(entry.event["until"]))  # the note sums up the entries below `until`
+                end = max(end, int(entry.event["until"]))  # The note sums up the entries below `until`.
         self._values = {**(self._values if summed_up is None else summed_up), **newer}
         self._next_n = next_n
 

@@ -1,9 +1,9 @@
-"""Prefect's embedded server, made to live exactly as long as the process that needs it.
+"""Prefect's embedded server, which lives exactly as long as the process that needs it.
 
 If no API is configured, Prefect starts a server as a child process. Ctrl-C in a terminal then ends that child first;
 the flow waits more than a minute for an answer and reports a lost connection. After SIGKILL or SIGTERM the child runs
-on for ever and keeps this process's output open, so that a reader of the output waits for ever too [both measured with
-3.8.8]. So we start the same server ourselves, just before Prefect would.
+on for ever and keeps this process's output open, so that a reader of the output waits for ever, too (both measured with
+3.8.8). So we start the same server ourselves, just before Prefect would.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["start_embedded_server"]
 
-_PATIENCE_S = 120  # Prefect's own 20 s are too few for a busy machine, and for the first start with its new database
+# Prefect's own 20 s are too short for a busy machine, and for the first start with its new database.
+_PATIENCE_S = 120
 
 _LOOK_EVERY_S = 0.02
 
-_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # the second is its clients'
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # The second is for its clients.
 
-# Wait until this process or the server has ended, then end the server. By descriptors: a process id may be reused.
+# Wait until this process or the server has ended, then end the server. Use descriptors: a process id may be reused.
 _WATCH = """
 import os, select, signal, sys
 server = os.pidfd_open(int(sys.argv[2]))
@@ -68,7 +69,7 @@ def start_embedded_server() -> bool:
 
 
 def _ask_for_a_password() -> None:
-    """Give this process and its server a password: other users of this host can reach its port, and our database."""
+    """Give this process and its server a password: other users of this host can reach its port, and so our database."""
     password = secrets.token_urlsafe(32)
     os.environ |= dict.fromkeys(_PASSWORD, password)
     refresh_global_settings_context()
@@ -90,7 +91,8 @@ def _watched(server: SubprocessASGIServer) -> Iterator[None]:
 def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
     watched, last = None, not hasattr(os, "pidfd_open")
     while not last:
-        last = started.wait(_LOOK_EVERY_S)  # look once more after the start: a port that is taken means another process
+        # Look once more after the start: if the port is taken, another process has it.
+        last = started.wait(_LOOK_EVERY_S)
         process = server.server_process
         if process is not None and process is not watched:
             command = [sys.executable, "-I", "-S", "-c", _WATCH, str(os.getpid()), str(process.pid)]
@@ -101,7 +103,7 @@ def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block SIGINT for child processes that are started inside: they inherit the mask, and keep it."""
+    """Block SIGINT for child processes that the block starts: they inherit the mask, and keep it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -111,10 +113,10 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Write the output of child processes that are started inside to a file; Prefect offers no other way."""
+    """Write the output of child processes that the block starts to a file; Prefect offers no other way."""
     fill_standard_descriptors()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError):  # its reader has left, or its disk is full
+        with suppress(OSError):  # The reader has left, or the disk is full.
             stream.flush()
     saved = os.dup(1), os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

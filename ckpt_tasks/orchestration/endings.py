@@ -1,12 +1,12 @@
 """End a flow run that another process continues: quietly if that process owns the run, crashed if a store is away.
 
 Prefect may start a flow run twice: a preempted one before its old process has ended, a resumed one while the pause is
-still on its way, a crashed one that two watchers report. The ledger lets one of these processes train. If the other
-one ended as failed, the flow run would be shown as failed although its sibling completes it.
+still under way, a crashed one that two watchers report. The ledger lets one of these processes train. If the other one
+ended as failed, the flow run would be shown as failed although its sibling completes it.
 
-Prefect does not start a failed flow run again: a person must mend the program or the credentials. A store that comes
-back by itself needs no person. So that flow run ends as crashed, and the automations, or the flow `watch` behind them,
-resume it as often as they are configured to.
+Prefect does not restart a failed flow run: a person must fix the program or the credentials. A store that recovers
+needs no person. So that flow run ends as crashed, and the automations, or the flow `watch` behind them, resume it as
+often as they are configured to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None
 
 
 def end_flow_run(state: State[Any]) -> None:
-    """Set the flow run's state, then raise Prefect's Pause or Abort, which end this process without setting another.
+    """Set the flow run's state, then raise Prefect's Pause or Abort, which end this process and set no other state.
 
     Returns if the server does not accept the state. A resume starts a new process.
     """
@@ -89,7 +89,7 @@ def _held_by(config: CheckpointConfig, flow_run_id: str | None) -> bool:
     try:
         run = run_of(config)
         owner = run.head().state.owner
-    except CkptError:  # the owner is unknown: report the original error
+    except CkptError:  # The owner is unknown: report the original error.
         return False
     return flow_run_id is not None and owner is not None and owner.flow_run_id == flow_run_id
 
@@ -99,16 +99,16 @@ _OVERLOADED = (408, 429)
 
 
 class _AwayError(BaseException):
-    """Make Prefect mark the flow run as crashed, as it does for every error that is not an Exception."""
+    """Makes Prefect mark the flow run as crashed, as for every error that is not an Exception."""
 
 
 @contextmanager
 def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
     """End a deployment's flow run as crashed if the block fails because the store is overloaded or does not answer.
 
-    `reached` says that the store has answered this process before. If not, the first start of a flow run fails: its
-    endpoint may be misspelled. An error that a person has to mend (expired credentials, a full store) fails too, and so
-    does a flow run without a deployment, which no automation resumes.
+    `reached`: the store has answered this process before. If not, the first start of a flow run fails: its endpoint may
+    be misspelled. An error that a person must fix (expired credentials, a full store) fails too, and so does a flow run
+    without a deployment, which no automation resumes.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
 def crashes_while_the_api_is_away() -> Iterator[None]:
     """End a deployment's flow run as crashed if the block fails because Prefect's API is overloaded or does not answer.
 
-    The first start crashes too: a worker started the process, so the API's address is right.
+    Even the first start crashes: a worker started the process, so the API's address is right.
     """
     try:
         yield

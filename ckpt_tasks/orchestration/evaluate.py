@@ -1,7 +1,7 @@
 """An evaluation: lease a checkpoint, restore its model into a fresh program, evaluate, record the result beside it.
 
-Only the ledger says which checkpoints have been evaluated; an event or a schedule only says when to look. So a doubled
-event changes nothing, and the next look makes up for a lost event.
+Only the ledger says which checkpoints have been evaluated; an event or a schedule only says when to check. So a
+repeated event changes nothing, and the next check replaces a lost event.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = [
     "recorded_evaluation",
 ]
 
-# Called with the numbers of finished and known evaluations; whoever runs the flow in this thread sets it.
+# Called with the numbers of finished and known evaluations; the thread that runs the flow sets it.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None
 )
-_ROUND = 16  # each round of so many checkpoints begins with a look at new commits
+_ROUND = 16  # New commits are looked up before each round of this many checkpoints.
 _LOOK_S = 0.5
-_RELEASED_S = 120.0  # a flow run that was preempted has usually started again by then
+_RELEASED_S = 120.0  # A preempted flow run has usually started again by then.
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
-# The random streams belong to the process, so only one thread evaluates at a time.
+# Random streams belong to the process, so only one thread evaluates at a time.
 _COMPUTE_LOCK = threading.Lock()
 
 
@@ -75,13 +75,13 @@ class EvaluationResult:
 
     @property
     def new(self) -> bool:
-        """Whether this evaluation recorded it."""
+        """Whether this evaluation recorded the result."""
         return self.outcome == "recorded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Describe how a run's checkpoints are evaluated: plain values only, so that the task can run in any process."""
+    """How a run's checkpoints are evaluated: plain values only, so that the task can run in any process."""
 
     run_key: str
     location: Location
@@ -118,7 +118,7 @@ class Evaluator:
         except CheckpointNotFoundError:
             return _result(checkpoint, self.suite, {}, "pruned")
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # their locals are models, and the flow keeps the error
+            traceback.clear_frames(error.__traceback__)  # Their locals are models, and the flow keeps the error.
             raise
         if result.new:
             announce_evaluation(run, self.location.url, checkpoint, self.suite, result.metrics)
@@ -126,7 +126,7 @@ class Evaluator:
 
 
 class Rounds:
-    """Find pending checkpoints round by round: `limit` in all, until none has been pending for `follow_s` seconds."""
+    """Find pending checkpoints in rounds: at most `limit` in all, until none was pending for `follow_s` seconds."""
 
     def __init__(self, limit: int | None, follow_s: float):
         if limit is not None and limit < 1:
@@ -140,7 +140,7 @@ class Rounds:
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
         """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails.
 
-        Ends sooner after the owner has released the run: its next start begins another flow run that follows.
+        Ends earlier once the owner has released the run: its next start begins another flow run that follows.
         """
         until_s, held, trained = time.monotonic() + self._follow_s, False, False
         while self._limit is None or len(self.tried) < self._limit:
@@ -149,7 +149,8 @@ class Rounds:
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
             before, held = held, state.owner is not None and not state.owner.released
-            trained = trained or held or (bool(pending) and bool(self.tried))  # while this follows it
+            # It was trained while this flow run followed it.
+            trained = trained or held or (bool(pending) and bool(self.tried))
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
                 yield pending
@@ -181,9 +182,9 @@ def evaluate_checkpoint(
 ) -> EvaluationResult:
     """Evaluate a checkpoint once per suite; a second call returns the recorded result and changes nothing.
 
-    The program is built with `params` and, for parameters not in them, with those that the run records
-    (`effective_params`). Only its modules are restored (its whole state if it has none). Raises ProgramError,
-    CheckpointNotFoundError if the checkpoint has been pruned, and what the restore raises.
+    The program is built with `params`, and with the run's recorded parameters for all others (`effective_params`). Only
+    its modules are restored (its whole state if it has none). Raises ProgramError, CheckpointNotFoundError if the
+    checkpoint has been pruned, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
@@ -193,7 +194,7 @@ def evaluate_checkpoint(
         metrics = _measure(run, checkpoint, program, built_with, suite)
         new = run.record_evaluation(checkpoint, suite, metrics)
     if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):
-        return recorded  # another evaluator was faster
+        return recorded  # Another evaluator was faster.
     return _result(checkpoint, suite, metrics, "recorded" if new else "known")
 
 
@@ -248,12 +249,12 @@ class Promotion:
             )
 
     def of_best(self, looked_at: Sequence[EvaluationResult]) -> None:
-        """Call the function with the best checkpoint, leased, if that is one of `looked_at`; raise what it raises."""
+        """Call the function with the best checkpoint, leased, if it is in `looked_at`; raise the function's error."""
         run, results = self.evaluator.open(), {result.manifest_digest: result for result in looked_at}
         try:
             best = run.find("best")
         except CheckpointNotFoundError:
-            return  # no checkpoint has the metric yet
+            return  # No checkpoint has the metric yet.
         result = results.get(best.manifest_digest)
         if result is None:
             return

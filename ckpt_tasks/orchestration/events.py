@@ -1,7 +1,7 @@
 """Events for Prefect's automations: one for every commit, failed save, restore and evaluation.
 
 Events are for consumers that want to act soon. They are sent once, without waiting, and may be lost; only the ledger is
-certain. docs/EVALUATIONS.md lists the payloads.
+reliable. docs/EVALUATIONS.md lists the payloads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TEXT = 2000
 _END_S, _STOPPED_S = 20.0, 3.0
 _AWAY_S, _ANSWER_S = 30.0, 5.0
 _LOOK_S, _LOOK_AGAIN_S = 0.05, 1.0
-_MOST_KEY = 512  # Prefect's limit for the key of an asset
+_MOST_KEY = 512  # Prefect's limit for the key of an asset.
 _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 
 
@@ -50,7 +50,7 @@ def announce(
     """
     common = {"run_key": run_key, "checkpoint_dir": absolute(ckpt.config.location.url)}
     made_by = {"program": program, "params": dict(params or {})}
-    context = copy_context()  # commits happen in a thread without a flow run context
+    context = copy_context()  # Commits happen in a thread without a flow run context.
 
     def send(event: str, payload: Mapping[str, Any], resource: Mapping[str, str] | None = None) -> None:
         context.copy().run(_send, event, resource or _resource(run_key), {**common, **payload})
@@ -93,11 +93,11 @@ def announce_evaluation(
 
 @contextmanager
 def delivers_events() -> Iterator[None]:
-    """At the end of the block wait until Prefect's server has its events, 20 s at most; drop the rest, and say so.
+    """At the end of the block wait for Prefect's server to take its events, at most 20 s; drop the rest, and say so.
 
     Otherwise the end of the process would deliver one after another, and take 7 s for each if the server is gone.
-    Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server
-    does not answer within another 30 s, raise Prefect's Abort, which sets no state.
+    Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server does
+    not answer within another 30 s, raise Prefect's Abort, which sets no state.
     """
     patience_s, ended = _STOPPED_S, "completed"
     try:
@@ -137,12 +137,12 @@ def _answers_within(patience_s: float) -> bool:
 
 
 def absolute(checkpoint_dir: str) -> str:
-    """Return a directory as an absolute path, which other processes of this host can use; leave URLs as they are."""
+    """Return a directory as an absolute path, for other processes of this host; return a URL unchanged."""
     return checkpoint_dir if "://" in checkpoint_dir else str(Path(checkpoint_dir).absolute())
 
 
 def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:
-    """Return the URI that names a checkpoint as an asset in Prefect: its place, with refused characters replaced.
+    """Return the URI that names a checkpoint as an asset in Prefect: its URL, with refused characters replaced.
 
     A URI that is too long for Prefect becomes ckpt://RUN_KEY/ATTEMPT.
     """

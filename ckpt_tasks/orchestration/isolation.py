@@ -1,11 +1,11 @@
-"""Keep Prefect out of training: its threads out of the random streams, its state out of forked processes.
+"""Keep Prefect apart from training: its threads from the random streams, its state from forked processes.
 
 Prefect's event client pings its server every 20 s from a thread. It draws the payload with `random.getrandbits`, from
-the random stream of the process, which is part of training's state [found with Prefect 3.8.8 and websockets 16.1].
+the random stream of the process, which is part of training's state (found with Prefect 3.8.8 and websockets 16.1).
 
 Prefect clears its background services in a forked child but leaves their exit hooks, which then fail. So every
-DataLoader worker ends with exit code 1, and the parent raises "worker exited unexpectedly" [measured with 3.8.8: five
-of five loaders with `num_workers=2` within a task].
+DataLoader worker ends with exit code 1, and the parent raises "worker exited unexpectedly" (measured with 3.8.8: five
+of five loaders with `num_workers=2` within a task).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["keep_prefect_out_of_forks", "keep_threads_out_of_streams"]
 
 _LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # it has the module's functions, and a separate stream
+_OWN = random.Random()  # It has the module's functions, and a separate stream.
 
 
 def keep_threads_out_of_streams() -> None:
@@ -43,7 +43,7 @@ def _forget_exit_hooks() -> None:
 
 
 def _is_prefects(hook: Any) -> bool:
-    # __class__, not type(): Prefect's services may be behind proxies
+    # Use __class__, not type(): Prefect's services may be behind proxies.
     owners = [getattr(function, "__self__", None) for function in _functions_of(hook)]
     return any(
         str(getattr(getattr(owner, "__class__", None), "__module__", "")).startswith("prefect.") for owner in owners

@@ -1,4 +1,4 @@
-"""What a start of a flow run does for Prefect's pages: end lost task runs, leave runs to a follower, forward the log.
+"""The duties of a flow run's start for Prefect's pages: end lost task runs, leave runs to a follower, forward the log.
 
 A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """
@@ -38,12 +38,12 @@ from ckpt_tasks.orchestration.events import absolute
 
 __all__ = ["crash_lost_task_runs", "leave_to_follower", "logged_with_the_flow_run"]
 
-_PAGE = 200  # the server's limit for one answer
+_PAGE = 200  # The server's limit for one answer.
 _log = logging.getLogger("ckpt_tasks")
 
 
 def crash_lost_task_runs() -> int:
-    """Mark the task runs as crashed that earlier starts of this flow run left unfinished; return how many.
+    """Mark task runs as crashed that earlier starts of this flow run left unfinished; return their number.
 
     If Prefect's API does not answer, log a warning and return 0: the pages must not stop training.
     """
@@ -80,9 +80,9 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 
 
 def leave_to_follower(url: str, suite: str) -> None:
-    """End this flow run, and delete it, if an earlier one of its deployment evaluates this run with this suite.
+    """End and delete this flow run if an earlier one of its deployment evaluates this run with this suite.
 
-    The events of a run start one every ten minutes. Returns if Prefect's API does not answer.
+    A run's events start such a flow run every ten minutes. Returns if Prefect's API does not answer.
     """
     context = FlowRunContext.get()
     mine = context.flow_run if context else None
@@ -99,7 +99,7 @@ def leave_to_follower(url: str, suite: str) -> None:
                 if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
                     why = f"{run.name} is at work"
                     client.set_flow_run_state(mine.id, Cancelled(name="Skipped", message=why))
-                    client.delete_flow_run(mine.id)  # its row would say nothing
+                    client.delete_flow_run(mine.id)  # Its row would tell nothing.
                     raise Abort(why)
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("Another flow run may evaluate this run too: %s", error)

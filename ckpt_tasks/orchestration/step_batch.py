@@ -51,7 +51,7 @@ def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: fl
         )
         return done
 
-    name = "steps {start} to {end}"  # Prefect's page of a run drops every dash but ASCII's
+    name = "steps {start} to {end}"  # Prefect's page of a run drops every dash except ASCII's.
     return attempted_task(
         steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
     )

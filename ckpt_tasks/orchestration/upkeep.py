@@ -17,7 +17,7 @@ __all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was verified: the steps of the good checkpoints, their size in all, and every fault."""
+    """The results of verifying: the steps of the good checkpoints, their total size, and every fault."""
 
     steps: tuple[int, ...]
     size_bytes: int
@@ -31,7 +31,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """The steps whose checkpoints stay, and those whose checkpoints were removed."""
+    """The results of pruning: the steps whose checkpoints stay, and those whose checkpoints were removed."""
 
     kept: tuple[int, ...]
     removed: tuple[int, ...]
@@ -63,7 +63,7 @@ def check_good(verified: Verified, run_key: str) -> None:
 
 
 def prune_run(config: CheckpointConfig) -> Pruned | None:
-    """Remove what the policy no longer keeps; return None if the run is training, since it prunes after its saves.
+    """Remove checkpoints that the policy no longer keeps; return None if the run is training, since it prunes itself.
 
     A run that may be training on another host is left alone, however long it has been silent.
     """

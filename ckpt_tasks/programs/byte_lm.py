@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ckpt_tasks.data.sampler import ResumableSampler
 
 _BYTES: Final = 256
-_HELD_OUT_PARTS: Final = 20  # one file in this many is held out
+_HELD_OUT_PARTS: Final = 20  # One file in this many is held out.
 _LEFT_OUT: Final = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _QUICK_BYTES: Final = 1 << 16
 
@@ -208,7 +208,8 @@ class ByteLM:
 
 def use_deterministic_kernels() -> None:
     """Let a CUDA device compute the same bits every time; some of its fastest kernels add in any order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process first multiplies on a device
+    # CUDA reads it when a process first multiplies on a device.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
@@ -221,7 +222,7 @@ def read(data: str | None, max_bytes: int) -> tuple[bytes, bytes]:
     named = sorted((hashlib.blake2b(name.encode()).digest(), path) for name, path in _files(data))
     if len(named) < 2:
         raise ValueError(f"{data or 'the standard library'}: {len(named)} files found, and at least 2 are needed")
-    # The lowest hashes are held out: at least one file, and never all.
+    # The files with the lowest hashes are held out: at least one file, but never all.
     count = sum(int.from_bytes(digest[:8]) < 2**64 // _HELD_OUT_PARTS for digest, _ in named)
     count = min(max(1, count), len(named) - 1)
     held_out = _joined([path for _, path in named[:count]], max_bytes // 64)
@@ -233,7 +234,8 @@ def _files(data: str | None) -> Iterator[tuple[str, Path]]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = []
         for folder, inner, names in os.walk(root):
-            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders that stay in this list
+            # os.walk visits only the folders that stay in this list.
+            inner[:] = set(inner) - _LEFT_OUT
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
     elif glob.has_magic(data):
         parts = Path(data).parts

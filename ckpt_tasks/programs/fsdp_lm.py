@@ -1,6 +1,6 @@
 """The byte-level language model on many ranks with FSDP2, under Prefect or in a loop of its own.
 
-Kill it at any moment, start it again with as many ranks or with another number, and it goes on::
+Kill it at any moment, then start it again with the same or another number of ranks, and it continues::
 
     ckpt train ckpt_tasks.programs.fsdp_lm:FsdpLM --steps 200 --ranks 2
     torchrun --nproc-per-node 2 -m ckpt_tasks.programs.fsdp_lm --steps 200
@@ -24,12 +24,12 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.programs.byte_lm import Text, Transformer, read, use_deterministic_kernels
 
 CONTEXT = 128
-_HELD_OUT = 64  # windows of an evaluation
+_HELD_OUT = 64  # The number of windows in an evaluation.
 log = logging.getLogger("flows")
 
 
 class FsdpLM:
-    """Train a byte-level transformer, its parameters sharded over the ranks that there are; one process has it whole.
+    """Train a byte-level transformer whose parameters are sharded over all ranks; a single process has it whole.
 
     `batch_size` is that of each rank. Losses are in nats per byte, of this rank's batch.
     """

@@ -1,1 +1,1 @@
-"""Prove that a program goes on bit for bit: train it, kill it, resume it, compare."""
+"""Prove that a program resumes bit for bit: train it, kill it, resume it, compare."""

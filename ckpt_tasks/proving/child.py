@@ -1,6 +1,6 @@
 """A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
 
-Started as `python -m ckpt_tasks.proving.child ORDER`, in JSON: each in a new process, with a hash seed of its own.
+It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON): each in a new process, with its own hash seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt_tasks.tensors.values import has_state
 __all__ = ["train"]
 
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
-_SUITE = "quick"  # flows evaluate this one by default
+_SUITE = "quick"  # Flows evaluate this suite by default.
 _DEEPEST = 3
 
 
@@ -72,7 +72,7 @@ def _write(log: Any, line: Mapping[str, Any]) -> None:
 
 
 def _values(state: Mapping[str, Any], *, rng: bool = True) -> dict[str, str]:
-    """Return a digest of every tensor and the text of every other value, by its path."""
+    """Return a digest of every tensor and the text of every other value, by path."""
     captured = capture(state, rng=rng)
     values = dict(_leaves({name: group.tree for name, group in captured.groups.items()}, ""))
     for key, tensor in captured.tensors.items():
@@ -96,12 +96,13 @@ def _parts(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of what a program holds and its state does not: objects with a state, and plain values."""
+    """Yield name and digest of what a program holds outside its state: objects with a state, and plain values."""
     if id(value) in known or level > _DEEPEST:
         return
     named = path if kind_of(value) == "plain" else f"{path} ({type(value).__qualname__})"
     if isinstance(value, DataLoader) and not has_state(value):
-        yield f"{path} ({type(value).__qualname__})", str(os.getpid())  # its position belongs to this process
+        # Its position belongs to this process.
+        yield f"{path} ({type(value).__qualname__})", str(os.getpid())
         return
     try:
         parts = flat({"it": value})
@@ -116,7 +117,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
 
 
 def _evaluated(program: Any) -> dict[str, str] | None:
-    """Return the metrics of an evaluation that are the same in two, so no times; None if the program cannot."""
+    """Return the metrics of an evaluation that repeat, so no times; None if the program cannot evaluate."""
     tries = []
     for _ in range(2):
         with preserved_rng():

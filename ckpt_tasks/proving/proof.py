@@ -34,7 +34,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step that differs, the names of the values that differ in it, and the likely cause in words.
+    """The first step that differs, the names of its differing values, and the likely cause in words.
 
     `after_kills`: how often the training had been killed by then; 0 means that the resume is not the cause.
     """
@@ -49,8 +49,7 @@ class Difference:
 class Proof:
     """The comparison: steps, steps in which a process was killed, values per step, and the first difference.
 
-    `outside`: plain values that the program holds outside of its state and that a resume has changed, though no
-    difference shows it.
+    `outside`: plain values outside the program's state that a resume has changed, although no difference shows it.
     """
 
     steps: int
@@ -68,8 +67,8 @@ class Proof:
 def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12) -> Proof:
     """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
-    Every value of the state, every metric and the random streams are compared after every step; at the end the
-    evaluation "quick", if the program has it, and what the program holds outside of its state. Each process has another
+    Every value of the state, every metric and the random streams are compared after every step; at the end also the
+    evaluation "quick", if the program has it, and what the program holds outside its state. Each process has its own
     hash seed, unless PYTHONHASHSEED is set. Raises ConfigError for fewer than 6 steps, and ProgramError if the program
     cannot be built or fails.
     """
@@ -101,8 +100,9 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
 
 
 def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Carry out the orders in processes, one after the other; return their records."""
-    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])  # the child can import what this process can
+    """Carry out the orders, each in a process, one after the other; return their records."""
+    # The child can import whatever this process can.
+    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     for seed, order in enumerate(orders):
         done = subprocess.run(
             [sys.executable, "-m", "ckpt_tasks.proving.child", json.dumps(order)],
@@ -120,7 +120,7 @@ def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, An
 
 
 def _where(logs: list[Path]) -> str:
-    """Say in which step a failed program was, and after which resume, by the records of the processes that began."""
+    """Return in which step a failed program was, and after which resume, from the records of its processes."""
     legs = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
     if not legs or not legs[-1]:
         return ""
@@ -146,7 +146,7 @@ def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) ->
 
 
 def _changed_outside(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> list[str]:
-    """Name what is outside of the state and differs after a resume, but not in a process that begins alike."""
+    """Name the values outside the state that differ after a resume, but not in a process that begins alike."""
     expected = {line["step"]: line for line in twin[1:-1]}
     begun, *resumed = [
         {name for line in leg if "step" in line for name in _differing(expected[line["step"]], line)} for leg in legs
@@ -160,7 +160,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of values that differ: random streams, then what is neither weight nor moment, then others."""
+    """Return the names of differing values: random streams, then metrics, then all others."""
     values = sorted(
         key
         for key in one["values"].keys() | other["values"].keys()

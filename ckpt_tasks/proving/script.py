@@ -1,8 +1,8 @@
-"""A user's own command, run without a break and run again with two kills; what their runs committed is compared.
+"""Run a user's own command without a break, and again with two kills; compare what the two runs committed.
 
-The command is told where its run is to be: in the environment variable CKPT_RUN, and in place of {run} in its words.
-It is killed from outside, with all that it has started, a random part of the time between two saves after a commit. So
-a kill falls between saves, into a save, or into a commit.
+The environment variable CKPT_RUN, and {run} in the command's words, tell it the directory for its run. It is killed
+from outside, with all processes that it has started, at a random time between two saves after a commit. So a kill falls
+between saves, into a save, or into a commit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ckpt_tasks.reading.reading import Run, open_run
 __all__ = ["verify_script"]
 
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
-# A script that draws nothing from Python's and NumPy's streams seldom seeds them: they differ in every process.
-# What it draws from them shows in the weights. Several ranks have streams of their own. Trainer logs how long it took.
+# A script that draws nothing from Python's and NumPy's streams seldom seeds them, so they differ in every process; a
+# draw would show in the weights. Several ranks have streams of their own. Trainer logs how long it took.
 _MAY_DIFFER = re.compile(r"rng/(\d+/)?(python|numpy)/|trainer/.*/log_history/\d+/\w+_(runtime|per_second)$")
 _LEAST_COMMITS = 3
 _LOOK_S = 0.02
@@ -41,10 +41,10 @@ _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARI
 
 
 def verify_script(command: Sequence[str]) -> Proof:
-    """Run a command twice, once with two kills; say whether the two runs hold the same.
+    """Run a command twice, once with two kills; return whether the two runs hold the same.
 
     Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Raises
-    ConfigError if the command makes no run where it is told, or saves too seldom to be killed in between, and
+    ConfigError if the command makes no run in the given directory, or saves too seldom to be killed in between, and
     ProgramError if it fails.
     """
     with _exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
@@ -65,7 +65,7 @@ def verify_script(command: Sequence[str]) -> Proof:
 
 @contextmanager
 def _exits_on_signals() -> Iterator[None]:
-    """Exit on SIGTERM and SIGHUP as on an error: the command that runs is killed, and its directory removed."""
+    """Exit on SIGTERM and SIGHUP as on an error: then the running command is killed, and its directory removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -97,7 +97,7 @@ class _Script:
         return [one for one in read_timeline(self.run().history).moments if one.kind == "commit"]
 
     def end(self) -> None:
-        """Let it run to its end."""
+        """Let the command run to its end."""
         process = self._start()
         try:
             status = process.wait()
@@ -107,7 +107,7 @@ class _Script:
             raise self._failed(status)
 
     def killed_after(self, step: int, gap_s: float) -> tuple[int, float]:
-        """Kill it some time after the commit of a step; return the step committed last, and when it was killed."""
+        """Kill the command some time after a step's commit; return the last committed step, and when it was killed."""
         process = self._start()
         try:
             while self._newest_step() < step:
@@ -153,7 +153,7 @@ class _Script:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End it with everything that it has started."""
+    """End a process with all processes that it has started."""
     others = [*_started_by(process.pid)]
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -164,9 +164,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _started_by(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and theirs: torchrun gives each rank a session of its own."""
+    """Yield all descendants of a process: torchrun gives each rank a session of its own."""
     for children in Path("/proc", str(pid), "task").glob("*/children"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # The process has ended.
             for child in map(int, children.read_text(encoding="ascii").split()):
                 yield child
                 yield from _started_by(child)
@@ -196,7 +196,7 @@ def _steps(run: Run) -> dict[int, CurveStep]:
 def _first(
     expected: Mapping[int, CurveStep], resumed: Mapping[int, CurveStep], kills: Sequence[tuple[int, float]]
 ) -> Difference | None:
-    """Return the first step whose metrics differ; `at_s` says how many kills came before it was trained."""
+    """Return the first step whose metrics differ; its `at_s` shows how many kills came before its training."""
     for step in sorted(expected.keys() & resumed.keys()):
         one, other = expected[step].metrics, resumed[step].metrics
         names = sorted(n for n in one.keys() | other.keys() if repr(one.get(n)) != repr(other.get(n)))

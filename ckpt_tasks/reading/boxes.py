@@ -1,4 +1,4 @@
-"""Which regions of a stored tensor a target needs, and which part of the target each region holds."""
+"""The regions of a stored tensor that a target needs, and the part of the target that each region holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it takes all of the region."""
+        """Whether the piece takes all of its region."""
         return self.box == self.row.box
 
 
@@ -48,7 +48,7 @@ def pieces(into: torch.Tensor, key: str, rows: Iterable[IndexRow]) -> Iterator[P
 
 
 def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
-    """View a box of a tensor that is itself the box `of`."""
+    """View a box of a tensor; `tensor` itself is the box `of`."""
     for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
         if extent != tensor.shape[axis]:
             tensor = tensor.narrow(axis, begin - base, extent)

@@ -50,7 +50,7 @@ class DownloadedTensors:
         for row in self._rows:
             self._by_key.setdefault(row.full_key, []).append(row)
         self._memory = {name: _laid(rows) for name, rows in by_object(self._rows).items()}
-        self._fetched: set[IndexRow] = set()  # into that memory
+        self._fetched: set[IndexRow] = set()  # Rows whose bytes are in that memory.
         self._share: Share | None = None
         self._fills: list[_Pair] = []
 
@@ -79,7 +79,7 @@ class DownloadedTensors:
         self._share = share(self._together, needed, kept=True)
         self._get(needed if self._share is None else self._share.mine(needed))
         if self._together.size > 1:
-            self._together()  # the other ranks of this host have read and verified theirs
+            self._together()  # The other ranks of this host have read and verified their parts.
         self.copy(fills)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
@@ -99,7 +99,7 @@ class DownloadedTensors:
         return tensor_at(memory, row.dtype, row.box.shape if shape is None else shape, begin)
 
     def _place(self, row: IndexRow) -> tuple[memoryview, int]:
-        """Return the memory for a region's bytes, and the offset at which they begin in it."""
+        """Return the memory for a region's bytes, and the offset in it at which they begin."""
         if self._share is not None and row not in self._fetched:
             return self._share.at(row)
         laid = self._memory[row.object]
@@ -127,7 +127,7 @@ class DownloadedTensors:
 
 
 class Laid(NamedTuple):
-    """An object's bytes from `base` on."""
+    """The memory that a read fills with an object's bytes; its first byte is byte `base` of the object."""
 
     base: int
     memory: memoryview

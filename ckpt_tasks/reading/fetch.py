@@ -1,12 +1,12 @@
 """The tensors of a checkpoint in a store: verify them first, then read them into place.
 
 A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
-reads straight into the live tensors, and digests again what has arrived. So a restore takes no memory beside the state,
-and touches no new pages (which costs several times a copy). A tensor that is new is not visible yet: it is read once,
-into place.
+reads straight into the live tensors, and digests what has arrived again. So a restore needs no memory beside the state,
+and touches no new pages (which would cost several times a copy). A new tensor is not visible yet: it is read only once,
+into its place.
 
-With many ranks the first pass is divided among those of a host (sharing.py). In the second each rank reads what it
-needs; a region of which it needs only a part goes through a buffer, so that all of it is digested.
+With many ranks, those of a host divide the first pass among themselves (sharing.py). In the second, each rank reads
+what it needs; if it needs only a part of a region, it reads all of it into a buffer, so that it can digest all of it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 __all__ = ["StoredTensors"]
 
 _READERS = max(2, min(8, os.cpu_count() or 2))
-_PIECE_BYTES = 2 << 20  # stays in a core's cache between the read and the digest
-_DIRECT_BYTES = 256 << 10  # smaller tensors are read together and copied into place
+_PIECE_BYTES = 2 << 20  # This stays in a core's cache between the read and the digest.
+_DIRECT_BYTES = 256 << 10  # Smaller tensors are read together and copied into place.
 
 _Pair = tuple[torch.Tensor, str]
 _Job = Callable[[], None]
@@ -90,7 +90,8 @@ class StoredTensors:
         try:
             _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
-            # It was verified a moment ago, so no older one is tried here: a retry verifies again, and may fall back.
+            # It was verified a moment ago, so no older checkpoint is tried here: a retry verifies again, and may fall
+            # back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
                 key=error.key,
@@ -162,7 +163,7 @@ class StoredTensors:
     def _read_run(self, run: Sequence[IndexRow]) -> tuple[bytearray, int]:
         """Read and verify contiguous regions; return a buffer, and the offset of the first region in it."""
         begin, end = run[0].begin, run[-1].end
-        aligned = begin % 16  # a view needs a tensor that is aligned for its dtype
+        aligned = begin % 16  # A view needs a tensor that is aligned for its dtype.
         buffer = self._buffer(aligned + end - begin)
         data = memoryview(buffer)[aligned : aligned + end - begin]
         self._store.read(run[0].object, begin, data)
@@ -172,7 +173,8 @@ class StoredTensors:
     def _read_direct(self, rows: Iterable[_Direct]) -> None:
         for row, memory, into in rows:
             self._read_large(row, memory.__getitem__)
-            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the kernel writes
+            # autograd does not see what the kernel writes.
+            torch.autograd.graph.increment_version(into.detach())
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:

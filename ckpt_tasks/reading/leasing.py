@@ -13,8 +13,9 @@ from ckpt_tasks.system import system
 
 __all__ = ["LEASE_S", "leased", "renewable", "renewed_lease"]
 
-LEASE_S = 3600.0  # a killed reader keeps a checkpoint at most this long
-_COPY_LEASE_S = 1800.0  # renewed at half of it; a killed copy keeps a checkpoint at most this long
+LEASE_S = 3600.0  # A killed reader keeps a checkpoint at most this long.
+# Renewed after half of it; a killed copy keeps a checkpoint at most this long.
+_COPY_LEASE_S = 1800.0
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -45,7 +46,7 @@ def renewable(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float) -> 
 def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE_S) -> Iterator[None]:
     """Keep a checkpoint from being pruned while the block runs, however long.
 
-    A thread renews the lease at half its time, and retries until the lease is over if the store fails. Raises
+    A thread renews the lease after half its time; if the store fails, it retries until the lease is over. Raises
     CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
     """
     over = system().event()
@@ -57,7 +58,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 renew()
                 pause_s = lease_s / 2
             except CheckpointNotFoundError:
-                return  # too late: recording a result will raise
+                return  # Too late: recording a result will raise.
             except (StoreError, CommitUncertainError) as error:
                 _log.warning("The lease of step %d could not be renewed yet: %s", checkpoint.step, error)
                 pause_s = lease_s / 16
@@ -73,10 +74,11 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
 
 @contextmanager
 def renewed_lease(source: Run, checkpoint: Checkpoint, holder: str) -> Iterator[Callable[[], None]]:
-    """Keep a checkpoint from being pruned while the block runs; yield a function to call often: it renews when due.
+    """Keep a checkpoint from being pruned while the block runs; yield a function that renews the lease when due.
 
-    If the source cannot be written, it is read without a lease and `source.read_only` is set: a read then fails if the
-    owner prunes the checkpoint. Raises CheckpointNotFoundError if the checkpoint has been pruned.
+    Call that function often. If the source cannot be written, it is read without a lease and `source.read_only` is set:
+    then a read fails if the owner prunes the checkpoint. Raises CheckpointNotFoundError if the checkpoint has been
+    pruned.
     """
     with ExitStack() as held:
         again: Callable[[], None] = lambda: None  # noqa: E731

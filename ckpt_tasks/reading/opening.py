@@ -1,7 +1,8 @@
 """Open a checkpoint: read and verify its manifest and index; verify the bytes that the index names.
 
-Bytes are digested before they are parsed. The index has names, dtypes, shapes and places of all tensors. The tree of a
-group, which a restore needs, is decoded on demand. Nothing here needs torch, so that the command line starts at once.
+Bytes are digested before they are parsed. The index has names, dtypes, shapes and offsets of all tensors. The tree of a
+group, which a restore needs, is decoded on demand. This module does not need torch, so that the command line starts at
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "verify_run",
 ]
 
-READ_BYTES = REGION_BYTES  # one read: a large region, or several small ones
+READ_BYTES = REGION_BYTES  # One read: a large region, or several small ones.
 
 
 class SavedGroup:
@@ -46,7 +47,7 @@ class SavedGroup:
     def __init__(self, name: str, manifest: Manifest, index: Index, rank: int = 0):
         self._rank = rank
         self.kind: str = manifest.groups[name]["kind"]
-        self.by_rank = "trees" in manifest.groups[name]  # each rank has a tree of its own
+        self.by_rank = "trees" in manifest.groups[name]  # Each rank has its own tree.
         self._name = name
         self._manifest = manifest
         self._index = index
@@ -86,7 +87,7 @@ class SavedGroup:
 
 
 def _of_rank(encoded: Any, rank: int, keys: frozenset[str]) -> Any:
-    """Return an encoded tree with a rank's own tensors in the place of rank 0's."""
+    """Return an encoded tree with a rank's own tensors in place of rank 0's."""
     if isinstance(encoded, list):
         return [_of_rank(item, rank, keys) for item in encoded]
     if not isinstance(encoded, dict):
@@ -126,7 +127,7 @@ class Opened:
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError.
 
-    The groups that differ from rank to rank are those of `rank` if `world_size` ranks saved them, else those of rank 0.
+    Groups that differ between ranks are those of `rank` if `world_size` ranks saved them, else those of rank 0.
     """
     with gc_paused():
         return _open(store, checkpoint, rank, world_size)
@@ -170,7 +171,7 @@ def check_header(store: ReadableStore, record: ObjectRecord) -> bytes:
 
 
 def read_whole(store: ReadableStore, record: ObjectRecord) -> bytes:
-    """Return all bytes of a small object with one request; raise IntegrityError if size or header are wrong."""
+    """Return all bytes of a small object, read with one request; raise IntegrityError if size or header are wrong."""
 
     def whole() -> bytes:
         data = store.get(record.name, record.size_bytes)
@@ -195,7 +196,7 @@ def _good_header(record: ObjectRecord, data: bytes) -> bytes:
 
 
 def by_object(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
-    """Return the rows of every object, by its name."""
+    """Return the rows of every object, by object name."""
     rows_of: dict[str, list[IndexRow]] = {}
     for row in rows:
         rows_of.setdefault(row.object, []).append(row)
@@ -223,5 +224,5 @@ def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
 
 
 def change(row: IndexRow) -> str:
-    """Return the text that a region's bytes have changed."""
+    """Return the text which says that a region's bytes have changed."""
     return f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"

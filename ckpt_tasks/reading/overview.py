@@ -20,17 +20,18 @@ from ckpt_tasks.storage.port import Store
 __all__ = ["RunSummary", "summaries_below"]
 
 _THREADS = 16
-_TIMEOUT_S = CheckpointConfig.owner_timeout_s  # its default: a run does not say its own
+# The default: the ledger does not have a run's own timeout.
+_TIMEOUT_S = CheckpointConfig.owner_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """One run: its newest checkpoint, how many it has, and whether it is trained now.
+    """One run: its newest checkpoint, the number of its checkpoints, and whether it is training now.
 
     `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
     release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
-    over live checkpoints: objects that several of them use are counted for each. `metrics` are those of the newest
-    checkpoint, and of each evaluation suite its newest results, as "suite/metric".
+    over live checkpoints: an object that several use counts for each. `metrics` are those of the newest checkpoint, and
+    the newest results of each evaluation suite, as "suite/metric".
     """
 
     name: str
@@ -47,7 +48,7 @@ class RunSummary:
 
 
 def summaries_below(store: Store) -> list[RunSummary]:
-    """Summarise every run directly below this directory, by name; a damaged run is listed, not an error.
+    """Summarise every run directly below this directory, by name; a damaged run is listed, not raised.
 
     Raises StoreError if the directory itself cannot be listed.
     """

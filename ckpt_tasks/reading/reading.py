@@ -107,7 +107,7 @@ class Run:
 
         With `partial` only the groups that `state` names are restored, and no random stream. `only`, `missing` and
         `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError, StoreError or,
-        for anything but a Checkpoint, ConfigError; the state is untouched then.
+        for anything but a Checkpoint, ConfigError; then the state is untouched.
         """
         # Imported here, so that reading a run without restoring it need not import torch.
         from ckpt_tasks.reading.restore import restore_one
@@ -257,7 +257,7 @@ class Run:
             try:
                 entry, _ = self.history.read_entry(n)
             except (StoreError, IntegrityError):
-                continue  # `ckpt verify` reports damaged entries
+                continue  # `ckpt verify` reports damaged entries.
             if entry.event["kind"] == "note":
                 notes.append({**entry.event, "at": entry.at, "n": n})
         return notes

@@ -1,10 +1,10 @@
-"""Restore: ledger → manifest → index → the regions wanted → verify → read into the target, all or nothing.
+"""Restore: ledger → manifest → index → the wanted regions → verify → read into the target, all or nothing.
 
 Invariants
 
-1. Nothing in the target changes until everything that is needed has been read, verified and compared with it.
-2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried; a mismatch
-   between checkpoint and target is raised: the caller must resolve it.
+1. Nothing in the target changes until all needed bytes have been read, verified and compared with it.
+2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried; a mismatch between
+   checkpoint and target is raised: the caller must resolve it.
 3. Bytes are digested before they are parsed.
 """
 
@@ -49,7 +49,7 @@ class HostSnapshot(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint that it is, or would become."""
+        """The snapshot's checkpoint, or the checkpoint that its commit would create."""
 
     @property
     def seal(self) -> Seal:
@@ -57,17 +57,17 @@ class HostSnapshot(Protocol):
 
     @property
     def store(self) -> ReadableStore:
-        """Its objects."""
+        """The snapshot's objects."""
 
     @property
     def place(self) -> str:
-        """Where it is, in words for the log."""
+        """Where the snapshot is, in words for the log."""
 
     def open(self) -> Opened:
-        """Read and check its manifest and index."""
+        """Read and check the snapshot's manifest and index."""
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of its `rows`."""
+        """Return the tensors of these `rows`."""
 
 
 _Snapshot = TypeVar("_Snapshot", bound=HostSnapshot)
@@ -78,11 +78,11 @@ class RestoreReport:
     """What a restore did: step, source, number of tensors and bytes, and what it skipped and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
-    `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew.
-    A loose restore names what was `taken`, what was `left` in the checkpoint, and what is `new` in the state and kept
-    its value: groups, or keys of a group that was taken in part. `replaced` has a line for each setting (a learning
-    rate, the length of a schedule, in an integration also the batch size and so on) that was another one in the run,
-    and for each plain value that was of another kind, or a top-level tensor of another shape or dtype.
+    `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew. A
+    loose restore lists the names that it has `taken` and that it `left` in the checkpoint; `new` names values of the
+    state that were kept. Names are groups, or keys of a group that was taken in part. `replaced` has a line for each
+    setting that the restore has replaced (a learning rate, the length of a schedule, in an integration also the batch
+    size and so on), and for each plain value of another kind, or a top-level tensor of another shape or dtype.
     """
 
     step: int
@@ -122,8 +122,8 @@ def restore_newest(
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
-    each other one before its copy in storage. All `ranks` restore the same checkpoint, or none; `topic` names their
-    agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
+    each other snapshot before its copy in storage. All `ranks` restore the same checkpoint, or none does; `topic` names
+    their agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
 
     A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
     """
@@ -142,7 +142,8 @@ def restore_newest(
                     together=together,
                 )
                 if cached is not None:
-                    together()  # no rank may fill a slot again from which another one copies
+                    # No rank may refill a slot from which another rank copies.
+                    together()
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
@@ -201,12 +202,12 @@ def restore_one(
 ) -> RestoreReport:
     """Restore one checkpoint into `state`; with `partial` only the groups that it names, and no random streams.
 
-    `selection` restores a part. The bytes come from `snapshot` if it is given. `together` are the ranks that restore at
-    once. If another number of ranks saved the checkpoint, each rank but 0 seeds its random streams from rank 0's and
-    its own number.
+    `selection` restores a part. The bytes come from `snapshot` if it is not None. `together` are the ranks that restore
+    at once. If another number of ranks saved the checkpoint, each rank but 0 seeds its random streams from rank 0's
+    streams and its own number.
 
     Raises IntegrityError or StoreError if its bytes are not good, StateMismatchError if it does not fit, and
-    RunMismatchError if it is not of the run `run_key`; the target is untouched then.
+    RunMismatchError if it does not belong to the run `run_key`; then the target is untouched.
     """
     started = system().monotonic()
     together = together or Together(ALONE)
@@ -231,7 +232,7 @@ def restore_one(
         source = snapshot.tensors(store, wanted)
     else:
         source = (StoredTensors if store.near else DownloadedTensors)(store, wanted, together)
-    with _naming(checkpoint.step):  # for errors of the user's load_state_dict
+    with _naming(checkpoint.step):  # For errors of the user's load_state_dict.
         plan.apply(source, together)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:

@@ -1,4 +1,4 @@
-"""What a run's checkpoints will take, from its newest one."""
+"""How much space a run's checkpoints will take, from its newest one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["forecast_run"]
 
 
 def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
-    """Forecast the room that a run needs for checkpoints like its newest one; None if it has none.
+    """Forecast the space that a run needs for checkpoints like its newest one; None if it has none.
 
-    Objects of older checkpoints that the newest one uses again are taken to be used by the next ones, too. Raises
+    Objects of older checkpoints that the newest one reuses are assumed to be reused by the next ones, too. Raises
     IntegrityError or StoreError if the newest one's manifest cannot be read.
     """
     state = run.head().state
@@ -25,7 +25,7 @@ def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> F
     place = newest.manifest.removesuffix(MANIFEST_NAME)
     shared_bytes = 0
     if newest.reuses:
-        from ckpt_tasks.reading.opening import open_checkpoint  # brings in pyarrow
+        from ckpt_tasks.reading.opening import open_checkpoint  # Imports pyarrow.
 
         objects = open_checkpoint(run.history.store, newest).manifest.objects
         shared_bytes = sum(record.size_bytes for record in objects if not record.name.startswith(place))

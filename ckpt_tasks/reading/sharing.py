@@ -1,7 +1,7 @@
 """Divide reading among the ranks of a host: every wanted region is read once, by one rank that wants it.
 
-Every rank writes its list of regions into a file in memory. The other ranks of the host read that, so each of them
-computes the same division. With `kept` the regions themselves are read into such files, too.
+Every rank writes its list of regions into a file in memory. The other ranks of the host read it, so all of them compute
+the same division. With `kept`, the regions themselves are read into such files, too.
 
 Invariants
 
@@ -33,14 +33,14 @@ __all__ = ["Readers", "Share", "divide", "share"]
 
 _PAGE = 4096
 
-Spans = Mapping[str, npt.NDArray[np.int64]]  # object → where each of its regions begins and ends
+Spans = Mapping[str, npt.NDArray[np.int64]]  # Maps an object to where each of its regions begins and ends.
 
 
 class Readers(NamedTuple):
-    """Who reads the regions of one object, and where they lie in the shared memory.
+    """The readers of one object's regions, and where the regions are in the shared memory.
 
-    `by_begin` maps the first byte of a region to the rank that reads it, named by its place among the ranks of the
-    host. `shift` is added to a byte's offset in the object to get its offset in memory.
+    `by_begin` maps the first byte of a region to the rank that reads it, as the rank's number on this host. `shift` is
+    added to a byte's offset in the object to get its offset in memory.
     """
 
     by_begin: Mapping[int, int]
@@ -90,7 +90,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
 
 def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
-    """Agree with the other ranks of this host who reads what; return None if this rank reads for itself.
+    """Agree with the other ranks of this host on who reads what; return None if this rank reads for itself.
 
     `kept`: the bytes stay in memory that all of them see. All ranks must call it.
     """
@@ -118,8 +118,8 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
 def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:
     """Read which regions each rank of the host wants, choose the readers, and map the shared memory.
 
-    `words` has for each rank (token, process id, descriptor of its list, descriptor of its memory); this rank is at
-    `place`. Returns None for a rank that is alone on its host; raises OSError if another one's files cannot be opened.
+    `words` has for each rank (token, process id, descriptor of its list, descriptor of its memory); this rank's are at
+    `place`. Returns None if this rank is alone on its host; raises OSError if another rank's files cannot be opened.
     """
     if len(words) == 1:
         return None
@@ -131,7 +131,8 @@ def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: 
             fd = _opened(files, pid, number, os.O_RDWR)
             if n == place:
                 os.ftruncate(fd, size_bytes)
-            memory.append(map_memory(size_bytes, fd))  # takes no memory until it is read into
+            # It takes no memory until bytes are read into it.
+            memory.append(map_memory(size_bytes, fd))
     return Share(place, readers, memory)
 
 
@@ -144,7 +145,7 @@ def _nameless(files: ExitStack) -> int:
 def _opened(files: ExitStack, pid: int, number: int, flags: int) -> int:
     """Open another rank's file in memory; raise OSError or ValueError for any other file.
 
-    The word that names it can be a stranger's: c10d's store asks nobody who they are.
+    A foreign program may have sent the word that names the file: c10d's store does not authenticate.
     """
     fd = open_descriptor(Path(f"/proc/{pid:d}/fd/{number:d}"), flags | os.O_NONBLOCK)
     files.callback(close_descriptor, fd)

@@ -15,10 +15,10 @@ from ckpt_tasks.report.words import count, number, printable
 __all__ = ["draw_curves"]
 
 _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # the axes of one picture
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # The axes of one picture.
 _MOST = 12
-_MOST_VALUE = 1e300  # beyond it differences would be infinite
-_TITLE_SHOWN = 36  # characters above one picture
+_MOST_VALUE = 1e300  # Beyond it differences would be infinite.
+_TITLE_SHOWN = 36  # The number of characters above one picture.
 _STYLE = """
 .ckc-back{fill:#ffffff}.ckc-grid{stroke:#e6e6e6}.ckc-line{stroke:#1f4e79}.ckc-left{stroke:#d1495b;opacity:.45}
 .ckc-axis{stroke:#888888}
@@ -66,10 +66,10 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     lines: dict[tuple[bool, int], list[tuple[int, float]]] = {}
     run = 0
     for before, point in zip((None, *curve.steps), curve.steps, strict=False):
-        # A line ends where training went back, or was abandoned.
+        # A line ends when training went back, or was abandoned.
         run += before is not None and (point.step <= before.step or point.abandoned != before.abandoned)
         value = point.metrics.get(name)
-        if value is not None and abs(value) <= _MOST_VALUE:  # NaN is not
+        if value is not None and abs(value) <= _MOST_VALUE:  # This also drops NaN.
             lines.setdefault((point.abandoned, run), []).append((point.step, value))
     values = [value for line in lines.values() for _, value in line]
     up = _room(values)
@@ -83,7 +83,8 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
     last = f": {number(values[-1])}" if values else ""
     yield text(_LEFT, _TOP - 12, _shortened(printable(name), _TITLE_SHOWN - len(last)) + last, size=12, css="ckc-ink")
-    for (abandoned, _), line in sorted(lines.items(), reverse=True):  # the line that counts is on top
+    # Draw the final line last, on top.
+    for (abandoned, _), line in sorted(lines.items(), reverse=True):
         css, colour = ("ckc-left", "#d1495b") if abandoned else ("ckc-line", "#1f4e79")
         yield _line([(along.part(step), up.part(value)) for step, value in line], css, colour)
     yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckc-axis" stroke="#888888"/>'

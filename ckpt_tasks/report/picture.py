@@ -21,11 +21,11 @@ from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 __all__ = ["draw_run", "main_metric", "sort_metrics"]
 
 _WIDTH, _HEIGHT = 900, 372
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The axes.
 _LEGEND = 22
-_STRIP, _THICK = 260, 10  # the strip: where the time went, in order
-_SUMS = 328  # and the same, summed up
-_MOST_VALUE = 1e300  # beyond it differences would be infinite
+_STRIP, _THICK = 260, 10  # The strip: where the time went, in order.
+_SUMS = 328  # The bar: the same shares, summed up.
+_MOST_VALUE = 1e300  # Beyond it differences would be infinite.
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
 _MOST_MARKS = 300
@@ -112,7 +112,7 @@ def sort_metrics(names: Iterable[str]) -> list[str]:
 
 
 def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
-    """Choose the metric to draw a run by; None if it has none."""
+    """Choose the metric by which to draw a run; None if it has no metric."""
     return next(iter(sort_metrics({name for values in metrics for name in values})), None)
 
 
@@ -140,7 +140,7 @@ def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
 
 
 def _evaluations(course: Course, name: str | None) -> list[_Point]:
-    """Return the evaluations' values on the same scale: of the same metric, or of a loss if that is a loss."""
+    """Return the evaluations' values on the same scale: of the same metric, or of any loss if that is a loss."""
     values = []
     for at_s, moment in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
         fit = [n for n in sort_metrics(moment.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
@@ -190,7 +190,7 @@ def _axis_titles(name: str | None) -> Iterator[str]:
 def _curve(points: Sequence[_Point], x: Scale, y: Scale, pauses: Sequence[float]) -> Iterator[str]:
     """Draw the curve, thinned to the lowest and highest value of every two pixels.
 
-    The line breaks where a value is not finite and where no process trained. `pauses`: one time within each, in order.
+    The line breaks at a non-finite value and where no process trained. `pauses`: one time within each pause, in order.
     """
     stretch: list[_Point] = []
     for point in (*points, None):
@@ -233,7 +233,8 @@ def _ticks(course: Course, x: Scale) -> Iterator[str]:
 
 def _marks(course: Course, x: Scale) -> Iterator[str]:
     """Mark failures, deaths and resumes by vertical lines, at most one of a kind per pixel."""
-    failures = [*course.deaths, *course.of("failure")]  # of both at one pixel, the failure says more
+    # If both fall on one pixel, the failure is drawn: it tells more.
+    failures = [*course.deaths, *course.of("failure")]
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
         for at_x, place in {round(x(place.elapsed_s)): place for place in places[-_MOST_MARKS:]}.items():
             shape = f'<path d="M{at_x} {_TOP}V{_BOTTOM}" stroke-dasharray="3 3"/><path d="M{at_x} {_TOP}{head}"/>'
@@ -273,7 +274,7 @@ def _legend(name: str | None, course: Course, evaluated: bool) -> Iterator[str]:
 
 
 def _strip(course: Course, x: Scale) -> Iterator[str]:
-    """Draw a strip of how the time was spent: each pixel has the colour of its largest share."""
+    """Draw a strip of where the time went: each pixel has the colour of its largest share."""
     columns: dict[int, dict[str, float]] = {}
     for span in course.spans:
         begin, end = x(span.begin_s), x(span.end_s)

@@ -1,7 +1,7 @@
 """The report of a run: as markdown, and as one self-contained HTML file.
 
-Texts from a run directory (keys, names of metrics, reasons) may come from anybody. Every such text is escaped, and the
-HTML file forbids the browser to load or run anything.
+Texts from a run directory (keys, names of metrics, reasons) may be hostile. Every such text is escaped, and the HTML
+file forbids the browser to load or run anything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
 _TEXT_SHOWN = 200
-# What markdown could interpret: a mark anywhere, a list at the start, a bare link. Numbers and times are safe.
+# Texts that markdown could interpret: a mark anywhere, a list at the start, a bare link. Numbers and times are safe.
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
@@ -113,7 +113,7 @@ class Report:
         return [*rows, ("checkpoints in", self.url)]
 
     def caveats(self) -> list[str]:
-        """Return what this report cannot know."""
+        """Return the facts that this report cannot know, in sentences."""
         lines = []
         if self.timeline.copied:
             lines.append("This is a copy: times are those of the copying, not of the training.")
@@ -293,7 +293,7 @@ def to_html(report: Report) -> str:
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
         *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
-        # On a phone a picture scrolls as a table does: made narrower, its words would be too small to read.
+        # On a phone a picture scrolls like a table: made narrower, its words would be too small to read.
         f'<div class="wide">{draw_run(report.course, heading=report.run_key, curve=report.curve)}</div>',
         f'<div class="wide">{curves}</div>' if curves else "",
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),

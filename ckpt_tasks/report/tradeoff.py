@@ -1,4 +1,4 @@
-"""A picture of what saving costs by the interval between saves, as SVG."""
+"""A picture, as SVG, of the cost of saving at each interval between saves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ckpt_tasks.report.words import fine_span, percent
 __all__ = ["draw_curve"]
 
 _WIDTH, _HEIGHT = 860, 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # The axes.
 _WAITING, _AGAIN, _TOGETHER = "#c77700", "#c0392b", "#1f4e79"
-_SHOWN = 4.5  # the top of the picture, as a multiple of what the recommended interval costs
+# The top of the picture, as a multiple of the cost of the recommended interval.
+_SHOWN = 4.5
 _TICKS_S = (
     *(m * 10.0**e for e in range(-4, 2) for m in (1, 3)),
     *(60.0, 180.0, 600.0, 1_800.0, 7_200.0, 21_600.0, 64_800.0),
@@ -35,7 +36,7 @@ def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float
         return _LEFT + (_RIGHT - _LEFT) * min(1.0, part)
 
     def y(share: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * share / highest  # what is above the frame is clipped
+        return _BOTTOM - (_BOTTOM - _TOP) * share / highest  # Points above the frame are clipped.
 
     curves = [
         ("waiting for saves", _WAITING, 2, [(x(p.interval_s), y(p.overhead)) for p in points]),

@@ -27,9 +27,9 @@ __all__ = [
     "when",
 ]
 
-HEADER_STYLE = "dim"  # of every table
+HEADER_STYLE = "dim"  # The style of every table's header.
 
-_LARGEST = sys.float_info.max  # an int can be larger
+_LARGEST = sys.float_info.max  # An int can be larger.
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LONGEST_S = 1e9
 _SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"))

@@ -1,4 +1,4 @@
-"""What a flow asks of a run and records in it: forks, rollbacks, the program and its parameters."""
+"""What a flow does to a run beside training it: forks, rollbacks, and the record of program and parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _ABSENT = object()
-_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # old runs have the first name
+_MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # Old runs have the first name.
 
 
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
@@ -52,12 +52,12 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
         run_fork(run, history.store, plan, single_writer=target.single_writer)
     except StateError:
-        if not _is_forked(history):  # a fork by now: another process of the same flow run was faster
+        if not _is_forked(history):  # It is a fork by now if another process of the same flow run was faster.
             raise
 
 
 def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | None, flow_run_id: str | None) -> None:
-    """Roll the run back to the checkpoint of `step`, if given; once per flow run, however often that is started.
+    """Roll the run back to the checkpoint of `step`, if not None; once per flow run, however often that is started.
 
     `skip_batches` is "401-410" or "10", as for `ckpt rollback`. Raises what `Checkpointer.rollback` raises.
     """
@@ -79,7 +79,7 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
-    """Return what `recorded_params` returns, as the run's owner."""
+    """Return the result of `recorded_params`, as the run's owner."""
     return ckpt.run.head().state.params
 
 
@@ -116,7 +116,7 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
 
 
 def trains(state: State, program: str) -> bool:
-    """Return True if a run is one of this program; a run without a record may be one of any."""
+    """Return True if a run trains this program; a run without a record may train any program."""
     return state.program is None or _MOVED.get(state.program, state.program) == _MOVED.get(program, program)
 
 

@@ -1,12 +1,12 @@
 """Apply changed parameters of a fork to a state that was restored with the old ones.
 
-A restore brings back the options of optimizers and schedules, so that a new learning rate of the program would be lost
-silently. To find what was meant to change, the program is built twice, with the old parameters and with the new ones:
-exactly the settings that differ between the two have changed. That is decided here over plain values; `settings_of`
-reads them, and `apply_settings` writes them.
+A restore brings back the options of optimizers and schedules, so a new learning rate of the program would be lost
+silently. To find what the user changed, the program is built twice, with the old parameters and with the new ones:
+exactly the settings that differ between the two have changed. This decision works on plain values; `settings_of` reads
+them, and `apply_settings` writes them.
 
 Only options of param groups and the state of learning-rate schedules are compared. Everything else in a state (weights,
-moments, counts, positions in the data) is the checkpoint's; what a program keeps outside of its state is new anyway.
+moments, counts, positions in the data) is the checkpoint's; the values outside a program's state are new anyway.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def alike(one: Settings, other: Settings) -> bool:
 
 
 def apply_settings(state: Mapping[str, Any], settings: Settings) -> None:
-    """Give a state's optimizers and schedules these settings; equal values are not touched."""
+    """Set a state's optimizers and schedules to these settings; equal values are not touched."""
     state, before = flat(state), settings_of(state)
     for name, schedule in settings.schedules.items():
         if _differ(before.schedules[name], schedule):
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
 def _set(live: dict[str, Any], key: str, value: Any) -> None:
     held = live.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, (int, float)):
-        held.fill_(value)  # in place: a CUDA graph may read this tensor
+        held.fill_(value)  # In place: a CUDA graph may read this tensor.
     else:
         live[key] = copy.deepcopy(value)
 

@@ -1,4 +1,4 @@
-"""Sessions in this process: over a state that the caller made, and over a program that is built on demand."""
+"""Sessions in this process: of a state that the caller made, and of a program that is built on demand."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
 class Program(Protocol):
-    """What a user brings to the flow: a plain class with a state, one train step and one evaluation.
+    """The part that a user brings to the flow: a plain class with a state, one train step and one evaluation.
 
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
     on the next data; it returns metrics, among them how much data it used, under the name in `unit` if the program has
     that attribute, else "samples". `evaluate` must change nothing and must not draw from the training's random streams.
     `recorded_params`, if present, names parameters that may come from the run's ledger although they are texts or
-    objects; a path or a host name is better given by the deployment (docs/OPERATING.md).
+    objects; give a path or a host name in the deployment instead (docs/OPERATING.md).
     """
 
     state: dict[str, Any]
@@ -52,14 +52,14 @@ class Program(Protocol):
 def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import "module:Factory" and return the factory without calling it.
 
-    Raises ProgramError if the name leads nowhere, the factory does not accept `params` (if they are known: not
-    None), or it is a class that lacks what a program needs.
+    Raises ProgramError if the name leads nowhere, the factory does not accept `params` (None: unknown), or it is a
+    class without the attributes of a program.
     """
     factory = find_named(name, what="program", kind="Factory", error=ProgramError)
     try:
         if params is not None:
             inspect.signature(factory).bind(**params)
-    except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
+    except (TypeError, ValueError) as error:  # A builtin without a signature raises ValueError.
         hint = "They are the run's recorded ones, and over them those that were given: is it the run's own program?"
         raise ProgramError(f"{name} cannot be called with these parameters: {error}", hint=hint) from error
     if inspect.isclass(factory):
@@ -70,8 +70,8 @@ def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable
 def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
     """Import "module:Factory" and call the factory with `params`.
 
-    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or its result is not
-    a program. Other errors of the factory pass through: a retry may help.
+    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or its result is not a
+    program. Other errors of the factory pass through: a retry may help.
     """
     factory = find_program(name, params)
     try:
@@ -110,16 +110,16 @@ class StateSession:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved and restored."""
+        """The state that is saved and restored."""
         return self._state
 
     @property
     def position(self) -> int:
-        """The steps completed: as restored, or as last reported."""
+        """The number of completed steps: as restored, or as last reported."""
         return self.ckpt.position
 
     def head(self) -> Head:
-        """Return the run's newest ledger entry and what is true after it."""
+        """Return the newest ledger entry, with the state of the run after it."""
         return self.ckpt.run.head()
 
     def record_failure(self, **fields: Any) -> None:
@@ -127,25 +127,26 @@ class StateSession:
         self.ckpt.record_failure(**fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
         hold_signals(self.ckpt, hold)
 
     def restore(self) -> int:
         """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
-            self.ckpt.wait()  # a snapshot from memory may be the first one: then no rank saves another
+            # A snapshot from memory may be the first one: then no rank saves another.
+            self.ckpt.wait()
             if not self.ckpt.checkpoints():
                 self.ckpt.save(step, self.state)
         self.clean = True
         return step
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, if that is not committed yet."""
+        """Commit the live state as `step`, if that step is not committed yet."""
         self.ckpt.wait()
         last = self.ckpt.last_commit
         if last is None or last.step != step:
-            # step() has already saved what was due.
+            # step() has already saved if a save was due.
             self.ckpt.save(step, self.state, metrics=self._metrics, interim=step == self.ckpt.position)
 
     def discard(self) -> None:
@@ -181,7 +182,7 @@ class LocalSession(StateSession):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved and restored: the live program's."""
+        """The live program's state, which is saved and restored."""
         return self.program.state
 
     @property
@@ -202,9 +203,9 @@ class LocalSession(StateSession):
     def restore(self) -> int:
         """Restore as any session does, and record the program and its parameters.
 
-        On the checkpoint from which the run was forked, changed parameters are applied to optimizers and schedules;
-        raises StateMismatchError if they do not fit. On any other checkpoint, raises ConfigError for a changed
-        parameter that sets what a restore brings back: the change would be lost.
+        If this is the checkpoint from which the run was forked, changed parameters are applied to optimizers and
+        schedules; raises StateMismatchError if they do not fit. At any other checkpoint, raises ConfigError if a
+        changed parameter sets values that a restore brings back: the change would be lost.
         """
         step = super().restore()
         self.clean = False
@@ -239,11 +240,12 @@ class LocalSession(StateSession):
         self.clean = False
         self._program = None
         self._metrics = None
-        gc.collect()  # modules and optimizers refer to each other: without this their memory is not freed yet
+        # Modules and optimizers refer to each other: without this their memory is not freed yet.
+        gc.collect()
         torch.cuda.empty_cache()
 
     def _change(self, before: Mapping[str, Any]) -> None:
-        """Apply the difference between the old parameters (`before`) and the present ones to the restored state."""
+        """Apply the difference between the old parameters (`before`) and the current ones to the restored state."""
         state, new = self.state, self._fresh
         assert new is not None
         old = self._settings_with(before)
@@ -260,7 +262,7 @@ class LocalSession(StateSession):
             old = self._settings_with(own)
         except ProgramError:
             if recorded is None:
-                return  # no flow began the run: its parameters are unknown
+                return  # No flow began the run: its parameters are unknown.
             raise
         assert self._fresh is not None
         if not alike(old, self._fresh):
@@ -270,7 +272,7 @@ class LocalSession(StateSession):
             )
 
     def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
-        """Build the program with the recorded parameters and return its settings: nothing else shows what they set."""
+        """Build the program with the recorded parameters and return its settings: nothing else shows their effect."""
         with preserved_rng():
             try:
                 before = params_before(find_program(self._name), recorded, self._params)
@@ -278,7 +280,7 @@ class LocalSession(StateSession):
             except ProgramError as error:
                 hint = "What a change of parameters does is seen by building the program with those of before, too."
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
-        gc.collect()  # `discard` says why
+        gc.collect()  # `discard` says why.
         return settings
 
     def _train_step(self, program: Program) -> dict[str, float]:
@@ -303,13 +305,14 @@ def _check_methods(name: str, program: Any) -> None:
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
     """Import "package.module:attribute" and return it; raise `error` if there is none.
 
-    `what` and `kind` say in the message what was looked for. The working directory is searched first, as by `python
+    `what` and `kind` describe the attribute in the message. The working directory is searched first, as with `python
     -m`.
     """
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
-    if not {"", os.getcwd()} & {*sys.path}:  # a console script and Prefect's engine do not have it on the path
+    # A console script and Prefect's engine do not have the working directory on the path.
+    if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)

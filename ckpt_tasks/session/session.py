@@ -1,7 +1,7 @@
 """A session: live training state that the flow restores, trains, saves and discards.
 
-The flow knows nothing else of who computes. `local.py` has the session of one process, whose calls are direct;
-`ckpt_tasks/gang/` has that of many ranks in processes of their own.
+This is all that the flow knows of the computing process. `local.py` has the session of one process, whose calls are
+direct; `ckpt_tasks/gang/` has that of many ranks in processes of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ProgramSession", "Progress", "Session", "TrainedRun", "Watcher", "wa
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One completed step: metrics, seconds, how much of `unit` it used, and what is committed."""
+    """One completed step: metrics, seconds, how many `unit` it used, and the newest commit."""
 
     step: int
     metrics: Mapping[str, float]
@@ -33,7 +33,7 @@ class Progress:
 
 Watcher = Callable[[Progress], None]
 
-# Called after every step of a flow that this thread starts; a function cannot be a flow's parameter.
+# Called after every step of the flows that this thread starts; a function cannot be a flow's parameter.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 
@@ -42,11 +42,11 @@ class TrainedRun(Protocol):
 
     @property
     def config(self) -> CheckpointConfig:
-        """Its options."""
+        """The run's options."""
 
     @property
     def position(self) -> int:
-        """The steps completed: as restored, or as last reported."""
+        """The number of completed steps: as restored, or as last reported."""
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -61,23 +61,23 @@ class TrainedRun(Protocol):
 class Session(Protocol):
     """Hold the live state of one run between attempts.
 
-    `clean` says that the live state is the one of `position`: no restore is needed.
+    `clean`: the live state is that of `position`, so no restore is needed.
     """
 
     clean: bool
 
     @property
     def position(self) -> int:
-        """The steps completed: as restored, or as last reported."""
+        """The number of completed steps: as restored, or as last reported."""
 
     def head(self) -> Head:
-        """Return the run's newest ledger entry and what is true after it."""
+        """Return the newest ledger entry, with the state of the run after it."""
 
     def restore(self) -> int:
         """Restore the newest good checkpoint and return its step; without one, save the live state as the first."""
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, if that is not committed yet."""
+        """Commit the live state as `step`, if that step is not committed yet."""
 
     def discard(self) -> None:
         """Discard the live state of a failed attempt, and free its memory."""
@@ -86,7 +86,7 @@ class Session(Protocol):
         """Record a failed attempt in the run's history."""
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, a pending one included."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
 
 
 class ProgramSession(Session, TrainedRun, Protocol):
@@ -94,7 +94,7 @@ class ProgramSession(Session, TrainedRun, Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many ranks train."""
+        """The number of ranks that train."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
