@@ -193,8 +193,7 @@ class FaultyStore(WrappedStore):
         """Add a rule; of several that match, the first one strikes.
 
         `verb` is one or more verbs, separated by spaces; `name` is a pattern. The first `skip` matching requests are
-        left
-        alone, then at most `times` meet the fate. If `held`, they first wait for the rule's `until`.
+        left alone, then at most `times` meet the fate. If `held`, they first wait for the rule's `until`.
         """
         rule = Rule(fate=fate, verb=verb, name=name, skip=skip, times=times)
         if not held:

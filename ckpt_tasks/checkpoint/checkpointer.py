@@ -106,7 +106,7 @@ class Checkpointer(HeldRun):
         if not self._process.is_here:
             return
         self._entered, self._interrupt.is_failing = False, error is not None
-        self._interrupt.install()  # hold_signals may have uninstalled it; with it a second signal waits for the release
+        self._interrupt.install()  # hold_signals may have removed it: a second signal must wait for the release.
         if error is None and self._interrupt.pending is None:
             if steps := self._at.unsaved:
                 _log.warning(_UNSAVED, steps)
@@ -196,7 +196,7 @@ class Checkpointer(HeldRun):
         note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
         self._steps.restored()
-        self._pruner.cancel(_PRUNE_S)  # It could remove the checkpoint that is restored.
+        self._pruner.cancel(_PRUNE_S)  # A prune could remove the checkpoint to restore.
 
     def _begin(self, state: dict[str, Any]) -> int:
         """Begin a run without checkpoints; steps that were never committed will be repeated."""
@@ -390,7 +390,7 @@ class Checkpointer(HeldRun):
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
             self._release(
                 prune_s=0
-            )  # so the next owner need not wait for a timeout; a later save takes the directory again
+            )  # So the next owner need not wait for a timeout; a later save takes the directory again.
             self._interrupt.deliver()
 
 

@@ -97,7 +97,7 @@ class Transfer:
             return Moved()
         if self._is_committed(record, rows):
             self._good.add(record.name)
-            return Moved()  # It was verified when the checkpoint that names it was committed.
+            return Moved()  # The commit of the checkpoint that names it verified it.
         if self._adopts and self._target.adopt(self._source, record.name, record.size_bytes):
             if rows and not self._target.near:
                 check_header(self._target, record)

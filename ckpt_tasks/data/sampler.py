@@ -357,7 +357,7 @@ def seed_of(text: str) -> int:
 
 
 def check_count(name: str, value: object, *, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:  # bool is an int, but True is not a size
+    if type(value) is not int or not least <= value <= most:  # True is an int, but not a size.
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
 
 

@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(name: str) -> Block:
     block = Block.load(name)
-    assert isinstance(block, Block)  # It is not a coroutine: no event loop runs here.
+    assert isinstance(block, Block)  # Without an event loop, load returns no coroutine.
     return block
 
 

@@ -199,7 +199,7 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
             f"no server answers at {site.url}", hint="PREFECT_API_URL names it: start it, or unset the variable."
         )
     if process is not None:
-        end_all([process], _STOP_S)  # It runs, but does not answer.
+        end_all([process], _STOP_S)  # The server runs, but does not answer.
     # A site without a password gets one only when none of its processes runs: they would be locked out.
     if not settings.auth_string and not site.password_file and not any(site_processes(_mark(home))):
         site = replace(site, password_file=str(make_password(home)))

@@ -193,7 +193,7 @@ def _answer(question: Callable[[], _T]) -> _T | None:
     except ConfigError:
         raise
     except (httpx.HTTPError, PrefectException, ValueError, AttributeError, TypeError, KeyError):
-        return None  # It is reported as not checked; by now the server is known to run.
+        return None  # The check is reported as not made; by now the server is known to run.
 
 
 def _why(error: Exception) -> str:

@@ -177,19 +177,19 @@ def is_shard(name: str) -> bool:
 
 
 def is_evaluation(name: str, step: int, suite: str) -> bool:
-    """Return True if this name is that of a table by this suite, of a checkpoint of this step."""
+    """Return True if this is the name of an evaluation by this suite, of a checkpoint of this step."""
     match = _EVALUATION.fullmatch(name)
     return match is not None and (int(match[1]), match[2]) == (step, suite)
 
 
 def is_steps(name: str, step: int) -> bool:
-    """Return True if this name is that of the table of steps which came with a commit of this step."""
+    """Return True if this is the name of the table of steps that came with a commit of this step."""
     match = _STEPS.fullmatch(name)
     return match is not None and int(match[1]) == step
 
 
 def is_live_list(name: str) -> bool:
-    """Return True if this name is that of a list of live checkpoints."""
+    """Return True if this is the name of a list of live checkpoints."""
     return _LIVE_LIST.fullmatch(name) is not None
 
 

@@ -249,7 +249,7 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 def _encode_time(value: datetime, path: str, depth: int) -> Json:
     iso = value.isoformat()
-    # A time zone with rules is not stored.
+    # ISO form cannot hold a time zone with rules.
     if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):
         raise UnsupportedStateError(
             f"the time zone of {iso} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."

@@ -110,7 +110,7 @@ def main(descriptor: int, *, bound: bool) -> NoReturn:
     """
     if bound:
         dies_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # They are the agent's: it tells the ranks.
+    for number in (signal.SIGINT, signal.SIGTERM):  # The agent handles these signals, and tells the ranks.
         signal.signal(number, signal.SIG_IGN)
     for name in _PRELOADED:
         import_module(name)

@@ -180,7 +180,7 @@ class Gang:
             return
         for rank in self.ranks:
             if rank.pid and rank.status is None:
-                # It is a zombie until the fork server is asked, or gone with the fork server.
+                # The rank is a zombie until the fork server is asked, or it is gone with the fork server.
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         try:
@@ -208,7 +208,7 @@ class Gang:
     def _ask(self, what: str, rank: int, descriptors: list[int]) -> None:
         if self._server is None:
             raise RankError("the fork server of the ranks is gone")
-        with suppress(OSError):  # It is gone: there will be no answer.
+        with suppress(OSError):  # The fork server is gone: there will be no answer.
             socket.send_fds(self._server.end, [json.dumps([what, rank]).encode()], descriptors)
 
     def _answer(self, what: str, timeout_s: float) -> int:
@@ -246,7 +246,7 @@ class Gang:
         server, self._server = self._server, None
         if server is None:
             return
-        server.end.close()  # It ends, and kills all remaining ranks.
+        server.end.close()  # The fork server then ends, and kills all remaining ranks.
         try:
             server.process.wait(_END_S)
         except subprocess.TimeoutExpired:

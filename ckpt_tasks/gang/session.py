@@ -110,7 +110,7 @@ class GangSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interrupt.install()  # hold_signals may have uninstalled it; a second signal waits for the release
+        self._interrupt.install()  # hold_signals may have removed it: a second signal must wait for the release.
         try:
             self._end(keep=error is not None or self._interrupt.pending is not None)
         except Exception as second:

@@ -56,7 +56,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
         number = _step_of(source) if step is None else step
     except CkptError:
         raise
-    except (RuntimeError, *MALFORMED) as error:  # The file lacks entries of a state_dict.
+    except (RuntimeError, *MALFORMED) as error:  # What the file calls a state_dict lacks entries of one.
         raise IntegrityError(f"its values do not fit each other: {error!r:.200}", key=source.name) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")

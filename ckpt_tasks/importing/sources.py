@@ -242,7 +242,7 @@ def _with_views(
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:
-            continue  # It is in another shard, or its own file has said so.
+            continue  # The tensor is in another shard, or its own file has said so.
         cut = len(tensor.shape) - len(stored.suffix) if stored else 0
         if stored is None or _DTYPES[stored.code] != tensor.dtype or tensor.shape[max(cut, 0) :] != stored.suffix:
             raise IntegrityError(

@@ -71,7 +71,7 @@ _NAMED: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _Call(_utils._rebuild_sparse_tensor, reads=True),
     "torch._utils._rebuild_nested_tensor": _Call(_utils._rebuild_nested_tensor, reads=True),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(lambda data, dtype, *_: data.to(dtype)),
-    "torch.Tensor": torch.Tensor,  # It is a type, and is not called.
+    "torch.Tensor": torch.Tensor,  # This is a type, and is not called.
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }

@@ -198,7 +198,7 @@ class LightningState(Started):
         trainer.should_stop = own["should_stop"]
         for callback in _callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
-                # It would restore the options with which the optimizers began.
+                # The callback would restore the options with which the optimizers began.
                 callback._restarting = False
         if "frozen" in own:
             for name, parameter in self._module.named_parameters():

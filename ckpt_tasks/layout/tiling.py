@@ -33,7 +33,7 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
         return tensor
     starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
     counts = np.diff(np.r_[starts, len(tensor)])
-    group = np.repeat(np.arange(len(starts)), counts)  # Numbers the tensors of this call 0, 1, 2 …
+    group = np.repeat(np.arange(len(starts)), counts)  # Number the tensors of this call 0, 1, 2 …
     outside = ((offset < 0) | (shape < 0) | (offset > full) | (shape > full - offset)).any(axis=1)
     empty_box, empty = (shape == 0).any(axis=1), (full[starts] == 0).any(axis=1)
     itself = ((offset == 0) & (shape == full)).all(axis=1)

@@ -217,9 +217,8 @@ class History(RunFormat):
         """Append one event; `change(state, n)` returns the state after entry n.
 
         `owner`: only this owner may write the event. `standing`: this checkpoint of the newest entry has just been
-        read,
-        byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome is
-        unknown, StoreError if nothing was written, and what `change` raises.
+        read, byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome
+        is unknown, StoreError if nothing was written, and what `change` raises.
         """
         nonce, head = system().token_hex(16), self._to_follow(owner, standing)
         for lost in range(_NUMBERS_TRIED):
@@ -234,7 +233,7 @@ class History(RunFormat):
                 system().sleep(system().uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
-                entry = head.entry  # It is ours after all: the read before got wrong bytes.
+                entry = head.entry  # The entry is ours after all: the read before got wrong bytes.
                 break
         else:
             raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
@@ -245,10 +244,8 @@ class History(RunFormat):
         """Return the head that the new entry follows.
 
         A server refuses the next number if any writer has it: so the owner, who writes nearly all entries, need not
-        list
-        them (decision 0084). But the directory may have been emptied and filled up to a lower number: so the entry that
-        the
-        owner knows must still be there.
+        list them (decision 0084). But the directory may have been emptied and filled up to a lower number: so the entry
+        that the owner knows must still be there.
         """
         known = self._known
         if self.store.near:

@@ -119,7 +119,7 @@ class FiniteMetrics:
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
-        elif numbers:  # a step without metrics does not end a stretch
+        elif numbers:  # A step without metrics does not end a stretch of bad steps.
             self._warned = False
             self.back.passed(step)
 

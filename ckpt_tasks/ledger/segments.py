@@ -49,7 +49,7 @@ class Segments:
                 read_segment(data, digest=segment.digest, name=segment.name)
             except IntegrityError as error:
                 raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
-            with suppress(ObjectExistsError):  # It is named by its digest: every writer writes the same bytes.
+            with suppress(ObjectExistsError):  # The digest is the name: every writer writes the same bytes.
                 self._store.put_if_absent(segment.name, data)
             self._known = self._known | {segment.digest: segment}
 

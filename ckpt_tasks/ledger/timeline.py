@@ -21,7 +21,7 @@ MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 _LONGEST_TEXT = 300
 _MOST_S = 1e9  # Thirty years.
-# How ownership.py describes a lost owner. An owner that released the directory had committed before.
+# How ownership.py describes a lost owner; one that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
 _NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
 _TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "copied": ("from",)}

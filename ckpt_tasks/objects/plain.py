@@ -292,7 +292,7 @@ class PlainPart:
                 self._copies.want(_text(place), view, ref)
             return live
         device = live.device if isinstance(live, torch.Tensor) else None
-        home = self._copies.shared(ref, device)  # It shared memory when it was saved, so it does again.
+        home = self._copies.shared(ref, device)  # The value shared memory when it was saved, so it does again.
         return make(ref, live) if home is None else home
 
 

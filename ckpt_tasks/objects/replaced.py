@@ -33,8 +33,7 @@ def replaced_options(
     """Record the options of a new optimizer's param groups that have other values in the checkpoint."""
     notes: list[dict[str, tuple[Any, Any]]] = []
     for own, there in zip(live, saved, strict=False):
-        # Until a schedule is made, its initial rate is the current rate; schedules with these two options set their
-        # own.
+        # A schedule that is made later starts from the current rate, unless it has one of these two options.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()

@@ -204,7 +204,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # Prefect got all that could be read.
+            return isinstance(error, CkptError)  # After an error of the run itself, Prefect has all that can be read.
         self._pause_s = _PAUSE_S
         return True
 

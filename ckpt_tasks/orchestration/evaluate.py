@@ -149,7 +149,7 @@ class Rounds:
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
             before, held = held, state.owner is not None and not state.owner.released
-            # It was trained while this flow run followed it.
+            # New checkpoints came while this flow run followed the run.
             trained = trained or held or (bool(pending) and bool(self.tried))
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}

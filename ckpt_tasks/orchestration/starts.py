@@ -99,7 +99,7 @@ def leave_to_follower(url: str, suite: str) -> None:
                 if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
                     why = f"{run.name} is at work"
                     client.set_flow_run_state(mine.id, Cancelled(name="Skipped", message=why))
-                    client.delete_flow_run(mine.id)  # Its row would tell nothing.
+                    client.delete_flow_run(mine.id)  # The row of this flow run would tell nothing.
                     raise Abort(why)
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("Another flow run may evaluate this run too: %s", error)

@@ -179,8 +179,7 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
     """Return `work(item)` for every item, in order; after an error start no more items, and raise it.
 
     The calling thread is one of the `threads`. It does all the work if no thread can be started: from Python 3.12 on,
-    when
-    the interpreter exits.
+    when the interpreter exits.
     """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 

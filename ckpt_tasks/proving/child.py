@@ -101,7 +101,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
         return
     named = path if kind_of(value) == "plain" else f"{path} ({type(value).__qualname__})"
     if isinstance(value, DataLoader) and not has_state(value):
-        # Its position belongs to this process.
+        # A plain loader's position belongs to this process.
         yield f"{path} ({type(value).__qualname__})", str(os.getpid())
         return
     try:

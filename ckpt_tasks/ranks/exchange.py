@@ -245,7 +245,7 @@ class StoreExchange(Exchange):
     def _check_ended(self, rank: int) -> None:
         """Raise StoreError if a rank has ended, or this one must; tell all ranks which of this host's ranks ended."""
         listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
-        with suppress(ValueError):  # No rank has written this.
+        with suppress(ValueError):  # These bytes are not from a rank.
             for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
                 if has_ended(int(pid), start):
                     self._request("set", f"{self._name}/ended/{other}", b"")

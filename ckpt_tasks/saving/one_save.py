@@ -68,7 +68,7 @@ class OneSave:
             if (done := _checkpoint_of(entry)) is None:
                 self._failed(snapshot, error)
                 raise
-            # Otherwise it is committed, though not all ranks know that.
+            # Otherwise the save is committed, though not all ranks know that.
         if done is None or part is None:
             # No rank is still writing: all have answered.
             if snapshot.tenure.committer is not None and any(parts):
@@ -87,7 +87,7 @@ class OneSave:
         admitted = None
         try:
             if snapshot.given_up:
-                return None, None  # Its slot is being refilled.
+                return None, None  # The snapshot's slot is being refilled.
             if committer is not None:
                 admitted = committer.admit(self._rank.size)  # A fenced process must not write.
                 committer.hold_base()

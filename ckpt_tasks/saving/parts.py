@@ -134,7 +134,7 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     for name, group in captured.groups.items():
         encoded[name] = {"kind": group.kind, "tree": encode(group.tree, name)}
         if group.by_rank:
-            # It stays in the rank's own memory; a checkpoint has the trees of all ranks.
+            # This tree stays in the rank's own memory; a checkpoint has the trees of all ranks.
             encoded[name]["by_rank"] = True
         elif group.buffers:
             encoded[name]["buffers"] = [*group.buffers]

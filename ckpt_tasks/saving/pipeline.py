@@ -319,7 +319,7 @@ class Pipeline:
         """Remember how the flush of a snapshot has ended."""
         with self._changed:
             if snapshot is not self._flushing:
-                return  # It was replaced.
+                return  # A newer snapshot has replaced this one.
             snapshot.outcome, self._flushing = outcome, None
             if isinstance(outcome, Committed):
                 self._stored_s, self._held_lacks = snapshot.taken_s, False

@@ -179,7 +179,7 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._pruner.unnoted.append(event)  # It goes into the history once the store takes a checkpoint again.
+        self._pruner.unnoted.append(event)  # The event goes into the history once the store takes a checkpoint.
 
     def restored(self, slot: str | None, *, lacks: bool = False) -> None:
         """Fill the restored slot only after the other slot; `lacks`: storage does not have its snapshot."""
@@ -253,7 +253,7 @@ class Saver:
         with self._pipeline.submitting(snapshot) as before:
             if not self._pipeline.running:
                 system().start_thread(self._save_all, name="ckpt-flush")
-                self._pipeline.running = True  # It stays True until no snapshot waits.
+                self._pipeline.running = True  # True until no snapshot waits.
             self._sealer = system().start_thread(self._seal, snapshot, before, name="ckpt-seal")
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:

@@ -52,7 +52,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
         run_fork(run, history.store, plan, single_writer=target.single_writer)
     except StateError:
-        if not _is_forked(history):  # It is a fork by now if another process of the same flow run was faster.
+        if not _is_forked(history):  # Another process of the same flow run may have been faster.
             raise
 
 

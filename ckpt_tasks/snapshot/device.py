@@ -183,7 +183,7 @@ def _exchange() -> Callable[..., int] | None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:  # It is linked into torch itself: then captures have to wait for saves.
+    except OSError:  # The runtime is linked into torch itself: captures then wait for saves.
         return None
     exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
     return exchange

@@ -62,8 +62,8 @@ class ByRank:
 def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state with one group for each object; return the same state if no value is a container of objects.
 
-    Assigning to a group assigns to its container. Raises UnsupportedStateError for an invalid group name,
-    and for a number or a text in a tuple or a frozen dataclass, to which a restore cannot assign.
+    Assigning to a group assigns to its container. Raises UnsupportedStateError for an invalid group name, and for a
+    number or a text in a tuple or a frozen dataclass, to which a restore cannot assign.
     """
     checked_state(state)
     if not any(_is_split(value) for value in state.values()):

@@ -97,7 +97,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # Its own message says what differs.
+                raise  # The error itself says what differs.
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:

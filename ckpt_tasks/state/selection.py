@@ -84,7 +84,7 @@ class Selection:
 
 @dataclass
 class Chosen:
-    """The groups to restore, by the state's names; `kept` has each group's keys that keep their value.
+    """The groups to restore, by the state's names; `kept` maps a group to its keys that keep their values.
 
     `taken` and `new` are places of the state, `left` of the checkpoint; a whole group appears by its name.
     """

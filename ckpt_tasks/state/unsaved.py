@@ -123,7 +123,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
     while frame and frame.f_code.co_filename == file:
         yield from [*frame.f_locals.items()]
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            # It is a copy, which would keep the batch and the graph of this step alive.
+            # f_locals is a copy, which would keep the batch and the graph of this step alive.
             frame.f_locals.clear()
         frame = frame.f_back
 

@@ -11,8 +11,7 @@ Invariants
    ledger entry or checkpoint must not be used because a disk did not answer.
 
 Large bodies are written with O_DIRECT from aligned buffers, and their tails ordinarily: that keeps the speed steady,
-and
-leaves the page cache to training. If a file system refuses O_DIRECT, all writes are ordinary.
+and leaves the page cache to training. If a file system refuses O_DIRECT, all writes are ordinary.
 """
 
 from __future__ import annotations

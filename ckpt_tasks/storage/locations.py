@@ -68,8 +68,7 @@ class Location:
         """Return the location that a name such as `block://NAME` stands for; a directory or URL returns itself.
 
         `run_key` is for names that need it. Raises ConfigError if a name with its own options gets others, or if a
-        scheme
-        lacks a slash; and raises the errors of the name's entry point.
+        scheme lacks a slash; and raises the errors of the name's entry point.
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")

@@ -51,7 +51,7 @@ _inherited: list[object] = []
 _T = TypeVar("_T")
 
 
-Requests = S3Requests | OtherRequests  # One attempt each.
+Requests = S3Requests | OtherRequests  # Both send each request once.
 
 
 class ObjectStore:
@@ -265,8 +265,7 @@ class ObjectStore:
         """Import the file system; an import may draw from Python's random stream, which belongs to training.
 
         s3fs imports rich, which draws a number (found with rich 15.0). Call this while the store is made, since no
-        thread of
-        ours may restore the stream.
+        thread of ours may restore the stream.
         """
         state = random.getstate()
         try:

@@ -74,7 +74,7 @@ class OtherRequests:
         if self._fs.async_impl:
             return await each(ask, keys)
         said: dict[str, Any] = {}
-        for key in keys:  # fsspec's memory is deleted without waiting.
+        for key in keys:  # Deleting in fsspec's memory does not wait.
             try:
                 said[key] = await ask(key)
             except Exception as error:  # noqa: BLE001 (the caller is told of each key)

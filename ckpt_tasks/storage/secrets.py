@@ -30,7 +30,7 @@ SECRET_OPTIONS = frozenset({
 _NAMES_OF_KEYS = frozenset({"key", "aws_access_key_id", "access_key", "client_id", "private_key_id"})
 _PUBLIC_TOKENS = frozenset(
     {"anon", "browser", "cache", "cloud", "google_default"}
-)  # gcsfs: values of `token` that name a way to log in
+)  # Values of gcsfs' `token` that name a way to log in.
 _SHORTEST = 4  # A shorter value would match in every text.
 _HIDDEN = "***"
 # In a URL: user and password up to the last @, and everything after the question mark (a signature).

@@ -1,4 +1,4 @@
-"""Copies into live tensors: which stored tensor goes into which live one, and whether shared memory can hold both.
+"""Copies into live tensors: which stored tensor goes into which live one, and whether two would overwrite each other.
 
 Live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole target, so that it also
 finds a conflict between two groups.

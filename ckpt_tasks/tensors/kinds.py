@@ -2,8 +2,7 @@
 
 The class of a named tuple or an Enum is stored by name and never imported. A restore takes the class of the value that
 it replaces, or else the class of that name in a module that the program has imported, and only if it still fits: a
-named
-tuple with these fields, or an Enum with these members. None of its code runs.
+named tuple with these fields, or an Enum with these members. None of its code runs.
 """
 
 from __future__ import annotations

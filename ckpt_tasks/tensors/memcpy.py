@@ -17,7 +17,7 @@ _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
 THREADS = max(
     2, min(8, os.cpu_count() or 2)
-)  # two nearly saturate the memory of a small machine; a server can use more
+)  # Two threads nearly saturate a small machine's memory; a server can use more.
 
 Move = tuple[int, int, int]  # Bytes in memory: target address, source address, count.
 

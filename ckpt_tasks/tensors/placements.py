@@ -105,8 +105,7 @@ class Shares:
         """Return this rank's share of a tensor whose `local` part it holds; None if it writes nothing of the tensor.
 
         Also return the offset of `local` if other ranks hold the same part, else None. Raises UnsupportedStateError
-        with
-        the key if the position of the part cannot be proved.
+        with the key if the position of the part cannot be proved.
         """
         alike: Any = (tensor.shape, tensor.dtype)
         if local is not tensor:

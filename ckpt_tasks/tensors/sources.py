@@ -86,8 +86,7 @@ class Maker:
         """Make a tensor: on `device`, else on the device of the `live` tensor, else on the CPU.
 
         If `live` is a DTensor, or `model` is a DTensor of its shape, make a DTensor with the same placements. With
-        `now`
-        return a copy with its values, on the CPU.
+        `now` return a copy with its values, on the CPU.
         """
         if now:
             values = self.source.read(ref.key).clone()

@@ -2,8 +2,7 @@
 
 Strides. A checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
 (transposed, channels_last) gets its old strides, and an expanded one is expanded again; a slice becomes dense. A
-restore
-into an existing tensor keeps that tensor's strides.
+restore into an existing tensor keeps that tensor's strides.
 """
 
 from __future__ import annotations

@@ -252,8 +252,7 @@ def unpack(tree: Any, make: Make, live: Any = None) -> Any:
     """Turn a tree into the value.
 
     `make(ref, live)` returns the tensor or array for a ref; `live` is the value that it replaces in the argument
-    `live`,
-    which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
+    `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
     """
     kind = type(tree)
     if kind in SCALARS:
