@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, ledger, loop, many, ranks, reuse, save_restore, scale, stall
+from benchmarks import cadence, dcp, ledger, loop, many, ranks, reuse, save_restore, scale, stall
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -31,6 +31,7 @@ _TABLES = {
     "many": many,
     "ledger": ledger,
     "ranks": ranks,
+    "dcp": dcp,
     "scale": scale,
 }
 _NAMES = [*_TABLES, "cadence", "prefect"]

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckpt_tasks.dcp.holding import Restored, config_of, held_run, restored, store_of
 from ckpt_tasks.dcp.naming import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.dcp.shards import Portion, write_portions
+from ckpt_tasks.dcp.staging import Staged, stage
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.tree import TensorRef
@@ -56,7 +58,7 @@ class _Written:
     values: Mapping[str, Any]
 
 
-class CkptWriter(StorageWriter):
+class CkptWriter(StorageWriter, AsyncStager):
     """Write a DCP state as a checkpoint of a run, committed and verified as every other one.
 
     `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. Without a `step` it is the
@@ -64,19 +66,33 @@ class CkptWriter(StorageWriter):
     first save to its end. Errors reach the caller inside DCP's CheckpointException, as its writers' do.
     """
 
+    _synchronize_after_execute = False  # `stage` returns when the copy is made
+
     def __init__(self, run: str | os.PathLike[str] | Location | CheckpointConfig, *, step: int | None = None):
-        super().__init__()
+        StorageWriter.__init__(self)
         self._config = config_of(run)
         self._step = step
         self._given = step
         self._saving: Saving | None = None
         self._naming: Naming | None = None
         self._restored: Restored | None = None
+        self._staged: Staged | None = None
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the state for dcp.async_save, while training waits."""
+        copied, self._staged = stage(state_dict)
+        return copied
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` returns when the copy is made."""
+
+    def close(self) -> None:
+        """Do nothing: the memory is kept for the next save."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Take along what this process has restored: with DCP's PROCESS executor another one saves."""
         url = store_of(self._config).url
-        return {**vars(self), "_restored": restored.pop(url, self._restored)}
+        return {**vars(self), "_restored": restored.pop(url, self._restored), "_staged": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -154,6 +170,9 @@ class CkptWriter(StorageWriter):
             total_bytes=order.total_bytes,
             total_items=order.total_items,
         )
+        if self._staged is not None:
+            self._staged.free()
+            self._staged = None
         results = [WriteResult(item.index, _chunk_bytes(item), None) for item in plan.items]
         written = _Written(part, values)
         done: Future[list[WriteResult]] = Future()

@@ -55,7 +55,7 @@ def placed(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     if type(cuts[0]) is not _StridedShard:
         return distribute_tensor(tensor, here, cuts, src_data_rank=None)
     dim = cuts[1].dim  # first tensor parallelism over the second dimension, then FSDP over the first
-    inner, outer = here.get_coordinate()[1], here.get_coordinate()[0]
+    outer, inner = here.get_local_rank(0), here.get_local_rank(1)
     local = tensor.chunk(2, dim)[inner].chunk(2, dim)[outer].contiguous()
     return DTensor.from_local(local, here, cuts, run_check=False, shape=tensor.shape, stride=tensor.stride())
 

@@ -1,0 +1,89 @@
+"""The copy of a state for dcp.async_save, in memory that is kept: touching new memory costs several times a copy.
+
+Invariant: memory is filled again only after `write_data` of this process has written what it held. So a save that
+another process makes (DCP's PROCESS executor shares the memory with it) keeps its memory for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_tasks.process.processes import Process
+from ckpt_tasks.system import system
+from ckpt_tasks.tensors.placements import is_sharded, like, local_of
+from ckpt_tasks.tensors.tensors import copy_all
+
+__all__ = ["Staged", "stage"]
+
+_Memory = list[torch.Tensor]
+
+
+class Staged:
+    """The memory of one copy; `free` gives it to the next one."""
+
+    def __init__(self, memory: _Memory):
+        self.memory = memory
+        self._process = Process()
+
+    def free(self) -> None:
+        """Let the next copy of this process be made here."""
+        if self._process.is_here:
+            with _lock:
+                _free[:] = [self.memory]
+
+
+_free: list[_Memory] = []
+_lock = system().lock()
+
+
+def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
+    """Copy a state to the CPU: every tensor in it, also in dicts, lists and tuples, and arrays. Return when it is done.
+
+    Other values are DCP's to copy or not, as its own writer leaves them.
+    """
+    with _lock:
+        old, _free[:] = (_free[0] if _free else []), []
+    copies = _Copies(old)
+    made = copies.of(state)
+    copy_all(copies.pairs)
+    if copies.waits:
+        torch.accelerator.synchronize()
+    return made, Staged(copies.memory)
+
+
+class _Copies:
+    """Make the tensors of a copy; `old` is the memory of the last one, in the order of its tensors."""
+
+    def __init__(self, old: _Memory):
+        self._old = old
+        self.memory: _Memory = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.waits = False
+
+    def of(self, value: Any) -> Any:
+        """Return a copy of a value, whose tensors have no values yet."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, Mapping):
+            return {name: self.of(item) for name, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self.of, value))
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
+            return copy.deepcopy(tensor)  # a ShardedTensor, for example
+        source = local_of(tensor).detach()
+        at = len(self.memory)
+        into = self._old[at] if at < len(self._old) else None
+        if into is None or into.shape != source.shape or into.dtype != source.dtype:
+            into = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self.memory.append(into)
+        self.pairs.append((into, source))
+        self.waits |= not source.is_cpu
+        return like(into, tensor) if is_sharded(tensor) else into
