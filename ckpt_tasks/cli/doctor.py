@@ -17,7 +17,7 @@ from ckpt_tasks.report.words import size, span
 
 if TYPE_CHECKING:
     from ckpt_tasks.doctor.checks import Check
-    from ckpt_tasks.doctor.findings import Findings, Verdict
+    from ckpt_tasks.doctor.findings import Findings, StoreVerdict
 
 __all__ = ["doctor", "doctor_store"]
 
@@ -168,7 +168,7 @@ _ESTIMATES = (
 )
 
 
-def _parts(findings: Findings, verdict: Verdict, estimates: Any) -> Iterator[Any]:
+def _parts(findings: Findings, verdict: StoreVerdict, estimates: Any) -> Iterator[Any]:
     abilities, latencies = dict(findings.abilities), dict(findings.latencies)
     disk = findings.disk
     if disk is not None:

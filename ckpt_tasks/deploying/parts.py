@@ -18,14 +18,14 @@ from pathlib import Path
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.system import boot_id, process_start
 
-__all__ = ["FlowRunProcess", "Process", "Site", "end_all", "read_site", "site_processes", "write_site"]
+__all__ = ["FlowRunProcess", "Site", "SiteProcess", "end_all", "read_site", "site_processes", "write_site"]
 
 _LOOK_S = 0.2
 _RUN = b"PREFECT__FLOW_RUN_ID="
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class SiteProcess:
     """A process that was started here; `boot` and `start` distinguish it from others with the same id."""
 
     pid: int
@@ -33,7 +33,7 @@ class Process:
     boot: str
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of(cls, pid: int) -> SiteProcess:
         """Describe a process that runs now."""
         return cls(pid=pid, start=process_start(pid) or "", boot=boot_id())
 
@@ -54,7 +54,7 @@ class Site:
     """A site: its API, the processes that were started here by name of the part, and the file of its password."""
 
     url: str
-    started: Mapping[str, Process] = field(default_factory=dict)
+    started: Mapping[str, SiteProcess] = field(default_factory=dict)
     # Empty: the site has no password, or that of the user's own settings.
     password_file: str = ""
 
@@ -63,7 +63,7 @@ def read_site(path: Path) -> Site | None:
     """Return the site in a file; None without the file; raise SiteError if it cannot be read."""
     try:
         said = json.loads(path.read_text("utf-8"))
-        started = {name: Process(**one) for name, one in said["started"].items()}
+        started = {name: SiteProcess(**one) for name, one in said["started"].items()}
         return Site(url=said["url"], started=started, password_file=said.get("password_file", ""))
     except FileNotFoundError:
         return None
@@ -83,11 +83,11 @@ class FlowRunProcess:
     """A flow run's topmost process, and `trains`, which ends properly at SIGTERM; both may be the same process."""
 
     flow_run_id: str
-    top: Process
-    trains: Process
+    top: SiteProcess
+    trains: SiteProcess
 
 
-def site_processes(mark: str) -> tuple[list[Process], list[FlowRunProcess]]:
+def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
     """Return the workers of a site, and the processes of its flow runs, by `mark` in their environment.
 
     Processes inherit a worker's environment, so a flow run is found even if its worker was killed.
@@ -101,9 +101,9 @@ def site_processes(mark: str) -> tuple[list[Process], list[FlowRunProcess]]:
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
                 ids |= {int(place.name): item[len(_RUN) :].decode() for item in environment if item.startswith(_RUN)}
     tops = [pid for pid in ids if parents[pid] not in ids]
-    workers = [Process.of(pid) for pid in parents if pid not in ids]
+    workers = [SiteProcess.of(pid) for pid in parents if pid not in ids]
     return workers, [
-        FlowRunProcess(flow_run_id=ids[top], top=Process.of(top), trains=Process.of(_trainer(top, parents)))
+        FlowRunProcess(flow_run_id=ids[top], top=SiteProcess.of(top), trains=SiteProcess.of(_trainer(top, parents)))
         for top in tops
     ]
 
@@ -116,7 +116,7 @@ def _trainer(top: int, parents: Mapping[int, int]) -> int:
     return top
 
 
-def end_all(processes: Iterable[Process], patience_s: float, *, tell: Iterable[Process] | None = None) -> None:
+def end_all(processes: Iterable[SiteProcess], patience_s: float, *, tell: Iterable[SiteProcess] | None = None) -> None:
     """Send SIGTERM to all, or only to those in `tell`, wait at most `patience_s` seconds, then kill the rest."""
     waited_for = [process for process in processes if process.lives]
     for process in waited_for if tell is None else tell:

@@ -25,7 +25,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 
 from ckpt_tasks.deploying.automations import apply, build_automations
-from ckpt_tasks.deploying.parts import Process, Site, end_all, read_site, site_processes, write_site
+from ckpt_tasks.deploying.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
 from ckpt_tasks.deploying.server import (
     answers,
     api_url,
@@ -205,7 +205,7 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
         site = replace(site, password_file=str(make_password(home)))
     pid = start_server(host, port, password=_password(site))
     assert pid is not None  # Nothing answered a moment ago, and we hold the site.
-    site = replace(site, started={**site.started, "server": Process.of(pid)})
+    site = replace(site, started={**site.started, "server": SiteProcess.of(pid)})
     return site, SitePart(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
 
 
@@ -245,7 +245,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
     environment = {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
     worker, begin = start_apart(command, log_path, environment)
-    site = replace(site, started={**site.started, "worker": Process.of(worker.pid)})
+    site = replace(site, started={**site.started, "worker": SiteProcess.of(worker.pid)})
     write_site(path, site)  # Before waiting for it: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
     while _sign_of_life(client, name) == before:
@@ -263,7 +263,7 @@ def _keeper(site: Site, home: Path, path: Path) -> SitePart:
     if (process := site.started.get("keeper")) is not None and process.lives:
         return SitePart(name="keeper", status="as it was", about=about)
     keeper, _ = start_apart([sys.executable, "-m", "ckpt_tasks.deploying.keeper", str(path)], log_path, os.environ)
-    write_site(path, replace(site, started={**site.started, "keeper": Process.of(keeper.pid)}))
+    write_site(path, replace(site, started={**site.started, "keeper": SiteProcess.of(keeper.pid)}))
     return SitePart(name="keeper", status="started", about=about)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["EXCLUSIVE", "Ability", "Disk", "Findings", "Latency", "Verdict", "judge", "summarize"]
+__all__ = ["EXCLUSIVE", "Ability", "Disk", "Findings", "Latency", "StoreVerdict", "judge", "summarize"]
 
 EXCLUSIVE = "put if absent"
 # Checkpoints need all of these abilities; the value is the message if one is missing.
@@ -77,26 +77,26 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StoreVerdict:
     """The answer: whether the store is fit for checkpoints, and why, in words."""
 
     fit: bool
     words: str
 
 
-def judge(findings: Findings) -> Verdict:
+def judge(findings: Findings) -> StoreVerdict:
     """Judge whether a store is fit for checkpoints; a test that was not run is not a fault."""
     abilities = findings.abilities
     for name, matter in _NEEDED.items():
         ability = abilities.get(name, Ability(None))
         if ability.works is False:
-            return Verdict(False, f"not fit: {matter}" + (f" ({ability.seen})" if ability.seen else ""))
+            return StoreVerdict(False, f"not fit: {matter}" + (f" ({ability.seen})" if ability.seen else ""))
     exclusive = abilities.get(EXCLUSIVE, Ability(None, "put if absent was not tried"))
     if exclusive.works:
-        return Verdict(True, "fit for checkpoints")
+        return StoreVerdict(True, "fit for checkpoints")
     if findings.endpoint is None:  # A local directory has no other way to commit.
-        return Verdict(False, f"not fit: of two writers of one name none loses ({exclusive.seen})")
-    return Verdict(False, f"only with single_writer=True: {exclusive.seen}")
+        return StoreVerdict(False, f"not fit: of two writers of one name none loses ({exclusive.seen})")
+    return StoreVerdict(False, f"only with single_writer=True: {exclusive.seen}")
 
 
 def summarize(samples_s: Sequence[float], failed: int = 0) -> Latency:

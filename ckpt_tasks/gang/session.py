@@ -131,7 +131,7 @@ class GangSession:
         return []
 
     def head(self) -> Head:
-        """Return the newest ledger entry, with the state of the run after it."""
+        """Return the head of the ledger of the run that the gang trains."""
         return self._opened().head()
 
     def listen(self, listener: Listener) -> None:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
-from ckpt_tasks.integrations.huggingface_state import Later, Progress, samplers_of
+from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.tensors.streams import current_streams, set_streams
@@ -60,7 +60,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self.ckpt = Checkpointer(config_of(checkpoint))
         self._own_state = state
         self._ckpt_state: dict[str, Any] = {}
-        self._progress = Progress(self)
+        self._progress = TrainerProgress(self)
         self._resumed = False
         self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint.
         self._streams: Any = None  # A restore sets it, the first step clears it.

@@ -22,7 +22,7 @@ from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.objects.started import Started, outline_of
 from ckpt_tasks.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
 
-__all__ = ["Later", "Progress", "samplers_of"]
+__all__ = ["Later", "TrainerProgress", "samplers_of"]
 
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (
@@ -70,7 +70,7 @@ class Later:
             self._given = None
 
 
-class Progress(Started):
+class TrainerProgress(Started):
     """Trainer's own counters and sums, the states of its callbacks, and the position in the data."""
 
     effects: ClassVar[Mapping[str, str]] = {

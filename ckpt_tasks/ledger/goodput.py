@@ -30,7 +30,7 @@ from statistics import median
 
 from ckpt_tasks.ledger.timeline import Moment
 
-__all__ = ["SHARES", "Course", "Placed", "Span", "follow"]
+__all__ = ["SHARES", "Course", "Placed", "TimeSpan", "follow"]
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
 _OWNERS = ("taken", "lost")
@@ -46,7 +46,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """A stretch of wall time, and the share that it counts for: one of SHARES."""
 
     kind: str
@@ -62,7 +62,7 @@ class Course:
     """
 
     placed: tuple[Placed, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
     line: frozenset[int]
     wall_s: float
 
@@ -102,7 +102,7 @@ def follow(moments: Iterable[Moment]) -> Course:
     usual_s = _usual_step_s(known)
     steps = {moment.identity: moment.step or 0 for moment in known if moment.identity is not None}
     placed: list[Placed] = []
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     before, now_s, elapsed_s, last_step = None, 0.0, 0.0, 0
     for moment in known:
         if moment.kind not in _CLOCK:
@@ -157,13 +157,13 @@ def _cut(
     return {rest: rest_s, "useful" if in_line else "lost": trained_s, "saving": saving_s}
 
 
-def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[Span]:
+def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[TimeSpan]:
     """Yield the pieces as consecutive spans; the last one ends exactly at the end of the gap."""
     last, end_s = list(pieces)[-1], begin_s + gap_s
     for kind, length_s in pieces.items():
         until_s = end_s if kind == last else min(end_s, begin_s + length_s)
         if until_s > begin_s:
-            yield Span(kind, begin_s, until_s)
+            yield TimeSpan(kind, begin_s, until_s)
         begin_s = until_s
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.tensors.sources import Maker
 from ckpt_tasks.tensors.streams import generator_type, process_streams, scratch_generator, set_stream, stream_state
 from ckpt_tasks.tensors.tensors import TensorSet
@@ -39,7 +39,7 @@ def _tree(generator: Any, state: Any, path: str, tensors: TensorSet) -> dict[str
 class GeneratorPart:
     """Restore one generator."""
 
-    guard: Rollback | None = None
+    guard: Guard | None = None
 
     def __init__(self, generator: Any, path: str, tree: Any):
         self._generator = generator
@@ -71,7 +71,7 @@ class GeneratorPart:
 class StreamsPart:
     """Restore the process's streams. A stored stream without its device is an error; one not stored stays as it is."""
 
-    guard: Rollback | None = None
+    guard: Guard | None = None
 
     def __init__(self, tree: Any):
         if type(tree) is not dict or not {"python", "numpy", "torch"} <= tree.keys():

@@ -22,7 +22,7 @@ from ckpt_tasks.objects.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.objects.stateful import StatefulPart
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.streams import GENERATORS
-from ckpt_tasks.tensors.tensors import Rule, TensorSet
+from ckpt_tasks.tensors.tensors import RankRule, TensorSet
 from ckpt_tasks.tensors.values import has_state, pack
 
 __all__ = ["KINDS", "GroupKind", "Scope", "kind_of", "may_draw"]
@@ -56,7 +56,7 @@ class GroupKind(NamedTuple):
     has: Callable[[Any], bool]
     capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
     part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
-    rule: Rule
+    rule: RankRule
     draws: Callable[[Any], bool] = lambda value: False
     resizes: bool = False
 
@@ -88,7 +88,7 @@ KINDS = {
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
-        Rule.REPLICATED,  # The rule for its parameters; capture_module sees to buffers.
+        RankRule.REPLICATED,  # The rule for its parameters; capture_module sees to buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(
@@ -97,34 +97,34 @@ KINDS = {
         lambda v, name, tree, at, copies, kept: OptimizerPart(
             v, name, tree, at.names, copies, modules=at.modules, kept=kept
         ),
-        Rule.REPLICATED,
+        RankRule.REPLICATED,
         draws=lambda v: not is_ordinary(v),
     ),
     "stateful": GroupKind(
         lambda v: has_state(v) and not isinstance(v, GENERATORS),
         lambda v, name, at, to, draws: pack(v.state_dict(), name, to),
         lambda v, name, tree, at, copies, kept: StatefulPart(v, name, tree),
-        Rule.ONE,
+        RankRule.ONE,
         draws=_is_foreign,
     ),
     "generator": GroupKind(
         lambda v: isinstance(v, GENERATORS),
         lambda v, name, at, to, draws: capture_generator(v, name, to),
         lambda v, name, tree, at, copies, kept: GeneratorPart(v, name, tree),
-        Rule.BY_RANK,
+        RankRule.BY_RANK,
         resizes=True,
     ),
     RNG: GroupKind(
         lambda v: False,
         lambda streams, name, at, to, draws: capture_streams(streams, to),
         lambda v, name, tree, at, copies, kept: StreamsPart(tree),
-        Rule.BY_RANK,
+        RankRule.BY_RANK,
         resizes=True,
     ),
     "plain": GroupKind(
         lambda v: True,
         _capture_plain,
         lambda v, name, tree, at, copies, kept: PlainPart(at.state, name, tree, copies, can_assign=at.can_assign(name)),
-        Rule.ONE,
+        RankRule.ONE,
     ),
 }

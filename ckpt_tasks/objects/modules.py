@@ -21,10 +21,10 @@ from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.names import EXTRA, bare_name, module_state, tied_names, unwrapped
-from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.sources import Maker
-from ckpt_tasks.tensors.tensors import DTYPES, Rule, TensorSet, difference, identity, refuse
+from ckpt_tasks.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
 from ckpt_tasks.tensors.values import pack, unpack
 
 __all__ = ["Gradients", "ModulePart", "capture_module", "takes_part"]
@@ -63,7 +63,7 @@ def capture_module(
         if is_tensor and (not tensors.many or key in parameters):
             tree[name] = tensors.add(value, key, exact=False)
             continue
-        with tensors.by(Rule.BUFFER if is_tensor and name in buffers else Rule.ONE):
+        with tensors.by(RankRule.BUFFER if is_tensor and name in buffers else RankRule.ONE):
             tree[name] = tensors.add(value, key, exact=False) if is_tensor else pack(value, key, tensors)
     return tree
 
@@ -89,7 +89,7 @@ class ModulePart:
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
         taking_part = any(takes_part(module) for module in self._module.modules())
-        self.guard = Rollback(self._module, group, self._module.state_dict()) if taking_part else None
+        self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
         """Compare names, shapes, dtypes and ties."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.objects.replaced import replaced_options
 from ckpt_tasks.objects.switches import are_switches, begun_flags, restore_modes, switched_modes
 from ckpt_tasks.tensors.copies import Copies
@@ -114,7 +114,7 @@ class OptimizerPart:
         self._state: dict[Any, Any] = {}
         self._options: list[dict[str, Any]] = []
         self._value: dict[str, Any] = {}
-        self.guard = None if is_ordinary(optimizer) else Rollback(optimizer, group, optimizer.state_dict())
+        self.guard = None if is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
         """Compare parameters, their param groups, and the shapes of parameters outside the state's modules."""

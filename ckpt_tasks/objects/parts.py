@@ -13,7 +13,7 @@ from ckpt_tasks.tensors.sources import HeldTensors, Maker
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack, unpack
 
-__all__ = ["Captured", "GroupState", "RestorePart", "Rollback", "Saved"]
+__all__ = ["Captured", "GroupState", "Guard", "RestorePart", "Saved"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class RestorePart(Protocol):
     user's code has a `guard`, which undoes it if it raises.
     """
 
-    guard: Rollback | None
+    guard: Guard | None
 
     def compare(self, differences: Differences) -> None: ...
     def prepare(self, make: Maker) -> None: ...
     def write(self) -> None: ...
 
 
-class Rollback:
+class Guard:
     """Keep a copy of the state of an object whose load_state_dict may raise half-way."""
 
     def __init__(self, target: Any, group: str, state: Any):

@@ -28,7 +28,7 @@ import torch
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, NumpyScalar, TensorRef, Typed, children, words
 from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.kinds import KINDS
 from ckpt_tasks.tensors.sources import Maker, Stored
@@ -125,7 +125,7 @@ _Place = tuple[Any, ...]  # The group's name, then keys and indices.
 class PlainPart:
     """Restore one plain value of a state."""
 
-    guard: Rollback | None = None
+    guard: Guard | None = None
 
     def __init__(self, state: Mapping[str, Any], name: str, tree: Any, copies: Copies, *, can_assign: bool):
         self._state = state

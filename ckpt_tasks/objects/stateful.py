@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.parts import Rollback
+from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.objects.replaced import replaced_settings
 from ckpt_tasks.objects.started import Started, note_changes
 from ckpt_tasks.tensors.sources import Maker
@@ -28,7 +28,7 @@ class StatefulPart:
         self._tree = tree
         self._live = target.state_dict()
         self._value: Any = None
-        self.guard: Rollback | None = Rollback(target, name, self._live)
+        self.guard: Guard | None = Guard(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
         """Record a GradScaler that is on in one place and off in the other: it would ignore the state silently.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, ProgramError
 
-__all__ = ["CAUSES", "Difference", "Proof", "verify_resume"]
+__all__ = ["CAUSES", "FirstDifference", "Proof", "verify_resume"]
 
 _LEAST_STEPS = 6
 CAUSES = {
@@ -33,7 +33,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first step that differs, the names of its differing values, and the likely cause in words.
 
     `after_kills`: how often the training had been killed by then; 0 means that the resume is not the cause.
@@ -55,7 +55,7 @@ class Proof:
     steps: int
     killed_within: tuple[int, ...]
     values: int
-    difference: Difference | None
+    difference: FirstDifference | None
     outside: tuple[str, ...] = ()
 
     @property
@@ -95,7 +95,7 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
     difference = _difference(twin, killed)
     outside = [] if difference else _changed_outside(twin, killed)
     if objects := [name for name in outside if name.endswith(")")]:
-        difference = Difference(steps, tuple(objects), len(kills), CAUSES["later"])
+        difference = FirstDifference(steps, tuple(objects), len(kills), CAUSES["later"])
     return Proof(steps, tuple(kills), values, difference, tuple(outside))
 
 
@@ -130,18 +130,18 @@ def _where(logs: list[Path]) -> str:
     return step if resume is None else f"{step}, after the {resume} resume; without a break it did not"
 
 
-def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> Difference | None:
+def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> FirstDifference | None:
     expected = {line["step"]: line for line in twin[1:-1]}
     for kills, (begin, *lines) in enumerate(legs):
         for line in lines:
             if "step" in line and (what := _unequal(expected[line["step"]], line)):
                 cause = _cause(expected[line["step"]], line, what, begin, kills)
-                return Difference(line["step"], tuple(what), kills, cause)
+                return FirstDifference(line["step"], tuple(what), kills, cause)
     one, other = twin[-1]["evaluated"], legs[-1][-1]["evaluated"]
     if what := [f"evaluation {name}" for name in one or () if other is None or one[name] != other.get(name)]:
         *_, expected_last, _ = twin
         cause = _cause(expected_last, legs[-1][-2], what, legs[-1][0], len(legs) - 1)
-        return Difference(expected_last["step"], tuple(what), len(legs) - 1, cause)
+        return FirstDifference(expected_last["step"], tuple(what), len(legs) - 1, cause)
     return None
 
 

@@ -26,7 +26,7 @@ from ckpt_tasks.copying.compare import compare_checkpoints
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.ledger.curve import CurveStep
 from ckpt_tasks.ledger.timeline import Moment, read_timeline
-from ckpt_tasks.proving.proof import CAUSES, Difference, Proof
+from ckpt_tasks.proving.proof import CAUSES, FirstDifference, Proof
 from ckpt_tasks.reading.reading import Run, open_run
 
 __all__ = ["verify_script"]
@@ -180,12 +180,12 @@ def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proo
     values += sum(len(one.metrics) for one in expected.values())
     difference = _first(expected, resumed, kills)
     if difference is None and ends[0].step != ends[1].step:
-        difference = Difference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
+        difference = FirstDifference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
     places = [one.place for one in comparison.differences if not _MAY_DIFFER.match(one.place)]
     if difference is None and places:
         places.sort(key=lambda place: not place.startswith("rng/"))
         cause = CAUSES["streams" if places[0].startswith("rng/") else "hidden"]
-        difference = Difference(ends[0].step, tuple(places), len(kills), cause)
+        difference = FirstDifference(ends[0].step, tuple(places), len(kills), cause)
     return Proof(ends[0].step, tuple(step for step, _ in kills), values, difference)
 
 
@@ -195,7 +195,7 @@ def _steps(run: Run) -> dict[int, CurveStep]:
 
 def _first(
     expected: Mapping[int, CurveStep], resumed: Mapping[int, CurveStep], kills: Sequence[tuple[int, float]]
-) -> Difference | None:
+) -> FirstDifference | None:
     """Return the first step whose metrics differ; its `at_s` shows how many kills came before its training."""
     for step in sorted(expected.keys() & resumed.keys()):
         one, other = expected[step].metrics, resumed[step].metrics
@@ -203,5 +203,5 @@ def _first(
         if names:
             after = sum(killed_s < resumed[step].at_s for _, killed_s in kills)
             cause = CAUSES["hidden" if after else "kernel"]
-            return Difference(step, tuple(f"metric {name}" for name in names), after, cause)
+            return FirstDifference(step, tuple(f"metric {name}" for name in names), after, cause)
     return None

@@ -21,7 +21,7 @@ from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.ranks.exchange import ALONE, Together
 from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, verify_run
-from ckpt_tasks.reading.sharing import Share, share
+from ckpt_tasks.reading.sharing import ReadShare, share_reads
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import is_sharded
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
@@ -51,7 +51,7 @@ class DownloadedTensors:
             self._by_key.setdefault(row.full_key, []).append(row)
         self._memory = {name: _laid(rows) for name, rows in by_object(self._rows).items()}
         self._fetched: set[IndexRow] = set()  # Rows whose bytes are in that memory.
-        self._share: Share | None = None
+        self._share: ReadShare | None = None
         self._fills: list[_Pair] = []
 
     def like(self, key: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ class DownloadedTensors:
             boxes.setdefault(key, []).append(box_of(into, key))
         needed = [row for row in self._rows if row.full_key not in boxes or meets(row, boxes[row.full_key])]
         needed = [row for row in needed if row not in self._fetched]
-        self._share = share(self._together, needed, kept=True)
+        self._share = share_reads(self._together, needed, kept=True)
         self._get(needed if self._share is None else self._share.mine(needed))
         if self._together.size > 1:
             self._together()  # The other ranks of this host have read and verified their parts.

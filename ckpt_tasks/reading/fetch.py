@@ -27,7 +27,7 @@ from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.ranks.exchange import ALONE, Together
 from ckpt_tasks.reading.boxes import Piece, box_of, in_order, meets, pieces, within
 from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_run
-from ckpt_tasks.reading.sharing import share
+from ckpt_tasks.reading.sharing import share_reads
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
 from ckpt_tasks.tensors.memcpy import is_plain
@@ -81,7 +81,7 @@ class StoredTensors:
                 boxes.setdefault(key, []).append(box_of(into, key))
         rest = [row for key, rows in self._rows.items() if key not in filled for row in rows]
         rest = [row for row in rest if row.full_key not in boxes or meets(row, boxes[row.full_key])]
-        shared = share(self._together, rest, kept=False)
+        shared = share_reads(self._together, rest, kept=False)
         rest = rest if shared is None else shared.mine(rest)
         checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
         _run([*self._reads(fills), *checks])

@@ -29,7 +29,7 @@ from ckpt_tasks.reading.opening import READ_BYTES
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import host_name, system
 
-__all__ = ["Readers", "Share", "divide", "share"]
+__all__ = ["ReadShare", "Readers", "divide", "share_reads"]
 
 _PAGE = 4096
 
@@ -47,7 +47,7 @@ class Readers(NamedTuple):
     shift: int
 
 
-class Share(NamedTuple):
+class ReadShare(NamedTuple):
     """Which rank of this host reads which region, this rank's `place` among them, and the memory of each, if kept."""
 
     place: int
@@ -89,7 +89,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
     return readers, size_bytes
 
 
-def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share | None:
+def share_reads(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> ReadShare | None:
     """Agree with the other ranks of this host on who reads what; return None if this rank reads for itself.
 
     `kept`: the bytes stay in memory that all of them see. All ranks must call it.
@@ -115,7 +115,7 @@ def share(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> Share 
         return shared if len(here) > 1 and all(opened[rank] for rank in here) else None
 
 
-def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> Share | None:
+def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: int, *, kept: bool) -> ReadShare | None:
     """Read which regions each rank of the host wants, choose the readers, and map the shared memory.
 
     `words` has for each rank (token, process id, descriptor of its list, descriptor of its memory); this rank's are at
@@ -133,7 +133,7 @@ def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: 
                 os.ftruncate(fd, size_bytes)
             # A mapping takes no memory until bytes are read into it.
             memory.append(map_memory(size_bytes, fd))
-    return Share(place, readers, memory)
+    return ReadShare(place, readers, memory)
 
 
 def _nameless(files: ExitStack) -> int:

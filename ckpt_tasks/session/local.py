@@ -119,7 +119,7 @@ class StateSession:
         return self.ckpt.position
 
     def head(self) -> Head:
-        """Return the newest ledger entry, with the state of the run after it."""
+        """Return the head of the ledger of the run that this session trains."""
         return self.ckpt.run.head()
 
     def record_failure(self, **fields: Any) -> None:

@@ -71,7 +71,7 @@ class Session(Protocol):
         """The number of completed steps: as restored, or as last reported."""
 
     def head(self) -> Head:
-        """Return the newest ledger entry, with the state of the run after it."""
+        """Return the head of the ledger of the run that this session trains."""
 
     def restore(self) -> int:
         """Restore the newest good checkpoint and return its step; without one, save the live state as the first."""

@@ -24,7 +24,7 @@ from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
 from ckpt_tasks.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.tensors.streams import current_streams, preserved_rng
-from ckpt_tasks.tensors.tensors import Rule, TensorSet
+from ckpt_tasks.tensors.tensors import RankRule, TensorSet
 
 __all__ = ["capture"]
 
@@ -50,7 +50,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         kinds = {name: kind_of(value) for name, value in state.items()}
         for name in sorted(state, key=lambda name: _ORDER.index(kinds[name])):
             kind, value = KINDS[kinds[name]], state[name]
-            draws, rule = kind.draws(value), Rule.BY_RANK if name in own else kind.rule
+            draws, rule = kind.draws(value), RankRule.BY_RANK if name in own else kind.rule
             try:
                 with preserved_rng() if draws else nullcontext(), tensors.by(rule):
                     captured[name] = GroupState(kinds[name], kind.capture(value, name, scope, tensors, draws))
@@ -65,7 +65,9 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
             groups[RNG] = GroupState(RNG, KINDS[RNG].capture(streams, RNG, scope, tensors, False))
     for name, group in groups.items() if world.size > 1 else ():
         buffers = tuple(key.removeprefix(f"{name}/") for key in tensors.buffers if key.startswith(f"{name}/"))
-        groups[name] = replace(group, by_rank=name in own or KINDS[group.kind].rule is Rule.BY_RANK, buffers=buffers)
+        groups[name] = replace(
+            group, by_rank=name in own or KINDS[group.kind].rule is RankRule.BY_RANK, buffers=buffers
+        )
     still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
     frozen = frozenset(still.intersection(tensors.tensors))
     return Captured(groups, tensors.tensors, frozen, tensors.places, tensors.replicated, tensors.one_for_all)

@@ -20,7 +20,7 @@ from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of, may_draw
-from ckpt_tasks.objects.parts import RestorePart, Rollback, Saved
+from ckpt_tasks.objects.parts import Guard, RestorePart, Saved
 from ckpt_tasks.objects.plain import PlainPart
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
@@ -108,7 +108,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
         raise
 
 
-def _undo_all(guards: list[tuple[str, Rollback]]) -> list[str]:
+def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
     faults = []
     for name, guard in guards:
         try:

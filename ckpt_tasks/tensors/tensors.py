@@ -28,7 +28,7 @@ from ckpt_tasks.tensors.placements import ALONE, Shares, World, local_of, place_
 __all__ = [
     "DTYPES",
     "REAL_DTYPES",
-    "Rule",
+    "RankRule",
     "TensorSet",
     "allocate",
     "copy_all",
@@ -52,7 +52,7 @@ _RESERVED = "__metadata__"  # safetensors uses it in a header for other data.
 _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
-class Rule(Enum):
+class RankRule(Enum):
     """How the plain tensors of several ranks relate to each other (decision 0073)."""
 
     REPLICATED = "training keeps them alike: the ranks divide each one, and compare samples"
@@ -68,9 +68,9 @@ class TensorSet:
     only one is stored: the second refers to the first one's key.
 
     With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors what their
-    `Rule` says. `places` has, for each part, the shape of the whole tensor and the offset in it. `one_for_all` and
-    `replicated` are compared between ranks; `buffers` are the keys of Rule.BUFFER. Without a `world`, every tensor is
-    taken as it is.
+    `RankRule` says. `places` has, for each part, the shape of the whole tensor and the offset in it. `one_for_all` and
+    `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER. Without a `world`, every tensor
+    is taken as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:
@@ -82,7 +82,7 @@ class TensorSet:
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}
-        self._rule = Rule.REPLICATED
+        self._rule = RankRule.REPLICATED
         self._alone = world is not None and world.size == 1
         self._shares = Shares(world) if world is not None else None
 
@@ -92,10 +92,10 @@ class TensorSet:
         return self.world is not None and self.world.size > 1
 
     @contextmanager
-    def by(self, rule: Rule) -> Iterator[None]:
+    def by(self, rule: RankRule) -> Iterator[None]:
         """Apply this rule to tensors that the block adds; tensors of a part that is by rank keep their rule."""
         before = self._rule
-        if self.many and before is not Rule.BY_RANK:
+        if self.many and before is not RankRule.BY_RANK:
             self._rule = rule
         try:
             yield
@@ -110,7 +110,7 @@ class TensorSet:
         UnsupportedStateError with the key.
         """
         local = local_of(tensor)
-        if self._rule is Rule.BY_RANK and self.world is not None:
+        if self._rule is RankRule.BY_RANK and self.world is not None:
             if local is not tensor:
                 hint = "Leave it out of ByRank: each rank writes its own part of a DTensor anyway."
                 raise UnsupportedStateError("a DTensor of one rank alone cannot be stored", key=key, hint=hint)
@@ -146,7 +146,7 @@ class TensorSet:
         if self._shares is None or self.world is None or (self._alone and local is tensor):
             self.tensors[first] = tensor
             return first
-        if self._rule is not Rule.REPLICATED and self._is_undivided(tensor, local, first, self.world):
+        if self._rule is not RankRule.REPLICATED and self._is_undivided(tensor, local, first, self.world):
             return first
         share, begin = self._shares.of(tensor, local, first)
         held = local.detach() if local.requires_grad else local
@@ -161,12 +161,12 @@ class TensorSet:
     def _is_undivided(self, tensor: torch.Tensor, local: torch.Tensor, key: str, world: World) -> bool:
         """Add a tensor that the ranks do not divide among themselves; return False if they do."""
         whole, held = local is tensor, local.detach() if local.requires_grad else local
-        if self._rule is Rule.BY_RANK:
+        if self._rule is RankRule.BY_RANK:
             self.tensors[key] = held
-        elif self._rule is Rule.BUFFER and place_of(tensor, key, world).replicas == world.size:
+        elif self._rule is RankRule.BUFFER and place_of(tensor, key, world).replicas == world.size:
             self.tensors[key_of_rank(key, world.rank) if world.rank else key] = held
             self.buffers.append(key)
-        elif self._rule is Rule.ONE and whole:
+        elif self._rule is RankRule.ONE and whole:
             self.one_for_all[key] = tensor
             if world.rank == 0:
                 self.tensors[key] = tensor

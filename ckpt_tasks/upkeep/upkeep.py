@@ -107,7 +107,7 @@ def _each(store: Store, faults_of: Callable[[_T], list[str]], items: Iterable[_T
 
 
 def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[], None]) -> list[str]:
-    """Read and digest runs, several at a time from a remote store; stop reading an object at its first error."""
+    """Read and digest regions, several reads at a time from a server; stop reading an object at its first error."""
     buffers, given_up = system().local(), set[str]()
 
     def faults_of(run: list[IndexRow]) -> list[str]:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from ckpt_tasks.deploying.parts import Process, Site, end_all, read_site, site_processes, write_site
+from ckpt_tasks.deploying.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
 from ckpt_tasks.errors import SiteError
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ def deaf() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_process_of_another_boot_or_start_is_not_taken_for_ours() -> None:
     """A number that another process has now, or had before a reboot, is no life, and is sent no signal."""
-    me = Process.of(os.getpid())
+    me = SiteProcess.of(os.getpid())
     assert me.lives
     for change in ({"boot": "another"}, {"start": "1"}, {"pid": 2**22 + 1}, {"start": ""}):
         other = replace(me, **change)
@@ -45,7 +45,7 @@ def test_a_process_of_another_boot_or_start_is_not_taken_for_ours() -> None:
 
 def test_the_end_waits_and_then_insists(deaf: subprocess.Popen[bytes]) -> None:
     """What does not end at SIGTERM is killed after its time; what is gone already is no trouble."""
-    process = Process.of(deaf.pid)
+    process = SiteProcess.of(deaf.pid)
     end_all([process, replace(process, boot="another")], patience_s=0.3)
     assert deaf.wait(60) == -signal.SIGKILL
     assert not process.lives
@@ -94,7 +94,7 @@ def test_the_file_says_what_was_started(tmp_path: Path) -> None:
     """What is written is read again; without a file there is nothing, and one that is broken is an error."""
     path = tmp_path / "ckpt-up.json"
     assert read_site(path) is None
-    site = Site(url="http://127.0.0.1:1/api", started={"server": Process.of(os.getpid())})
+    site = Site(url="http://127.0.0.1:1/api", started={"server": SiteProcess.of(os.getpid())})
     write_site(path, site)
     assert read_site(path) == site
     assert [*tmp_path.iterdir()] == [path]

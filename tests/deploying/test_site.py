@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.deploying.parts import Process, read_site
+from ckpt_tasks.deploying.parts import SiteProcess, read_site
 from ckpt_tasks.deploying.server import answers, make_password, read_password
 from ckpt_tasks.errors import CheckpointNotFoundError, SiteError
 from tests.servers.process import free_port
@@ -76,7 +76,7 @@ class Shell:
     def down(self) -> dict[str, str]:
         return {part["name"]: part["status"] for part in json.loads(self("ckpt", "down", "--json"))["parts"]}
 
-    def part(self, name: str) -> Process:
+    def part(self, name: str) -> SiteProcess:
         site = read_site(self.home / "ckpt-up.json")
         assert site is not None
         return site.started[name]
@@ -86,7 +86,7 @@ class Shell:
         os.kill(part.pid, signal.SIGKILL)
         until(lambda: not part.lives, PATIENCE_S)
 
-    def is_another(self, name: str, before: Process) -> bool:
+    def is_another(self, name: str, before: SiteProcess) -> bool:
         return self.part(name) != before and self.part(name).lives
 
     def step(self) -> int:

@@ -21,7 +21,7 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.process.processes import close_descriptor, open_nameless
 from ckpt_tasks.ranks.exchange import StoreExchange, Together
-from ckpt_tasks.reading.sharing import share
+from ckpt_tasks.reading.sharing import share_reads
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import host_name
 
@@ -93,7 +93,7 @@ def test_a_stranger_names_no_file(tmp_path: Path, listed: Any, memory: Any) -> N
             together(b"1", lambda words: b"[" + b",".join(words) + b"]")
 
         with a_gang_with(stranger, rank=1) as exchange:
-            assert share(Together(exchange, "share", 30), rows, kept=True) is None
+            assert share_reads(Together(exchange, "share", 30), rows, kept=True) is None
         for name in ("list", "memory"):
             close_descriptor(numbers[name])
     assert file.read_bytes() == b"precious" * 1000
