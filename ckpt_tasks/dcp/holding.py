@@ -1,4 +1,5 @@
-"""The runs that this process holds for DCP's saves, and what it has restored: writers and readers come and go.
+"""The runs that this process holds for DCP's saves, and the checkpoints that it has restored: these outlive the
+writers.
 
 Invariants
 
@@ -37,19 +38,19 @@ _END_S = 5.0
 
 
 class Restored(NamedTuple):
-    """What a process has loaded of a run: the checkpoint, and the newest entry that has committed one."""
+    """A checkpoint of a run that this process has loaded, and the newest ledger entry that has committed one."""
 
     checkpoint: Checkpoint
     known_n: int
 
 
-restored: dict[str, Restored] = {}  # by run, until a save goes on from it
+restored: dict[str, Restored] = {}  # By run; removed when a save continues from the checkpoint.
 _held: dict[str, HeldRun] = {}
 _lock = system().lock()
 
 
 def config_of(run: str | os.PathLike[str] | Location | CheckpointConfig) -> CheckpointConfig:
-    """Return the configuration of a run; one that is named by its place has the default one."""
+    """Return the configuration of a run; a directory, URL or Location alone gets the default one."""
     return run if isinstance(run, CheckpointConfig) else CheckpointConfig(checkpoint_dir=run)
 
 
@@ -59,7 +60,7 @@ def store_of(config: CheckpointConfig) -> Store:
 
 
 def held_run(config: CheckpointConfig) -> HeldRun:
-    """Return the run that this process holds, or will hold from its first save on."""
+    """Return the run that this process holds, or will hold after its first save."""
     url = store_of(config).url
     with _lock:
         held = _held.get(url)
@@ -86,17 +87,18 @@ class HeldRun:
 
     @property
     def url(self) -> str:
-        """Where the run is."""
+        """The run's URL."""
         return self._history.store.url
 
     def configure(self, config: CheckpointConfig) -> None:
-        """Take another configuration of the same run: from now on its retention counts."""
+        """Use another configuration of the same run: from now on its retention counts."""
         self._config, self._pruner.policy = config, config.retention_policy
 
     def begin(self, step: int, world_size: int, newer: Restored | None) -> Saving:
-        """Take the run if need be, and name a new attempt; `newer` is what was restored since the last save.
+        """Take the run if this process does not hold it, and name a new attempt.
 
-        Raises what a Checkpointer's first save does: OwnedError, FencedError, ConfigError, StoreError.
+        `newer` is the checkpoint that was restored since the last save. Raises the errors of a Checkpointer's first
+        save: OwnedError, FencedError, ConfigError, StoreError.
         """
         self._started_s = system().monotonic()
         if newer is not None:
@@ -115,7 +117,7 @@ class HeldRun:
         return replace(saving, world_size=world_size)
 
     def commit(self, saving: Saving, parts: list[RankPart]) -> Checkpoint:
-        """Commit the parts of all ranks; nothing is committed if it raises."""
+        """Commit the parts of all ranks; if it raises, nothing is committed."""
         tenure, admitted = self._tenure, self._admitted
         if tenure is None or tenure.committer is None or admitted is None or self._unfinished != saving.attempt:
             raise ConfigError("this save has not begun here", hint="Use one writer for one save.")
@@ -132,7 +134,7 @@ class HeldRun:
         return new
 
     def abandon(self) -> None:
-        """Delete what a save has left that did not come to its commit; raise FencedError if the run is lost."""
+        """Delete the objects of a save that did not reach its commit; raise FencedError if the run is lost."""
         attempt, self._unfinished = self._unfinished, None
         if attempt is not None and self._tenure is not None and self._tenure.committer is not None:
             self._tenure.committer.abandon(attempt)

@@ -1,9 +1,9 @@
-"""The names of a DCP state: DCP's flat names, and the groups and trees of a checkpoint that they become.
+"""The names of a DCP state: DCP's flat names, and the groups and trees that they become in a checkpoint.
 
-DCP flattens a state: a value's name is its path, joined by dots. Here the first part of a path is a group, as it is
-for a Checkpointer, and the rest is the place in the group's tree. What has no group of its own (the tensors of a model
-whose state_dict is the whole state) is in the *root* group, whose name is not part of DCP's names. Where names and
-paths cannot be told from the groups again, by DCP's own flattening, a group `dcp` holds both as they are.
+DCP flattens a state: a value's name is its path, joined by dots. Here the first part of a path is a group, as for a
+Checkpointer, and the rest is the path in the group's tree. Values without a group of their own (the tensors of a model
+whose state_dict is the whole state) are in the *root* group, whose name is not part of DCP's names. If DCP's own
+flattening of the groups would not give the same names and paths again, a group `dcp` holds both unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["NO_ROOT", "ROOT", "Naming", "flat_state", "groups_of", "name_all"]
 
 ROOT = "dcp_root"  # in the environment of a manifest: the root group, or
 NO_ROOT = "-"
-_EXACT = "dcp"  # the group that holds names and paths as they are
+_EXACT = "dcp"  # The group that holds names and paths unchanged.
 _EXTRA = "_extra_state"
 
 Path = tuple[str | int, ...]
@@ -34,9 +34,9 @@ Values = Mapping[str, Any]
 
 
 class Naming(NamedTuple):
-    """The places of a state's values: the root group, and for each of DCP's names its group and its path in it.
+    """Where a state's values go: the root group, and for each of DCP's names its group and its path in the group.
 
-    `exact`: the group `dcp` holds names and `paths`, which are None where DCP's planner has none.
+    `exact`: the group `dcp` holds names and `paths`; these are None if DCP's planner has none.
     """
 
     root: str
@@ -47,7 +47,7 @@ class Naming(NamedTuple):
 
 
 def name_all(tensors: Mapping[str, bool], paths: Paths | None) -> Naming:
-    """Choose the groups of a state: `tensors` says of each of DCP's names whether it is a tensor."""
+    """Choose the groups of a state; `tensors` maps each of DCP's names to True if it is a tensor."""
     known = paths is not None or all(tensors.values())
     full = {name: tuple((paths or {}).get(name, (name,))) for name in tensors}
     tops = {path[0] for name, path in full.items() if len(path) > 1 or not tensors[name]}
@@ -65,7 +65,7 @@ def name_all(tensors: Mapping[str, bool], paths: Paths | None) -> Naming:
 
 
 def _derived(naming: Naming, tensors: Mapping[str, bool]) -> Paths | None:
-    """Return the names and paths that `flat_state` will tell; None if it cannot."""
+    """Return the names and paths that `flat_state` will return; None if it cannot."""
     leaf = torch.empty(0)
     try:
         trees = _trees(naming, {name: leaf if is_tensor else 0 for name, is_tensor in tensors.items()})
@@ -115,7 +115,7 @@ def _trees(naming: Naming, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_module(tree: Any) -> bool:
-    """Say whether a tree is that of a module's state_dict: tensors by name, and what get_extra_state returned."""
+    """Return True if a tree is that of a module's state_dict: tensors by name, and results of get_extra_state."""
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
         return False
     others = [name for name, value in tree.items() if type(value) is not TensorRef]
@@ -126,9 +126,9 @@ def _is_module(tree: Any) -> bool:
 
 
 def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the tree of an optimizer whose parameters have the names of one module, as torch's get_state_dict gives.
+    """Return the tree of an optimizer whose parameters have the names of one module, as in torch's get_state_dict.
 
-    None for anything else: numbers would have to be guessed.
+    Returns None for any other tree: its numbers would have to be guessed.
     """
     if not isinstance(tree, dict) or set(tree) != {"state", "param_groups"} or not isinstance(tree["state"], dict):
         return None
@@ -180,10 +180,10 @@ def _unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_state(groups: Mapping[str, Saved], root: str | None, group: str | None = None) -> tuple[Values, Paths | None]:
-    """Return the values of a checkpoint by DCP's names, as packed trees and TensorRefs, and DCP's paths of them.
+    """Return a checkpoint's values by DCP's names, as packed trees and TensorRefs; and DCP's paths of them.
 
-    `root` is what the manifest says of the root group; None of a checkpoint that DCP did not write. With `group` only
-    that group's values are told, without its name. Random streams and generators have no place in a DCP state. Raises
+    `root` is the root group that the manifest names; None if DCP did not write the checkpoint. With `group`, returns
+    only that group's values, without its name. Random streams and generators are left out of a DCP state. Raises
     ConfigError if there is no such group, and IntegrityError if two values have one name.
     """
     if group is not None and group not in groups:
@@ -213,8 +213,8 @@ def _state(trees: Mapping[str, Any], root: str | None) -> dict[str, Any]:
 
 
 def _hollow(tree: Any, leaves: dict[int, tuple[torch.Tensor, TensorRef]]) -> Any:
-    """Return a tree with an empty tensor for each TensorRef, where DCP looks for tensors: in dicts and lists."""
-    if type(tree) is TensorRef and not tree.array:  # an array is a value like any other to DCP
+    """Return a tree with an empty tensor for each TensorRef in dicts and lists, where DCP looks for tensors."""
+    if type(tree) is TensorRef and not tree.array:  # For DCP an array is a value like any other.
         leaf = torch.empty(0)
         leaves[id(leaf)] = leaf, tree
         return leaf

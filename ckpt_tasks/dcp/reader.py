@@ -2,10 +2,10 @@
 
 Invariants
 
-1. Every byte that a rank needs is verified while DCP makes its plan: before any rank's target changes. What is read
-   into the targets afterwards is digested again.
-2. DCP's load planner unpickles what it is given for a value that is no tensor. It is given bytes that this process has
-   made in memory, of a value that was read as JSON: no pickle comes from storage (docs/decisions/0095).
+1. Every byte that a rank needs is verified while DCP makes its plan: before any rank's target changes. Bytes that are
+   read into the targets afterwards are digested again.
+2. DCP's load planner unpickles the bytes of every value that is not a tensor. It gets bytes that this process has made
+   in memory, from a value that was read as JSON: no pickle comes from storage (docs/decisions/0095).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Open(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What is verified for one plan: its items, the values, and the source of the tensors, a key for each item."""
+    """The verified data for one plan: its items, the values, and the source of the tensors with a key for each item."""
 
     items: Sequence[ReadItem]
     values: Mapping[str, Any]
@@ -74,9 +74,9 @@ class _Read(NamedTuple):
 class CkptReader(StorageReader):
     """Read a checkpoint of a run into a DCP state: the newest one, or that of a `step`.
 
-    `run` is a directory, a URL, a Location or a CheckpointConfig. The names are those that DCP gave when it saved; of
-    any other checkpoint the group and its keys, joined by dots, and with a `group` that group's keys alone. A number at
-    the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint is refused, in every rank,
+    `run` is a directory, a URL, a Location or a CheckpointConfig. Names are those that DCP gave when it saved. In any
+    other checkpoint a name is the group and its keys, joined by dots; with `group`, that group's keys alone. A number
+    at the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint is refused, in every rank,
     before any target changes.
     """
 
@@ -96,12 +96,12 @@ class CkptReader(StorageReader):
         self._read: _Read | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is open: another process opens it for itself."""
+        """Leave out the open checkpoint: another process opens it itself."""
         return {**vars(self), "_open": None, "_read": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether a checkpoint_id has a step at its end."""
+        """Return True if a checkpoint_id ends with a step."""
         return step_of(checkpoint_id) is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -111,7 +111,7 @@ class CkptReader(StorageReader):
             self._step = step_of(checkpoint_id)
 
     def read_metadata(self) -> Metadata:  # DCP asks each rank for its own if it takes kwargs
-        """Open the checkpoint, and describe it in DCP's words."""
+        """Open the checkpoint, and describe it as DCP's metadata."""
         run = run_of(self._config)
         live = run.checkpoints()
         checkpoint = run.find("latest" if self._step is None else self._step)
@@ -147,7 +147,7 @@ class CkptReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what was verified into the planner's targets; raise StateError for a target of another shape."""
+        """Read the verified bytes into the planner's targets; raise StateError for a target of another shape."""
         assert self._open is not None
         if self._read is None or self._read.items != plan.items:
             self._read = _verified(self._open, plan.items)
@@ -179,7 +179,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _tensor(rows: Sequence[IndexRow]) -> TensorStorageMetadata:
-    """Describe a tensor: what each rank wrote of it is a chunk."""
+    """Describe a tensor: the part that each rank wrote is a chunk."""
     by_object: dict[str, list[Box]] = {}
     for row in rows:
         by_object.setdefault(row.object, []).append(row.box)
@@ -194,7 +194,7 @@ def _tensor(rows: Sequence[IndexRow]) -> TensorStorageMetadata:
 
 
 def _verified(checkpoint: _Open, items: Sequence[ReadItem]) -> _Read:
-    """Verify what the items need; values are made here, tensors are read again into their targets."""
+    """Verify the bytes that the items need; values are made here, tensors are read again into their targets."""
     keys: list[str | None] = []
     rows: list[IndexRow] = []
     needed: set[str] = set()

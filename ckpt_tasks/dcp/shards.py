@@ -1,7 +1,7 @@
-"""Write a rank's portions of tensors as shards, straight from the tensors: DCP has made the copy, or waits.
+"""Write a rank's portions of tensors as shards, straight from the tensors: DCP has copied them, or waits.
 
-The files are those of every other save: one for each group, more if it is large; a rank's second portion of a tensor is
-in another file, since a file has one entry of a name.
+The files are those of every other save: one for each group, more if it is large. A rank's second portion of a tensor is
+in another file, since a file has each name once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_portions(
 
 
 def _put(store: Store, name: str, layout: ImageLayout, group: str, portions: Mapping[str, Portion]) -> RankPart:
-    """Digest and put one file; return it as a part of a rank that `joined` names."""
+    """Digest and put one file; return it as a part of a rank, to which `joined` gives its names."""
     data = {slot.spec.name: _bytes(portions[slot.spec.name].tensor) for slot in layout.slots}
     begins = {slot.spec.name: slot.begin for slot in layout.slots}
     digests = [
@@ -103,14 +103,14 @@ def _put(store: Store, name: str, layout: ImageLayout, group: str, portions: Map
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes in C order; a view of its memory where that is possible."""
+    """Return a tensor's bytes in C order, as a view of its memory if possible."""
     dense = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     dense = storable(dense).contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")
 
 
 def _whole(portions: Sequence[Portion]) -> list[Portion]:
-    """Put the portions of each tensor together: what one rank writes of a tensor lies in one piece."""
+    """Join the portions of each tensor that one rank writes into one piece."""
     by_key: dict[str, list[Portion]] = {}
     for portion in portions:
         by_key.setdefault(portion.key, []).append(portion)

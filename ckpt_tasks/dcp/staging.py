@@ -31,7 +31,7 @@ class Staged:
         self._process = Process()
 
     def free(self) -> None:
-        """Let the next copy of this process be made here."""
+        """Let the next copy of this process use this memory."""
         if self._process.is_here:
             with _lock:
                 _free[:] = [self.memory]
@@ -42,9 +42,10 @@ _lock = system().lock()
 
 
 def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
-    """Copy a state to the CPU: every tensor in it, also in dicts, lists and tuples, and arrays. Return when it is done.
+    """Copy a state to the CPU: all its tensors and arrays, including those in dicts, lists and tuples; wait for the
+    copy.
 
-    Other values are DCP's to copy or not, as its own writer leaves them.
+    Other values are copied or not by DCP, as with its own writer.
     """
     with _lock:
         old, _free[:] = (_free[0] if _free else []), []
@@ -77,7 +78,7 @@ class _Copies:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
-            return copy.deepcopy(tensor)  # a ShardedTensor, for example
+            return copy.deepcopy(tensor)  # For example a ShardedTensor.
         source = local_of(tensor).detach()
         at = len(self.memory)
         into = self._old[at] if at < len(self._old) else None

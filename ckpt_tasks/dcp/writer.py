@@ -1,8 +1,8 @@
 """A StorageWriter of DCP that commits checkpoints of a run: `dcp.save(state, storage_writer=CkptWriter("runs/x"))`.
 
-DCP's own collectives carry what is said. The coordinator takes the run and names the attempt when it has all plans;
-every rank packs its values, digests its tensors and puts its shards; the coordinator commits the parts of all. Any
-error of a rank is raised in all of them, and nothing is committed then.
+DCP's own collectives carry the messages. The coordinator takes the run and names the attempt when it has all plans;
+every rank packs its values, digests its tensors and puts its shards; the coordinator commits the parts of all. An error
+of any rank is raised in all of them; then nothing is committed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEP = re.compile(r"(\d+)/?$")
 
 
 class _Order(NamedTuple):
-    """What the coordinator tells a rank: where and how to write, and which empty tensors others write."""
+    """The coordinator's message to a rank: where and how to write, and which empty tensors other ranks write."""
 
     attempt: Attempt
     rank: int
@@ -52,7 +52,7 @@ class _Order(NamedTuple):
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells the coordinator: its part, and its packed values by DCP's names."""
+    """A rank's message to the coordinator: its part, and its packed values by DCP's names."""
 
     part: RankPart
     values: Mapping[str, Any]
@@ -61,9 +61,9 @@ class _Written:
 class CkptWriter(StorageWriter, AsyncStager):
     """Write a DCP state as a checkpoint of a run, committed and verified as every other one.
 
-    `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. Without a `step` it is the
-    number at the end of DCP's `checkpoint_id` (`…/step-100`). The process of DCP's coordinator holds the run from its
-    first save to its end. Errors reach the caller inside DCP's CheckpointException, as its writers' do.
+    `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. `step` defaults to the number
+    at the end of DCP's `checkpoint_id` (`…/step-100`). The process of DCP's coordinator holds the run from its first
+    save until it ends. Errors reach the caller inside DCP's CheckpointException, like those of its own writers.
     """
 
     _synchronize_after_execute = False  # `stage` returns when the copy is made
@@ -90,13 +90,13 @@ class CkptWriter(StorageWriter, AsyncStager):
         """Do nothing: the memory is kept for the next save."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Take along what this process has restored: with DCP's PROCESS executor another one saves."""
+        """Pass on what this process has restored: with DCP's PROCESS executor another process saves."""
         url = store_of(self._config).url
         return {**vars(self), "_restored": restored.pop(url, self._restored), "_staged": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Say whether a checkpoint_id has a step at its end."""
+        """Return True if a checkpoint_id ends with a step."""
         return step_of(checkpoint_id) is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -205,10 +205,10 @@ _last_plans: list[SavePlan] = []
 
 
 def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans, with the last one of each rank that sends none: its planner has cached it.
+    """Return the plans; if a rank sends none, because its planner has cached it, that rank's last plan.
 
     Each save needs an order of its own, so no rank may write by the plan that it has cached. Raises ConfigError if the
-    plan is not known here.
+    last plan is not known here.
     """
     full = [
         plan if plan.usable else replace(_last_plans[rank], usable=True) if rank < len(_last_plans) else None
@@ -241,7 +241,7 @@ def _chunk_bytes(item: WriteItem) -> int:
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> Any:
-    """Return the value of an item that DCP would pickle; raise UnsupportedStateError if only its bytes can be had."""
+    """Return the value of an item that DCP would pickle; raise UnsupportedStateError if only its bytes exist."""
     own = getattr(type(planner), "transform_object", None)
     if not isinstance(planner, DefaultSavePlanner) or own is not DefaultSavePlanner.transform_object:
         raise UnsupportedStateError(
