@@ -24,8 +24,7 @@ __all__ = ["System", "boot_id", "gang_rank", "has_ended", "host_name", "now_iso"
 
 # Measured: at niceness 19 or 0 a copy cost training no less, and at 19 it may wait long on a busy machine.
 _NICER = 10
-# Python's own generator belongs to training, and is saved with it.
-_dice = random.SystemRandom()
+_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it.
 
 
 class System:

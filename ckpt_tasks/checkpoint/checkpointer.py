@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer"]
 
-# The time for the prune after the last commit in `close`; the next owner prunes the rest.
-_PRUNE_S = 10.0
+_PRUNE_S = 10.0  # The time for the prune after the last commit in `close`; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
@@ -123,8 +122,7 @@ class Checkpointer(HeldRun):
             if second is not error:
                 error.add_note(f"The last snapshot could not be saved either: {second}")
         finally:
-            # Even after an error: the sender wants this process to end.
-            self._interrupt.deliver()
+            self._interrupt.deliver()  # Even after an error: the sender wants this process to end.
 
     @property
     def position(self) -> int:
@@ -306,8 +304,7 @@ class Checkpointer(HeldRun):
                 _refuse_wrong(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world)
-                # Raises for an unsupported value before anything is written.
-                groups = encode_groups(captured)
+                groups = encode_groups(captured)  # Raises for an unsupported value before anything is written.
                 self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)

@@ -25,8 +25,7 @@ __all__ = ["Interrupt", "leave_flow_run"]
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Never imported, only looked up: without Prefect there is nothing to do.
-_PREFECT = "prefect.utilities.engine"
+_PREFECT = "prefect.utilities.engine"  # Never imported, only looked up: without Prefect there is nothing to do.
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
 _ONCE_S = 2.0  # A terminal and a launcher both send Ctrl-C, within moments.
@@ -94,8 +93,7 @@ class Interrupt:
             signal.raise_signal(number)
         finally:
             if held:
-                # Even after a KeyboardInterrupt, until the end of the block: it may come again.
-                self.install()
+                self.install()  # Even after a KeyboardInterrupt, until the end of the block: it may come again.
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
@@ -109,8 +107,7 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            # A second SIGTERM changes nothing before the first is delivered; after that, it is a new one.
-            return
+            return  # A second SIGTERM changes nothing before the first is delivered; after that, it is a new one.
         self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)

@@ -177,6 +177,6 @@ def main(*verb: str) -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
-    except FileNotFoundError:  # There, torch is not even imported.
+    except FileNotFoundError:  # In a removed directory even importing torch would fail.
         sys.exit("error: the working directory has been removed. Change to another one.")
     app([*verb, *sys.argv[1:]], prog_name="ckpt")

@@ -92,8 +92,7 @@ def _head(place: Path) -> bytes | None:
 # The time limit for a store's first answer; later requests wait for the end of longer outages.
 _FIRST_ANSWER_S = 15.0
 _LONGEST_WORD = 20
-# A file or a pipe has no width, and a wrapped name cannot be searched for.
-_FILE_COLUMNS = 200
+_FILE_COLUMNS = 200  # A file or a pipe has no width, and a wrapped name cannot be searched for.
 
 
 class Output:

@@ -30,8 +30,7 @@ _FIRST = 256  # The number of entries that the first curve reads.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
-# Evaluators and copies write many leases, which say nothing about training.
-_QUIET = ("lease",)
+_QUIET = ("lease",)  # Evaluators and copies write many leases, which say nothing about training.
 
 LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400

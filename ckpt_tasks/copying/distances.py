@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Regions", "distances"]
 
-# If the sides cut a tensor differently, a region overlaps several regions of the other side.
-_READS_KEPT = 4
+_READS_KEPT = 4  # If the sides cut a tensor differently, a region overlaps several regions of the other side.
 
 
 class Regions:

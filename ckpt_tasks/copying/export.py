@@ -66,8 +66,7 @@ _INDEX = "model.safetensors.index.json"
 # Files of an export or of huggingface_hub in a directory: readers would take other weights there for ours.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _METADATA = "__metadata__"  # safetensors uses it in a header for other data.
-# These codes also hold views of other dtypes.
-_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}
+_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # These codes also hold views of other dtypes.
 
 
 class ExportedFile(NamedTuple):

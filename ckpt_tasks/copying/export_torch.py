@@ -42,8 +42,7 @@ _OF_TORCH: dict[str, Callable[[Any], Any]] = {
     "size": torch.Size,
     "device": torch.device,
 }
-# MAP_NORESERVE, which Python does not name: the mapping may be larger than the memory.
-_NO_RESERVE = 0x4000
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python does not name: the mapping may be larger than the memory.
 
 
 def plan_torch_export(

@@ -150,8 +150,7 @@ def run_fork(
     ):
         for record in plan.opened.manifest.objects:  # Check before anything is written.
             check_header(source.history.store, record)
-        # The index goes first: from then on no process can begin a run here.
-        for record in plan.records:
+        for record in plan.records:  # The index goes first: from then on no process can begin a run here.
             renew()
             more = transfer.bring(record, rows.get(record.name, ()))
             if more.sent_bytes or more.found_bytes:
@@ -208,8 +207,7 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
 
 def _put_manifest(target: Store, plan: ForkPlan) -> None:
     name = plan.checkpoint.manifest
-    # An earlier try or another process has put it: the bytes are the same.
-    with suppress(ObjectExistsError):
+    with suppress(ObjectExistsError):  # An earlier try or another process has put it: the bytes are the same.
         target.put_if_absent(name, plan.manifest)
     if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
         raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")

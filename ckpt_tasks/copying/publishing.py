@@ -47,8 +47,7 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
             check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
-            # The error under way is reported; after the rename the name is gone.
-            with suppress(OSError):
+            with suppress(OSError):  # The error under way is reported; after the rename the name is gone.
                 os.unlink(temporary)
         fsync_directory(out.parent, os)
 

@@ -49,8 +49,7 @@ __all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_syn
 
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
-# The highest epoch in copied names: the target must keep epochs for its own owners.
-_MAX_EPOCH = MAX_EPOCH // 10
+_MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target must keep epochs for its own owners.
 
 
 @dataclass(frozen=True, kw_only=True)

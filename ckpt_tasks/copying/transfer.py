@@ -97,7 +97,7 @@ class Transfer:
             return Moved()
         if self._is_committed(record, rows):
             self._good.add(record.name)
-            return Moved()  # The commit of the checkpoint that names it verified it.
+            return Moved()  # It was verified before the checkpoint that names it was committed.
         if self._adopts and self._target.adopt(self._source, record.name, record.size_bytes):
             if rows and not self._target.near:
                 check_header(self._target, record)
@@ -174,8 +174,7 @@ class Transfer:
 
     def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
         size_bytes = store.size(record.name)
-        # Check before reserving memory: the record may claim any size.
-        if size_bytes != record.size_bytes:
+        if size_bytes != record.size_bytes:  # Check before reserving memory: the record may claim any size.
             raise IntegrityError(f"the object has {size_bytes} bytes of {record.size_bytes}", key=record.name)
         data = self._room(size_bytes)
         self._read(store, record.name, data)

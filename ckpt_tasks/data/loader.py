@@ -116,8 +116,7 @@ class ResumableLoader(Started):
         self._ending: int | None = None  # The epoch that has no batch left but has not ended.
         self._ends_again = False
         self._asked = False  # True if the loop knows how many epochs are done.
-        # Counts restores and skips: after one, a running iterator starts again at the new position.
-        self._moves = 0
+        self._moves = 0  # Counts restores and skips: after one, a running iterator starts again at the new position.
 
     @property
     def epoch(self) -> int:
@@ -169,8 +168,7 @@ class ResumableLoader(Started):
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
         state = {**self.sampler.state_dict(), "started": started}
-        # True behind skipped batches.
-        if self._ending is None or self.sampler.samples:
+        if self._ending is None or self.sampler.samples:  # After skipped batches `samples` is not 0.
             return state
         return {**state, "epoch": self._ending, "samples": self.sampler.size}
 
@@ -186,7 +184,7 @@ class ResumableLoader(Started):
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched ones."""
         self.sampler.skip_batches(count)
-        self._restored = True  # If the epoch's loop is over, the next `iter` continues behind them.
+        self._restored = True  # If the epoch's loop is over, the next `iter` continues after the skipped batches.
         self._moves += 1
 
     def _take_place(self) -> None:

@@ -110,7 +110,7 @@ class CkptReader(StorageReader):
         if checkpoint_id is not None and self._given is None:
             self._step = step_of(checkpoint_id)
 
-    def read_metadata(self) -> Metadata:  # DCP asks each rank for its own if it takes kwargs
+    def read_metadata(self) -> Metadata:  # With kwargs, DCP would ask each rank for its own metadata.
         """Open the checkpoint, and describe it as DCP's metadata."""
         run = run_of(self._config)
         live = run.checkpoints()

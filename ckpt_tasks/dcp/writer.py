@@ -44,7 +44,7 @@ class _Order(NamedTuple):
     attempt: Attempt
     rank: int
     world_size: int
-    places: Mapping[str, str]  # DCP's name → a tensor's full key, or the path of a value
+    places: Mapping[str, str]  # Maps DCP's name to a tensor's full key, or to the path of a value.
     total_bytes: int
     total_items: int
     skipped: frozenset[str]
@@ -66,7 +66,7 @@ class CkptWriter(StorageWriter, AsyncStager):
     save until it ends. Errors reach the caller inside DCP's CheckpointException, like those of its own writers.
     """
 
-    _synchronize_after_execute = False  # `stage` returns when the copy is made
+    _synchronize_after_execute = False  # `stage` returns when the copy is made.
 
     def __init__(self, run: str | os.PathLike[str] | Location | CheckpointConfig, *, step: int | None = None):
         StorageWriter.__init__(self)

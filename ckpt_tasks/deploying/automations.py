@@ -33,8 +33,7 @@ PREFIX = "ckpt-tasks: "
 _PAGE = 200
 
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
-# Others may act on the crash first within this time: a worker that retries, a person.
-_RESUME_AFTER_S = 20
+_RESUME_AFTER_S = 20  # Others may act on the crash first within this time: a worker that retries, a person.
 _GIVEN_UP_AFTER_S = 60  # By then the resuming automation has acted.
 # After a crash, these states mean that the flow run continues, or that a person decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")

@@ -55,8 +55,7 @@ class Site:
 
     url: str
     started: Mapping[str, SiteProcess] = field(default_factory=dict)
-    # Empty: the site has no password, or that of the user's own settings.
-    password_file: str = ""
+    password_file: str = ""  # Empty: the site has no password, or that of the user's own settings.
 
 
 def read_site(path: Path) -> Site | None:

@@ -16,8 +16,7 @@ from itertools import count
 __all__ = ["collect_apart"]
 
 _COLLECT_EVERY_S = 1.0
-# Every so many collections, a full one: for a server's objects it takes a tenth of a second.
-_FULL_EVERY = 30
+_FULL_EVERY = 30  # Every so many collections, a full one: for a server's objects it takes a tenth of a second.
 
 
 def collect_apart() -> None:

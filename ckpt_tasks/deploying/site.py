@@ -43,8 +43,7 @@ __all__ = ["POOL", "SitePart", "Up", "bring_up", "take_down"]
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
 _PATIENCE_S = 180  # A busy machine imports Prefect slowly.
-# A flow run ends its step and commits within this time, as the templates of pools say.
-_PREEMPTED_S = 120
+_PREEMPTED_S = 120  # A flow run ends its step and commits within this time, as the templates of pools say.
 _REPORTED_S = 10  # The process that started a flow run reports its end.
 _STOP_S = 30
 _LOOK_S = 0.5

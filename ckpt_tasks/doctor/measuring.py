@@ -32,15 +32,12 @@ __all__ = ["measure"]
 _TRIES = 30
 _SMALL_BYTES = 4096  # About the size of a ledger entry.
 _LARGE_BYTES = 64 << 20
-# One read of a restore; larger objects are uploaded in several requests.
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20  # One read of a restore; larger objects are uploaded in several requests.
 _IN_FLIGHT = 8
 _ROUNDS = 3
-# Stop measuring large objects after this time: on a slow link one round is enough.
-_ENOUGH_S = 10.0
+_ENOUGH_S = 10.0  # Stop measuring large objects after this time: on a slow link one round is enough.
 _PATIENCE_S = 10.0
-# This many times the large object must be free: a run in the same directory may need the space.
-_ROOM = 16
+_ROOM = 16  # This many times the large object must be free: a run in the same directory may need the space.
 
 
 class _StoppedError(Exception):
@@ -73,8 +70,7 @@ class _Trial:
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        # With retries, for answers that are needed.
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # With retries, for answers that are needed.
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -317,8 +313,7 @@ class _Trial:
                 self.patient.delete(name)
             except StoreError as error:
                 if error.transient:
-                    # Do not send a hundred more requests to a store that does not answer.
-                    break
+                    break  # Do not send a hundred more requests to a store that does not answer.
             else:
                 left.remove(name)
         for directory in made:

@@ -92,7 +92,7 @@ class _Line:
             self._live.stop()
 
     def _show(self, text: Callable[[float], str], *, last: bool = False) -> None:
-        """Show the result of `text` for the available width; outside a terminal, show the `last` one at once."""
+        """Show `text(available width)`; outside a terminal at once only if `last`, else every 10 s."""
         if self._live:
             self._live.update(Text(text(self._out.width), no_wrap=True, overflow="ellipsis"))
         elif last or time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:

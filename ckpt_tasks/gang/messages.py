@@ -41,8 +41,7 @@ __all__ = [
     "write_progress",
 ]
 
-# The ranks meet here: torch's own store would listen on every interface.
-HOST = "127.0.0.1"
+HOST = "127.0.0.1"  # The ranks meet here: torch's own store would listen on every interface.
 _BLOCK_BYTES = 1 << 16
 _MOST_TRACEBACK = 20_000
 
@@ -124,8 +123,7 @@ class Failed(Message):
 
     error: str
     ours: bool
-    # The answer of a store, if it caused the exception.
-    answer: tuple[int | None, str]
+    answer: tuple[int | None, str]  # The answer of a store, if it caused the exception.
     trace: str
     at_s: float
     step: int

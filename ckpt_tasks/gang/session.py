@@ -98,7 +98,7 @@ class GangSession:
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
-        # The next ranks restore without having seen a step fail: this tells them.
+        # The failed steps that the next ranks must learn of: the ranks that saw them are gone.
         self._back = GoingBack()
         self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
 

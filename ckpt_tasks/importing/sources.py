@@ -32,8 +32,7 @@ __all__ = ["Source", "SourceTensor", "open_source"]
 
 _MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
 _MAX_INDEX_BYTES = 64 << 20
-# The limit for texts that values share, beyond the size of the file.
-_FREE_TEXT_BYTES = 32 << 20
+_FREE_TEXT_BYTES = 32 << 20  # The limit for texts that values share, beyond the size of the file.
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
 # If several dtypes have the same code, the first one counts: U8 is uint8.

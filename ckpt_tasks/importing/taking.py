@@ -301,8 +301,7 @@ class _Taker:
         return self._packed(part.value, part.group), ""
 
     def _packed(self, value: Any, path: str) -> Any:
-        # A trial: if the whole cannot be packed, no tensor stays behind.
-        pack(value, path, TensorSet(None))
+        pack(value, path, TensorSet(None))  # A trial: if the whole cannot be packed, no tensor stays behind.
         return pack(value, path, self._set)
 
     def _module(self, part: _Part) -> tuple[dict[str, Any], str]:
@@ -366,6 +365,5 @@ class _Taker:
                 "on_cpu": None,
             }
 
-        # A trial: if the whole cannot be packed, no tensor stays behind.
-        packed(TensorSet(None))
+        packed(TensorSet(None))  # A trial: if the whole cannot be packed, no tensor stays behind.
         return packed(self._set), note

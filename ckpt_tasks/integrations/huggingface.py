@@ -33,8 +33,7 @@ __all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
 
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
-# Trainer resumes from this name; we override every method that would read there.
-_OURS = "the run"
+_OURS = "the run"  # Trainer resumes from this name; we override every method that would read there.
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types

@@ -33,8 +33,7 @@ from ckpt_tasks.reading.values import Values, read_values
 
 __all__ = ["CkptCheckpointIO"]
 
-# CkptCallback gives its groups these names.
-_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"
+_MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # CkptCallback gives its groups these names.
 
 
 class CkptCheckpointIO(TorchCheckpointIO):

@@ -303,8 +303,7 @@ def _metric_states(module: LightningModule) -> dict[str, Any]:
     """Return the sums of torchmetrics since the epoch began: a module's state does not have them."""
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
-            # Metrics that share one state all show it.
-            collection.values(copy_state=False)
+            collection.values(copy_state=False)  # Metrics that share one state all show it.
     return {
         name: {
             "updates": metric._update_count,

@@ -39,8 +39,7 @@ __all__ = [
 MAX_INDEX_BYTES = 256 << 20
 # A small tensor that many ranks share may have this many regions; beyond that, three per MIN_REGION_BYTES.
 _FREE_CUTS = 4096
-# The limit for a tensor: a larger one overflows in torch, even if one of its extents is 0.
-_MAX_BYTES = 2.0**62
+_MAX_BYTES = 2.0**62  # The limit for a tensor: a larger one overflows in torch, even if one of its extents is 0.
 
 _SCHEMA = pa.schema(
     [
@@ -179,8 +178,7 @@ class Index:
                 of.object.values(),
                 of.begin.tolist(),
                 of.end.tolist(),
-                # to_pylist would make an Arrow scalar of each digest.
-                _pieces(of.digest),
+                _pieces(of.digest),  # to_pylist would make an Arrow scalar of each digest.
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 __all__ = ["MAX_CORNERS", "Numbers", "row_major_faults", "untiled"]
 
-# The limit for all boxes together. 10⁶ boxes that are cut along four dimensions reach it.
-MAX_CORNERS = 1 << 24
+MAX_CORNERS = 1 << 24  # The limit for all boxes together. 10⁶ boxes that are cut along four dimensions reach it.
 
 Numbers = npt.NDArray[np.int64]
 

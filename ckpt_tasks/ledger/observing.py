@@ -21,8 +21,7 @@ __all__ = ["ENTRIES_READ", "LearningCadence", "observe", "recent", "summarize"]
 
 ENTRIES_READ = 256  # At most half of them retire checkpoints; costs come from the newest 32 commits only.
 _AT_ONCE = 16  # Parallel requests to a remote store.
-# Costs are medians of this many commits: a slower store shows soon, a single slow save does not.
-_MEASURED = 32
+_MEASURED = 32  # Costs are medians of this many commits: a slower store shows soon, a single slow save does not.
 _TOLD = ("commit", "failure", "lost", "taken")  # The kinds of moments that tell about cost and failure.
 
 

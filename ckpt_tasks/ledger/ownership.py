@@ -126,8 +126,7 @@ def damage(history: History) -> tuple[str, ...]:
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        # Look again: an owner may have written its first entry, and then objects.
-        head = history.head()
+        head = history.head()  # Look again: an owner may have written its first entry, and then objects.
         if head.entry is None and not head.damaged:
             raise NoGoodCheckpointError(
                 f"{store.url} holds checkpoints and no ledger",
@@ -282,8 +281,7 @@ class Heartbeat:
         except FencedError as error:
             self.fenced = error
         except CkptError:
-            # The store does not answer. Commits will report that; an old heartbeat only permits a take-over.
-            pass
+            pass  # The store does not answer. Commits will report that; an old heartbeat only permits a take-over.
 
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": system().time()})

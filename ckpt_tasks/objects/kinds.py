@@ -88,7 +88,7 @@ KINDS = {
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
-        RankRule.REPLICATED,  # The rule for its parameters; capture_module sees to buffers.
+        RankRule.REPLICATED,  # The rule for a module's parameters; capture_module handles buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(

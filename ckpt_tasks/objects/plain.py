@@ -341,8 +341,7 @@ def _kind(tree: Any) -> Any:
 def _refill(live: Any, content: Any) -> None:
     live.clear()
     if isinstance(live, dict):
-        # dict.update would break an OrderedDict, and Counter.update adds.
-        for key, value in content.items():
+        for key, value in content.items():  # dict.update would break an OrderedDict, and Counter.update adds.
             live[key] = value
     elif isinstance(live, set):
         live.update(content)

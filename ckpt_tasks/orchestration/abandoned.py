@@ -32,8 +32,7 @@ __all__ = ["Abandoned", "Limits", "find_abandoned", "start_again"]
 
 _MOST_UNBEGUN = 10  # A flow run that never begins is resumed this often.
 _PAGE = 200  # The server's limit for one answer.
-# A time further in the future was written before the clock was set back.
-_SKEW = timedelta(minutes=1)
+_SKEW = timedelta(minutes=1)  # A time further in the future was written before the clock was set back.
 
 
 @dataclass(frozen=True, kw_only=True)

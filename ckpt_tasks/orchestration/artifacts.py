@@ -44,13 +44,12 @@ __all__ = ["RunPages", "artifact_key"]
 
 _PROGRESS_EVERY_S = 5.0  # One update takes 7 ms.
 _REPORT_EVERY_S = 120.0
-# Reports take at most this share of the time: 15 ms of a batch of 30 s.
-_REPORT_PART = 1 / 2000
+_REPORT_PART = 1 / 2000  # Reports take at most this share of the time: 15 ms of a batch of 30 s.
 _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
 # How long a completed run tries to update its pages, and how often: they stay as its end leaves them.
 _LAST_S, _AGAIN_S = 8.0, 2.0
-_MOST_ENTRIES = 1_000  # `ckpt report` reads more of the ledger.
+_MOST_ENTRIES = 1_000  # The pages read so many ledger entries; `ckpt report` reads more.
 _BATCHES_MEASURED = 8
 _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy answered instead of the server.
 

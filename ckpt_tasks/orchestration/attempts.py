@@ -169,8 +169,7 @@ class Attempts:
         if not isinstance(error, OwnerError):  # A fenced process must not write, not even its failure.
             self._note(attempt, why, error)
         _call(self._hooks.after_failure, replace(attempt, position=self.session.position, failure=why))
-        # The next attempt may be a minute away, and until then nothing trains.
-        self.session.hold_signals(False)
+        self.session.hold_signals(False)  # The next attempt may be a minute away, and until then nothing trains.
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:

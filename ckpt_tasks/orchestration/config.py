@@ -15,8 +15,7 @@ __all__ = ["BatchLength", "check_ranks", "config_of_run", "position_of_run"]
 
 _log = logging.getLogger("ckpt_tasks")
 _FIRST_STEPS = 10  # Before the first batch no step has been timed.
-# A batch is at most this many times the last one: the first steps after a start are slow.
-_GROWTH = 8
+_GROWTH = 8  # A batch is at most this many times the last one: the first steps after a start are slow.
 
 
 def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:

@@ -37,8 +37,7 @@ __all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
 RESUMED = "Crashed: it goes on from its newest good checkpoint."
 
 _NOTE = "early_stop"
-# Write a note after this many ledger entries, to save the next process from reading them.
-_NOTE_EVERY = 256
+_NOTE_EVERY = 256  # Write a note after this many ledger entries, to save the next process from reading them.
 
 
 def stay_as_decided() -> None:
@@ -82,8 +81,7 @@ class EarlyStopping:
         self._resumed_at = -1
         self._next_n = 0
         self._noted_n = 0
-        # The note of a stop by an earlier process of this flow run.
-        self._stop: Mapping[str, Any] | None = None
+        self._stop: Mapping[str, Any] | None = None  # The note of a stop by an earlier process of this flow run.
 
     def check(self) -> bool:
         """Return whether the run should stop here; call it when everything is committed.

@@ -219,8 +219,7 @@ def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float,
     beat = (interval_s + stall_s) / mtbf_s
     if beat <= 0:
         return math.exp(-(flush_s + restart_s) / mtbf_s)
-    # exp() overflows at 709. Here not one save in e^700 is committed.
-    if beat > 700:
+    if beat > 700:  # exp() overflows at 709. Here not one save in e^700 is committed.
         return 0.0
     kept = interval_s / (interval_s + stall_s)
     return kept * beat / math.expm1(beat) * math.exp(-(flush_s + restart_s) / mtbf_s)

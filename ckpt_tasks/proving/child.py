@@ -117,7 +117,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
 
 
 def _evaluated(program: Any) -> dict[str, str] | None:
-    """Return the metrics of an evaluation that repeat, so no times; None if the program cannot evaluate."""
+    """Return the metrics that two evaluations share, so no times; None if the program cannot evaluate."""
     tries = []
     for _ in range(2):
         with preserved_rng():

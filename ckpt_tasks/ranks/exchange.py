@@ -329,6 +329,5 @@ def _reaching(topic: str) -> Iterator[None]:
     """Raise StoreError if torch cannot reach the c10d store."""
     try:
         yield
-    # torch's DistError: the process that holds the store is gone.
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch's DistError: the process that holds the store is gone.
         raise StoreError(f"the ranks cannot reach each other: {error!s:.200}", key=topic) from error

@@ -90,8 +90,7 @@ class StoredTensors:
         try:
             _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
-            # It was verified a moment ago, so no older checkpoint is tried here: a retry verifies again, and may fall
-            # back.
+            # Verified a moment ago, so no older checkpoint is tried here: a retry verifies again, and may fall back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
                 key=error.key,
@@ -173,8 +172,7 @@ class StoredTensors:
     def _read_direct(self, rows: Iterable[_Direct]) -> None:
         for row, memory, into in rows:
             self._read_large(row, memory.__getitem__)
-            # autograd does not see what the kernel writes.
-            torch.autograd.graph.increment_version(into.detach())
+            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the kernel writes.
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:

@@ -20,8 +20,7 @@ from ckpt_tasks.storage.port import Store
 __all__ = ["RunSummary", "summaries_below"]
 
 _THREADS = 16
-# The default: the ledger does not have a run's own timeout.
-_TIMEOUT_S = CheckpointConfig.owner_timeout_s
+_TIMEOUT_S = CheckpointConfig.owner_timeout_s  # The default: the ledger does not have a run's own timeout.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,8 +142,7 @@ def restore_newest(
                     together=together,
                 )
                 if cached is not None:
-                    # No rank may refill a slot from which another rank copies.
-                    together()
+                    together()  # No rank may refill a slot from which another rank copies.
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])

@@ -131,8 +131,7 @@ def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: 
             fd = _opened(files, pid, number, os.O_RDWR)
             if n == place:
                 os.ftruncate(fd, size_bytes)
-            # A mapping takes no memory until bytes are read into it.
-            memory.append(map_memory(size_bytes, fd))
+            memory.append(map_memory(size_bytes, fd))  # A mapping takes no memory until bytes are read into it.
     return ReadShare(place, readers, memory)
 
 

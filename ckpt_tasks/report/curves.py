@@ -83,8 +83,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
     last = f": {number(values[-1])}" if values else ""
     yield text(_LEFT, _TOP - 12, _shortened(printable(name), _TITLE_SHOWN - len(last)) + last, size=12, css="ckc-ink")
-    # Draw the final line last, on top.
-    for (abandoned, _), line in sorted(lines.items(), reverse=True):
+    for (abandoned, _), line in sorted(lines.items(), reverse=True):  # Draw the final line last, on top.
         css, colour = ("ckc-left", "#d1495b") if abandoned else ("ckc-line", "#1f4e79")
         yield _line([(along.part(step), up.part(value)) for step, value in line], css, colour)
     yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckc-axis" stroke="#888888"/>'

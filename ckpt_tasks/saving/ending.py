@@ -37,8 +37,7 @@ class UnderWay(Protocol):
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: register it
-        # first.
+        # s3fs closes its connections by weakref.finalize, which registers with atexit when first used: do that now.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)
         atexit.register(_end_all)

@@ -60,8 +60,7 @@ class OneSave:
             with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
-                # The first rank has all parts, and no snapshot was replaced.
-                if admitted is not None and all(parts):
+                if admitted is not None and all(parts):  # The first rank has all parts, and no snapshot was replaced.
                     entry = self._commit(snapshot, admitted, parts)
                 done = ranks.publish(_checkpoint_of(entry), _to_bytes, _from_bytes)
         except CkptError as error:
@@ -70,8 +69,7 @@ class OneSave:
                 raise
             # Otherwise the save is committed, though not all ranks know that.
         if done is None or part is None:
-            # No rank is still writing: all have answered.
-            if snapshot.tenure.committer is not None and any(parts):
+            if snapshot.tenure.committer is not None and any(parts):  # No rank is still writing: all have answered.
                 snapshot.tenure.committer.abandon(snapshot.saving.attempt)
             raise SupersededError
         self._follow(snapshot, done, part, entry)
@@ -118,8 +116,7 @@ class OneSave:
         """Remove all of a save that failed in this or another rank, except the snapshot in memory."""
         tenure, attempt = snapshot.tenure, snapshot.saving.attempt
         tenure.fenced = tenure.fenced or isinstance(error, FencedError)
-        # The ranks do not fit together: no rank may restore the snapshot.
-        if type(error) is StateError:
+        if type(error) is StateError:  # The ranks do not fit together: no rank may restore the snapshot.
             snapshot.unsealed = True
             self._rank.refuse(snapshot.slot, attempt)
         if tenure.committer is None:

@@ -37,8 +37,7 @@ __all__ = [
 
 _ALIGNMENT = 64  # The alignment of Arrow's columns.
 _LENGTH = struct.Struct("<Q")
-# Below this size, writing an object costs less than depending on an older checkpoint.
-_REUSED_BYTES = 1 << 20
+_REUSED_BYTES = 1 << 20  # Below this size, writing an object costs less than depending on an older checkpoint.
 
 
 class SupersededError(Exception):

@@ -134,8 +134,7 @@ class Pipeline:
         self._failure: BaseException | None = None
         self._ended = False
         self._held: str | None = None
-        # True if storage has neither the snapshot in the held slot nor a newer one.
-        self._held_lacks = False
+        self._held_lacks = False  # True if storage has neither the snapshot in the held slot nor a newer one.
         self._in_slot: dict[str, Snapshot] = {}
         self._stored_s = -math.inf  # The time when the newest committed snapshot was taken.
         self.superseded: list[int] = []  # The steps of replaced snapshots that no ledger entry names yet.
@@ -199,8 +198,7 @@ class Pipeline:
             before = self._in_slot.pop(slot, None)
             self._held_lacks = self._held_lacks and slot != self._held
         if before is not None:
-            # Also if its flush failed: no thread may read the slot any more.
-            before.given_up = True
+            before.given_up = True  # Also if its flush failed: no thread may read the slot any more.
             before.known.wait()
         return slot
 

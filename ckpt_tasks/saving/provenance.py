@@ -125,9 +125,8 @@ def _git(directory: str, *arguments: str) -> str | None:
     # These options take no lock, and run no program that the repository's (or a submodule's) configuration names.
     command = [git, "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
-        # Use a file, not a pipe: this is a thread, and a loader's worker that training forks meanwhile would hold a
-        # pipe open for its whole life. With a path and without close_fds, Popen spawns the process and needs no pipe of
-        # its own.
+        # A file, not a pipe: a loader's worker that training forks meanwhile would hold a pipe open for its whole life.
+        # With a path and without close_fds, Popen spawns the process, and needs no pipe of its own.
         with tempfile.TemporaryFile() as said:
             done = subprocess.run(
                 command,

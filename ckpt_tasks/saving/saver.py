@@ -32,8 +32,7 @@ from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Saver"]
 
-# The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
-_END_S = 5.0
+_END_S = 5.0  # The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -72,8 +71,7 @@ class Saver:
             deadline_s=config.flush_timeout_s,
         )
         self._sealer: threading.Thread | None = None
-        # True if the newest snapshot is of step 0: an optimizer creates its state in step 1.
-        self._early = False
+        self._early = False  # True if the newest snapshot is of step 0: an optimizer creates its state in step 1.
         self._warned_stuck = False
         self._turn = system().lock()
 
@@ -134,11 +132,9 @@ class Saver:
         )
         self._warn_if_stuck(saving.attempt.step)
         try:
-            # Do this last: a later step would wait for what the threads compute.
-            self._submit(snapshot)
+            self._submit(snapshot)  # Do this last: a later step would wait for what the threads compute.
         except BaseException:
-            # No thread waits for the copy, and the slot will be refilled.
-            if copy is not None:
+            if copy is not None:  # No thread waits for the copy, and the slot will be refilled.
                 copy.wait()
             raise
         return snapshot
@@ -222,8 +218,8 @@ class Saver:
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
-            # A daemon thread that is taking a snapshot submits it first: it may have replaced the previous one. The
-            # next one waits for its turn until Python stops it.
+            # A daemon thread that takes a snapshot submits it first: that may have replaced the previous one. The next
+            # daemon thread waits here until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._end_pipeline()
             if failure is not None:
@@ -298,8 +294,7 @@ class Saver:
     def _end_pipeline(self) -> BaseException | None:
         failure = self._pipeline.end()
         if self._sealer is not None:
-            # A thread inside torch would abort the interpreter.
-            self._sealer.join(self._config.flush_timeout_s)
+            self._sealer.join(self._config.flush_timeout_s)  # A thread inside torch would abort the interpreter.
         return failure
 
     def _warn_if_stuck(self, step: int) -> None:

@@ -134,8 +134,7 @@ class StateSession:
         """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
-            # A snapshot from memory may be the first one: then no rank saves another.
-            self.ckpt.wait()
+            self.ckpt.wait()  # A snapshot from memory may be the first one: then no rank saves another.
             if not self.ckpt.checkpoints():
                 self.ckpt.save(step, self.state)
         self.clean = True
@@ -240,8 +239,7 @@ class LocalSession(StateSession):
         self.clean = False
         self._program = None
         self._metrics = None
-        # Modules and optimizers refer to each other: without this their memory is not freed yet.
-        gc.collect()
+        gc.collect()  # Modules and optimizers refer to each other: without this their memory is not freed yet.
         torch.cuda.empty_cache()
 
     def _change(self, before: Mapping[str, Any]) -> None:

@@ -85,8 +85,8 @@ class Devices:
                 current = self._cuda.current_stream(device)
                 stream.wait_stream(current)
                 with self._cuda.stream(stream):
-                    # This copies one tensor after the other, in C++. A tensor that is not in C order is first made
-                    # contiguous there.
+                    # Copies one tensor after the other, in C++; one that is not in C order is made contiguous there
+                    # first.
                     torch._foreach_copy_(into, out_of, non_blocking=True)
                     # A waiting thread sleeps, which leaves the core to training.
                     event = self._cuda.Event(blocking=True)
@@ -137,8 +137,7 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        # A failed device writes no more, and wait() has raised.
-        with suppress(RuntimeError), _beside_captures():
+        with suppress(RuntimeError), _beside_captures():  # A failed device writes no more, and wait() has raised.
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:

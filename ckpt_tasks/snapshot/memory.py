@@ -53,8 +53,7 @@ __all__ = [
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # This many times the size of the images must be free.
-# Keep the memory of a run that seems gone for this long: its disk may be mounted late.
-_LEFT_S = 86_400.0
+_LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
@@ -248,8 +247,7 @@ class MemoryDirectory(SlotFiles):
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        # A file or link in the seal's place is removed too; a link is not followed.
-        with suppress(StoreError):
+        with suppress(StoreError):  # A file or link in the seal's place is removed too; a link is not followed.
             self.unseal(slot)
         if self.is_there:
             shutil.rmtree(self.path / slot, ignore_errors=True)
@@ -285,8 +283,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                # Check before locking: its process may be about to lock it.
-                if is_doomed(path, lock):
+                if is_doomed(path, lock):  # Check before locking: its process may be about to lock it.
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if is_doomed(path, lock):
                         shutil.rmtree(path, ignore_errors=True)

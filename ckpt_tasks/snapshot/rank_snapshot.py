@@ -118,8 +118,7 @@ class _PartsStore:
         if not self._of:
             for part in self._parts.values():
                 self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
-        # If no part has the object, this rank's own part raises the error.
-        return self._of.get(name, self._own)
+        return self._of.get(name, self._own)  # If no part has the object, this rank's own part raises the error.
 
 
 class _CoveredTensors(DownloadedTensors):

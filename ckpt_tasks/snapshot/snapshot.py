@@ -138,8 +138,7 @@ class ImageSet:
             live = tensors[key]
             large = self._large.get(key)
             if self._devices and live.is_cuda:
-                # Use our own alias: an assignment to the live tensor's `.data` must not free memory that the device
-                # reads.
+                # Use our own alias: assigning to the live tensor's `.data` must not free memory that the device reads.
                 on_devices.append((view, storable(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
                 moves.append((large[0], live.data_ptr(), large[1]))

@@ -55,8 +55,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
                 with preserved_rng() if draws else nullcontext(), tensors.by(rule):
                     captured[name] = GroupState(kinds[name], kind.capture(value, name, scope, tensors, draws))
             except Exception as error:
-                # An error of the user's object is raised unchanged.
-                if not isinstance(error, CkptError):
+                if not isinstance(error, CkptError):  # An error of the user's object is raised unchanged.
                     error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
                 raise
     groups = {name: captured[name] for name in state}

@@ -171,8 +171,7 @@ def plan_restore(
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:
-    # Only if foreign code may draw: another thread that trains (Lightning's AsyncCheckpointIO) would draw numbers
-    # again.
+    # Only if foreign code may draw: a thread that trains (AsyncCheckpointIO) would draw its numbers again.
     return preserved_rng() if draws else nullcontext()
 
 

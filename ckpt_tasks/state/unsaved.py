@@ -39,8 +39,7 @@ __all__ = ["Unsaved", "warn_of_trained"]
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()
-# Names and types: an object may have no hash, and no weak reference.
-_empty: set[tuple[str, type]] = set()
+_empty: set[tuple[str, type]] = set()  # Names and types: an object may have no hash, and no weak reference.
 # A scaler that is switched off, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
@@ -56,8 +55,7 @@ class Unsaved:
 
     def __init__(self) -> None:
         self.has_looked = False
-        # The state's objects of the kinds that are sought in variables.
-        self._held: list[Any] = []
+        self._held: list[Any] = []  # The state's objects of the kinds that are sought in variables.
         self._watched: list[tuple[str, Any, Any]] = []
         _lookers.add(self)
 
@@ -123,8 +121,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
     while frame and frame.f_code.co_filename == file:
         yield from [*frame.f_locals.items()]
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            # f_locals is a copy, which would keep the batch and the graph of this step alive.
-            frame.f_locals.clear()
+            frame.f_locals.clear()  # f_locals is a copy, which would keep the batch and the graph of this step alive.
         frame = frame.f_back
 
 

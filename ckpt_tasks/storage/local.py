@@ -229,8 +229,7 @@ class LocalStore(OneByOne):
     def _mkdir(self, directory: Path) -> None:
         try:
             self._calls.mkdir(directory, self._directory_mode)
-        # Nobody can make a directory in /proc.
-        except (FileNotFoundError, PermissionError) as error:
+        except (FileNotFoundError, PermissionError) as error:  # Nobody can make a directory in /proc.
             if self.root.exists():
                 raise
             hint = "Choose another directory, or change who may write there."

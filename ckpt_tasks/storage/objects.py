@@ -235,8 +235,7 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             failure = self._ours(error, translate(error, name))
         failure.__context__ = None
-        # Raise it outside `except`: there it would keep the client's error as its context.
-        raise failure
+        raise failure  # Raise it outside `except`: there it would keep the client's error as its context.
 
     def _ours(self, error: BaseException, ours: CkptError) -> CkptError:
         """Return our error for a client's error, without secrets."""

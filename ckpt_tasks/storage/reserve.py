@@ -76,8 +76,7 @@ class Reserve:
                 return
             self._unlink(path)  # The process that wrote it was killed.
         with suppress(FileExistsError):  # Another process has just made it.
-            # Random bytes: a file system that compresses, or shares equal blocks, would reserve nothing for other
-            # bytes.
+            # Random bytes: a file system that compresses, or shares equal blocks, would reserve no room.
             self._write(path, os.urandom(_FILE_BYTES))
 
     def _delete_one(self) -> bool:

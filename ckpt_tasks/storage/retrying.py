@@ -26,8 +26,7 @@ __all__ = ["RetryingStore", "is_transient", "read_good", "tried_again", "wait_s"
 _T = TypeVar("_T")
 
 _DEADLINE_S = (
-    # Counts from a request's first failure; after that the caller's policy for an unreachable store applies.
-    120.0
+    120.0  # Counts from a request's first failure; after that the caller's policy for an unreachable store applies.
 )
 _FIRST_S = 0.2
 _MOST_S = 10.0

@@ -43,8 +43,7 @@ __all__ = [
 ]
 
 _ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
-# Below this size one rank writes a replicated box; a larger box is cut among the replicas.
-_CUT_BYTES = 1 << 18
+_CUT_BYTES = 1 << 18  # Below this size one rank writes a replicated box; a larger box is cut among the replicas.
 
 
 class World(NamedTuple):

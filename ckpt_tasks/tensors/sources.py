@@ -63,8 +63,7 @@ class HeldTensors:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
-# Maps a full key to torch's name of the dtype, and the shape.
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # Maps a full key to torch's name of the dtype, and the shape.
 
 
 class Maker:
@@ -96,7 +95,8 @@ class Maker:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
-        plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)  # An array may share its memory.
+        # An array and a tensor may share memory.
+        plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)
         if (plain, device) not in self._made:
             self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)
             self.source.fill(self._made[plain, device], ref.key)

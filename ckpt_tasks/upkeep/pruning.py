@@ -95,8 +95,7 @@ class Pruner:
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted, named=self.named)
-        # For example a listing fails: the prune after the commit meets that too, and logs it.
-        except CkptError:
+        except CkptError:  # For example a listing fails: the prune after the commit meets that too, and logs it.
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
@@ -160,7 +159,7 @@ class Pruner:
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
         """Prune the newest state; an exception of `check` stops it. The caller holds `_one`."""
         # A checkpoint that the policy keeps must be known to be good. One that stays only as the newest verified one
-        # does not count, or no newer one would ever be read.
+        # does not count: otherwise no newer one would ever be read.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         standing: Checkpoint | None = None
         if not all(v.keep for v in wanted):
@@ -175,8 +174,7 @@ class Pruner:
             plan = partial(self._agreed, going_on_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
-                # Do this before the first delete: if this process stalls here, others may commit what it is about to
-                # delete.
+                # Before the first delete: if this process stalls here, others may commit what it is about to delete.
                 given_up = retire(self._history, owner, retirement, standing)
                 self.deleted -= retirement.deleted
         self._delete((*waiting, *given_up), check)
@@ -300,8 +298,7 @@ class Background(Generic[_T]):
             if not self._running:
                 try:
                     system().start_thread(self._run, name=self._name)
-                # No thread can be started (`ulimit -u`); the next request or owner prunes.
-                except RuntimeError:
+                except RuntimeError:  # No thread can be started (`ulimit -u`); the next request or owner prunes.
                     self._requested = []
                     return
                 self._running = True
