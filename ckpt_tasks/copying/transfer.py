@@ -74,7 +74,7 @@ class Transfer:
         self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
         self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
-        # Of checkpoints that reuse the same objects take the newest; newest first.
+        # Newest first; of checkpoints that reuse the same objects only the newest one.
         reusing = {c.reuses: c for c in state.live}.values()
         self._reusing = [(Names(c.reuses), c) for c in sorted(reusing, key=lambda c: -c.n)]
         self._committed: dict[str, Mapping[str, object]] = {}  # Maps an identity to digests by object name.

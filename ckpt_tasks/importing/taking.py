@@ -286,7 +286,7 @@ class _Taker:
 
     def add_streams(self) -> None:
         """Add the random streams of a process just seeded with 0, since no file has all of them."""
-        numpy = np.random.RandomState(0)  # The kind that a process has.
+        numpy = np.random.RandomState(0)  # A process has a stream of this kind.
         streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
         tensors = TensorSet(None)
         tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}

@@ -94,7 +94,7 @@ def moment(entry: Entry) -> Moment | None:
     """Return the moment of an entry; None if it is not part of the course, or has no time."""
     owner, event, at_s = entry.state.owner, entry.event, seconds_of(entry.at)
     if at_s is None:
-        return None  # Without a time it does not say how long anything took.
+        return None  # An entry without a time does not say how long anything took.
     about: dict[str, Any] = {
         "n": entry.n,
         "epoch": owner.epoch if owner else entry.epoch,  # A new owner's own entry still has the previous epoch.

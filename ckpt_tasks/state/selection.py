@@ -230,7 +230,7 @@ class _Chooser:
         return source_group, sources
 
     def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
-        """Return the checkpoint's optimizer to take; None, with a record, if there is none."""
+        """Return the checkpoint's optimizer to take; if there is none, record that and return None."""
         saved = self._groups.get(source_group)
         if saved is not None and saved.kind == "optimizer":
             return saved

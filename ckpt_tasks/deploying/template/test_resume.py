@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 
-STEPS, EVERY = 3_000, 100  # long enough that there is time to kill it after the first save: some seconds
+STEPS, EVERY = 3_000, 100  # So many that a kill after the first save finds it running for seconds.
 CKPT = Path(sys.executable).with_name("ckpt")
 
 

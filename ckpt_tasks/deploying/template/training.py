@@ -16,7 +16,7 @@ from ckpt_tasks import ResumableSampler
 class Training:
     """Tell two spirals apart. The arguments are set by `ckpt train … --param width=128`."""
 
-    unit = "points"  # train_step() returns under this name how many it went through
+    unit = "points"  # train_step() returns under this name how many points it used.
 
     def __init__(self, *, seed: int = 0, width: int = 64, lr: float = 3e-3, batch_size: int = 32):
         torch.manual_seed(seed)
