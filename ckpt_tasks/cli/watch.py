@@ -240,7 +240,6 @@ def _raw(entry: Entry) -> dict[str, Any]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    """Write an event in one line."""
     from ckpt_tasks.report.picture import sort_metrics
     from ckpt_tasks.report.words import when
 

@@ -369,7 +369,6 @@ def _is_repeated(job: JobFacts) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading whole numbers of a version."""
     return tuple(map(int, takewhile(str.isdecimal, version.partition("+")[0].split("."))))
 
 

@@ -48,10 +48,7 @@ class Engine(Protocol):
         """Send a message to some ranks; `hear` finds out which ranks have ended."""
 
     def hear(self, timeout_s: float) -> Heard:
-        """Return the messages from the ranks since the last call, and None for each that has ended.
-
-        Waits at most `timeout_s`.
-        """
+        """Return messages since the last call, and None for each rank that has ended; wait at most `timeout_s`."""
 
     def hear_causes(self) -> Heard:
         """Return messages that may explain why ranks have just failed: other ranks have ended."""

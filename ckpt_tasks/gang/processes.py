@@ -128,10 +128,7 @@ class Gang:
                 rank.channel.send(message)
 
     def hear(self, timeout_s: float) -> Heard:
-        """Return the messages from the ranks since the last call, and None for each that has ended.
-
-        Waits at most `timeout_s`.
-        """
+        """Return messages since the last call, and None for each rank that has ended; wait at most `timeout_s`."""
         assert self._server is not None
         channels = {rank.channel.fileno(): rank for rank in self.ranks if not rank.channel.closed}
         ready = wait([*channels, self._server.end], timeout_s)

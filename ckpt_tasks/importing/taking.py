@@ -248,7 +248,6 @@ def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Return True if a value is an optimizer's state_dict."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
     groups = value["param_groups"]

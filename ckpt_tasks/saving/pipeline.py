@@ -103,10 +103,7 @@ class Snapshot:
             raise self.error
 
     def seal_of(self, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
-        """Return the seal of the snapshot in memory.
-
-        `in_flight`: the digest of the previous checkpoint, if it is not committed yet.
-        """
+        """Return the snapshot's seal; `in_flight`: the digest of the previous checkpoint, if not committed yet."""
         newest = self.tenure.line.digest
         return Seal(
             run_key=self.saving.run_key,

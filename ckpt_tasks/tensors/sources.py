@@ -32,10 +32,7 @@ class TensorSource(Protocol):
         """Request that a new tensor, which the program cannot see yet, is filled by `fetch`."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fill the requested tensors and verify all others, among them those of `pairs`, which `copy` will get.
-
-        Raises IntegrityError or StoreError.
-        """
+        """Fill requested tensors; verify all others and `pairs` (for `copy`). Raises IntegrityError or StoreError."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         """Copy into live tensors of the stored shapes, on any device."""
