@@ -45,7 +45,13 @@ BatchStepsOption = Annotated[
     int | None, option("--batch-steps", "N", "steps in one Prefect task [default: as many as take 30 s]")
 ]
 RanksOption = Annotated[
-    int, option("--ranks", "N", "processes of this host that train together, for a program with DDP, FSDP or the like")
+    int, option("--ranks", "N", "processes that train together, for a program with DDP, FSDP or the like")
+]
+EngineOption = Annotated[
+    str, option("--engine", "NAME", "what starts them: local (on this host), ray (RAY_ADDRESS), or block://NAME")
+]
+MinRanksOption = Annotated[
+    int | None, option("--min-ranks", "N", "with Ray: train on so many while its cluster has no room for all")
 ]
 ForkOption = Annotated[str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run")]
 WhichOption = Annotated[
@@ -105,6 +111,8 @@ def train(
     seed: SeedOption = None,
     batch_steps: BatchStepsOption = None,
     ranks: RanksOption = 1,
+    engine: EngineOption = "local",
+    min_ranks: MinRanksOption = None,
     fork_from: ForkOption = None,
     as_json: JsonOption = False,
     named: ProgramOption = None,
@@ -135,6 +143,8 @@ def train(
             params=given,
             batch_steps=batch_steps,
             ranks=ranks,
+            engine=engine,
+            min_ranks=min_ranks,
             fork_from=fork_from,
         )
         done = train_in_terminal(training, again=shlex.join(repeated_command(ctx)), stderr=as_json)

@@ -53,6 +53,8 @@ class Training:
     params: Mapping[str, Any]
     batch_steps: int | None = None
     ranks: int = 1
+    engine: str = "local"
+    min_ranks: int | None = None
     fork_from: str | None = None
 
     def check(self) -> None:
@@ -61,7 +63,7 @@ class Training:
         Raises CkptError. Also makes the fork, if one is requested.
         """
         BatchLength(steps=self.batch_steps)
-        check_ranks(self.ranks)
+        check_ranks(self.ranks, self.engine, self.min_ranks)
         check_program(self.config, self.program)
         factory = find_program(self.program)
         if self.fork_from is not None:
@@ -110,6 +112,8 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
                         params=dict(training.params),
                         batch_steps=training.batch_steps,
                         ranks=training.ranks,
+                        engine=training.engine,
+                        min_ranks=training.min_ranks,
                     )
                 [result] = evaluate(
                     run_key=str(config.run_key),

@@ -11,9 +11,11 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.flows.engines import find_engine
+from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.config import BatchLength, check_ranks, config_of_run
+from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.orchestration.endings import (
@@ -63,6 +65,8 @@ def train(
     rollback_to: int | None = None,
     skip_batches: str | None = None,
     ranks: int = 1,
+    engine: str = "local",
+    min_ranks: int | None = None,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -71,18 +75,16 @@ def train(
     ends, another one with the same `run_key` and directory continues from the newest good checkpoint; it crashes, so
     that it is resumed, where the store or Prefect's API does not answer. A new run begins with the checkpoint
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and leaves out `skip_batches` ("401-410", or how
-    many). `early_stop` suspends the flow run at the end of a batch. With `ranks` above 1 as many processes of this host
-    train the program together (docs/RANKS.md).
+    many). `early_stop` suspends the flow run at the end of a batch. Above 1, `ranks` processes train the program
+    together (docs/RANKS.md): of this host, or with `engine` "ray" of a cluster, `min_ranks` while it has no room.
     """
     keep_log_readers_out()
-    check_ranks(ranks)
+    processes = find_engine(engine, ranks, min_ranks)
     with crashes_while_the_api_is_away():
         stay_as_decided()
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
-        skip_while_the_run_trains(config)
-        params = _begin(config, program, params, fork_from)
-        roll_back(config, rollback_to, skip_batches, flow_run.id)
+        params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
     length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     trained = 0
     crash_lost_task_runs()
@@ -91,7 +93,7 @@ def train(
         delivers_events(),
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
-        _session(config, program, params, ranks) as session,
+        _session(config, program, params, ranks, processes) as session,
         RunPages(session, run_key, total_steps, ranks) as pages,
     ):
         announce(session, run_key, program=program, params=params)
@@ -109,26 +111,37 @@ def train(
 
 
 @contextmanager
-def _session(config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int) -> Iterator[ProgramSession]:
-    """Open the session of a program: one rank runs in this process, several ranks in processes of their own."""
-    if ranks == 1:
+def _session(
+    config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int, processes: Engine | None
+) -> Iterator[ProgramSession]:
+    """Open the session of a program: on one rank in this process, on more in processes of an engine."""
+    if processes is None:
         with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
             yield LocalSession(ckpt, program, params)
         return
     from ckpt_tasks.gang.session import GangSession
 
-    with GangSession(config, program, params, ranks=ranks, flow_run_id=flow_run.id) as session:
+    with GangSession(config, program, params, ranks=ranks, engine=processes, flow_run_id=flow_run.id) as session:
         yield session
 
 
 def _begin(
-    config: CheckpointConfig, program: str, params: dict[str, Any] | None, fork_from: str | None
+    config: CheckpointConfig,
+    program: str,
+    params: dict[str, Any] | None,
+    fork_from: str | None,
+    back: tuple[int | None, str | None],
 ) -> dict[str, Any]:
-    """Check the program against the run, which may begin as a fork; return the parameters that it is built with."""
+    """Check the program against the run, which may begin as a fork or go back; return its parameters.
+
+    `back` is the step to go back to, and the batches to skip.
+    """
+    skip_while_the_run_trains(config)
     factory = find_program(program)
     check_program(config, program)
     if fork_from is not None:
         fork_run(fork_from, config, params)
     built_with = effective_params(factory, recorded_params(config), params)
     find_program(program, built_with)
+    roll_back(config, *back, flow_run.id)
     return built_with

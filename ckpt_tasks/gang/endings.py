@@ -9,19 +9,31 @@ from pathlib import Path
 
 from ckpt_tasks.gang.engine import RankProcess
 
-__all__ = ["ending_of", "oom_kills", "some", "table_of"]
+__all__ = ["endings_of", "oom_kills", "table_of"]
 
 _MOST_ROWS = 32
 _MOST_NAMED = 3
 
 
-def ending_of(rank: RankProcess) -> str:
-    """Return in words how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
+def endings_of(ranks: Sequence[RankProcess]) -> str:
+    """Say how ranks have ended: lost nodes with all their ranks first, then rank by rank."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    for rank in ranks:
+        if rank.lost:
+            nodes.setdefault((rank.host, rank.lost), []).append(str(rank.rank))
+    lost = [f"the node {host} of rank {', '.join(numbers)} is lost: {why}" for (host, why), numbers in nodes.items()]
+    return _some([*lost, *(_ending_of(rank) for rank in ranks if not rank.lost)])
+
+
+def _ending_of(rank: RankProcess) -> str:
+    """Say how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
     why = ": the memory of its cgroup was exhausted" if rank.out_of_memory else ""
     return f"rank {rank.rank} {_ending(rank)}{why}"
 
 
 def _ending(rank: RankProcess) -> str:
+    if rank.lost:
+        return f"on the lost node {rank.host}"
     if rank.status is None:
         return "is stopped" if rank.is_stopped else "runs"
     if rank.status >= 0:
@@ -39,8 +51,8 @@ def table_of(ranks: Sequence[RankProcess]) -> str:
     return "\n".join(["rank  process  last step", *rows, *more])
 
 
-def some(words: Sequence[str]) -> str:
-    """Join the texts about several ranks."""
+def _some(words: Sequence[str]) -> str:
+    """Join what is said of several ranks."""
     return "; ".join(
         [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
     )

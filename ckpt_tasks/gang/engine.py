@@ -15,7 +15,8 @@ __all__ = ["Engine", "Heard", "RankProcess"]
 class RankProcess:
     """A rank's process: its last step, how it has ended (None: unknown), and its condition at the last look.
 
-    `host` is the address of its node, "" for the agent's own; `written` are the stacks that it has written.
+    `host` is the address of its node, "" for the agent's own, and `lost` says why that cannot be reached any more;
+    `written` are the stacks that the rank has written.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class RankProcess:
     host: str = ""
     step: int = 0
     status: int | None = None
+    lost: str = ""
     out_of_memory: bool = False
     is_stopped: bool = False
     written: str = ""
@@ -43,6 +45,9 @@ class Engine(Protocol):
 
     def start(self, begin: Begin) -> int:
         """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
+
+    def has_more(self) -> bool:
+        """Return whether a gang that is started now has more ranks; what that takes begins to start."""
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks; `hear` finds out which ranks have ended."""

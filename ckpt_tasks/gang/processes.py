@@ -94,6 +94,11 @@ class Gang:
             )
         self._server = _Server(process, ours)
 
+    def await_server(self) -> None:
+        """Wait until the fork server has imported torch; there is no rank."""
+        self._ask("reap", 0, [])
+        self._answer("gone", _START_S)
+
     def start(self, begin: Begin) -> int:
         """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server does not.
 
@@ -119,6 +124,10 @@ class Gang:
         with theirs:
             self._ask("fork", rank, passed)
             self.ranks[-1].pid = self._answer("forked", _START_S)
+
+    def has_more(self) -> bool:
+        """Return False: a host has as many ranks as it was asked for."""
+        return False
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some of the ranks."""

@@ -133,7 +133,7 @@ class _Rank:
             )
 
     def _restore(self, session: LocalSession, size: int, back: GoingBack) -> None:
-        if not is_parallel(session.program):
+        if size > 1 and not is_parallel(session.program):
             raise ConfigError(
                 f"the program holds no DistributedDataParallel, FSDP or DTensor: {size} ranks would train the same",
                 hint="Wrap its model (DistributedDataParallel, fully_shard), or train with one rank.",

@@ -23,7 +23,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
-from ckpt_tasks.gang.endings import ending_of, some, table_of
+from ckpt_tasks.gang.endings import endings_of, table_of
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
     HOST,
@@ -73,10 +73,10 @@ class GangSession:
         params: Mapping[str, Any] | None = None,
         *,
         ranks: int,
+        engine: Engine | None = None,
         flow_run_id: str | None = None,
     ):
         self.config = config
-        self.ranks = ranks
         self.clean = False
         self.position = 0
         self.metrics: Mapping[str, float] = {}
@@ -94,7 +94,7 @@ class GangSession:
             flow_run_id=flow_run_id,
         )
         self._flow_run_id = flow_run_id
-        self._gang: Engine = Gang()
+        self._gang = engine or Gang()
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
@@ -103,8 +103,8 @@ class GangSession:
         self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
 
     def __enter__(self) -> Self:
-        self._interrupt.install()
         self._gang.prepare()
+        self._interrupt.install()
         return self
 
     def __exit__(
@@ -123,6 +123,11 @@ class GangSession:
                 self._release()
             self._interrupt.uninstall()
             self._interrupt.deliver()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train: fewer than were asked for where an engine has no room for all."""
+        return len(self._gang.ranks) or self._begin.size
 
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
@@ -145,6 +150,8 @@ class GangSession:
     def restore(self) -> int:
         """Restore the newest good checkpoint in every rank; without a gang, start one. See `LocalSession`."""
         try:
+            if self._gang.ranks and self._gang.has_more():
+                self._end(keep=True)
             if not self._gang.ranks:
                 self._start()
             self._order("restore", back=vars(self._back))
@@ -161,8 +168,12 @@ class GangSession:
         self._order("run", until=until)
 
     def save(self, step: int) -> None:
-        """Commit the live state as `step`, if that step is not committed yet."""
+        """Commit the live state as `step`, if that is not committed yet.
+
+        If there is room for more ranks then, the next batch begins with a restore in all of them.
+        """
         self._order("save", step=step)
+        self.clean = not self._gang.has_more()
 
     def discard(self) -> None:
         """End the gang; the next restore starts another one."""
@@ -268,7 +279,7 @@ class GangSession:
         if ended:
             self._gang.look()
             error = RankError(
-                some([ending_of(rank) for rank in ended.values()]),
+                endings_of([*ended.values()]),
                 step=self.position,
                 hint="The other ranks were ended.",
             )
@@ -336,7 +347,13 @@ class GangSession:
         Raises StateError if rank 0 does not own the run.
         """
         owner = self.head().state.owner
-        if owner is None or owner.released or owner.pid != self._owner_pid or self._gang.ranks:
+        if (
+            owner is None
+            or owner.released
+            or owner.pid != self._owner_pid
+            or owner.flow_run_id != self._flow_run_id
+            or self._gang.ranks
+        ):
             raise StateError("the ranks that have ended do not hold the run directory")
         # These directories are the ranks' own, and the next gang needs them.
         config = replace(self.config, memory_dir=None, local_dir=None)

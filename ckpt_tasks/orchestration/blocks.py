@@ -1,15 +1,15 @@
-"""The Prefect block `CheckpointStore`: a place for checkpoints and its credentials, stored on Prefect's server.
+"""Blocks, stored on Prefect's server: places for checkpoints with their credentials, and clusters that train.
 
-block://NAME/PATH works wherever a checkpoint directory is expected (docs/decisions/0022). Parameters, logs and the
-ledger hold the block's name or its URL; its secrets go only from Prefect's server to the store's client. Prefect's
-server and its workers import this module when they start, so it must not import torch.
+A `CheckpointStore` is block://NAME/PATH wherever a checkpoint directory is expected (docs/decisions/0022). Parameters,
+logs and the ledger hold the block's name or its URL; its secrets go only from Prefect's server to the store's client.
+Prefect's server and its workers import this module when they start, so it must not import torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 from prefect.blocks.core import Block
@@ -23,10 +23,11 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
-__all__ = ["CheckpointStore", "resolve"]
+__all__ = ["CheckpointStore", "RayCluster", "resolve"]
 
 _RUN_KEY = "{run_key}"
-_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call.
+_B = TypeVar("_B", bound=Block)
+_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call
 _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
 
 
@@ -118,12 +119,42 @@ def resolve(path: str, run_key: str | None) -> Location:
     Raises ConfigError if there is no such block, StoreError if Prefect's server does not answer.
     """
     name, _, below = path.partition("/")
+    return _read(CheckpointStore, name, "url=…, secrets=…").location(below, run_key)
+
+
+class RayCluster(Block):
+    """Name a Ray cluster that trains programs with many ranks; what each rank takes of it, and its environment."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    _block_type_name = "Training Ray Cluster"
+    _block_type_slug = "training-ray-cluster"
+    _logo_url = HttpUrl(f"{_IMAGES}/block-logos/filesystem.png")
+    _documentation_url = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+    _description = "A Ray cluster on which flows train. Name it as block://NAME in the parameter engine."
+
+    address: str = Field(description="Where Ray's head listens (10.0.0.1:6379), or auto on one of its nodes.")
+    resources_per_rank: dict[str, float] = Field(
+        default_factory=dict,
+        title="Resources per rank",
+        description="What a rank takes of its node [default: one GPU, or one CPU where the cluster has no GPU].",
+    )
+    runtime_env: dict[str, Any] = Field(
+        default_factory=dict,
+        title="Runtime environment",
+        description="Ray's runtime_env for the ranks: working_dir, env_vars and so on. Not for secrets.",
+    )
+
+    @classmethod
+    def named(cls, place: str) -> Self:
+        """Return the block of block://NAME. Raises ConfigError if there is none, StoreError without a server."""
+        return _read(cls, place.removeprefix("block://"), "address=…")
+
+
+def _read(kind: type[_B], name: str, fields: str) -> _B:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r:.80} is not a block's name", hint="Use lowercase letters, digits and dashes.")
-    return _block(name).location(below, run_key)
-
-
-def _block(name: str) -> CheckpointStore:
+    slug = kind.get_block_type_slug()
     settings = get_current_settings()
     if not settings.api.url and settings.server.ephemeral.enabled:
         from ckpt_tasks.orchestration.embedded import start_embedded_server  # Imports all of Prefect's server.
@@ -132,12 +163,12 @@ def _block(name: str) -> CheckpointStore:
     try:
         # Block.load would return a coroutine in a running event loop, and sends an event for every read.
         with get_client(sync_client=True) as client:
-            document = client.read_block_document_by_name(name, CheckpointStore.get_block_type_slug())
+            document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound as error:
-        creation = f"CheckpointStore(url=…, secrets=…).save({name!r})"
+        creation = f"{kind.__name__}({fields}).save({name!r})"
         raise ConfigError(
-            f"Prefect's server has no block {name!r:.80} of the type checkpoint-store",
-            hint=f"Create it in Prefect's pages (Blocks, Checkpoint Store), or in Python: {creation}.",
+            f"Prefect's server has no block {name!r:.80} of the type {slug}",
+            hint=f"Create it in Prefect's pages (Blocks, {kind.get_block_type_name()}), or in Python: {creation}.",
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError) as error:
         why = without_secrets(str(error)) or type(error).__name__
@@ -146,9 +177,9 @@ def _block(name: str) -> CheckpointStore:
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
         ) from None  # The client's message may hold a password of that URL.
     try:
-        return CheckpointStore.model_validate(document.data)
+        return kind.model_validate(document.data)
     except ValidationError as error:
-        raise ConfigError(f"the block {name!r:.80} is not a CheckpointStore of this version: {error}") from None
+        raise ConfigError(f"the block {name!r:.80} is not what this version calls {kind.__name__}: {error}") from None
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,10 +50,17 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     return 0
 
 
-def check_ranks(ranks: int) -> None:
-    """Raise ConfigError for an invalid number of ranks."""
-    if type(ranks) is not int or ranks < 1:
-        raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r:.80}")
+def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None) -> None:
+    """Raise ConfigError if a number of ranks, or the engine that starts them, is none, or if they do not fit."""
+    for name, value in {"ranks": ranks, "min_ranks": ranks if min_ranks is None else min_ranks}.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} must be a whole number from 1 on, not {value!r:.80}")
+    if engine not in ("local", "ray") and not engine.startswith("block://"):
+        raise ConfigError(f'engine must be "local", "ray" or "block://NAME", not {engine!r:.80}')
+    if min_ranks is not None and engine == "local":
+        raise ConfigError("min_ranks needs an engine of several hosts: this host has all ranks, or none")
+    if min_ranks is not None and min_ranks > ranks:
+        raise ConfigError(f"min_ranks is {min_ranks}, and ranks is {ranks}: it can be that many at most")
 
 
 @dataclass(frozen=True, kw_only=True)

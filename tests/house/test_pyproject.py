@@ -30,6 +30,7 @@ BOUND_ONLY = {"aiohttp", "fastapi", "sqlalchemy", "websockets"}
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
     "huggingface": {"accelerate", "transformers"},
+    "ray": {"ray"},
     "trackers": {"mlflow-skinny", "wandb"},
 }
 BY_TORCH = {"tensorboard"}  # imported by torch's own writer
@@ -125,7 +126,7 @@ def test_the_package_imports_what_it_requires() -> None:
     for extra, adapted in ADAPTERS.items():
         assert names(EXTRAS[extra]) - BY_TORCH == adapted
         for name in adapted:
-            assert found.pop(name).startswith(f"ckpt_tasks/integrations/{extra}")
+            assert found.pop(name).startswith((f"ckpt_tasks/integrations/{extra}", f"ckpt_tasks/gang/{extra}"))
     declared = names(RUNTIME) - BOUND_ONLY
     assert {name: place for name, place in found.items() if name not in declared} == {}
     assert declared - found.keys() == set()

@@ -1,0 +1,37 @@
+"""What starts the ranks of a flow, from its parameters."""
+
+from __future__ import annotations
+
+import os
+
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.gang.engine import Engine
+from ckpt_tasks.gang.processes import Gang
+from ckpt_tasks.orchestration.blocks import RayCluster
+from ckpt_tasks.orchestration.config import check_ranks
+
+__all__ = ["find_engine"]
+
+
+def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
+    """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
+
+    One rank needs none on this host: None. No cluster is ever started here. Raises ConfigError for what does not fit,
+    without an address, or where Ray is not installed.
+    """
+    check_ranks(ranks, name, min_ranks)
+    if name == "local":
+        return Gang() if ranks > 1 else None
+    try:
+        from ckpt_tasks.gang.ray import RayGang
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine={name!r} needs Ray: {error}", hint="Install it: pip install 'ckpt-tasks[ray]'."
+        ) from error
+    cluster = RayCluster(address=os.environ.get("RAY_ADDRESS", "")) if name == "ray" else RayCluster.named(name)
+    if cluster.address in ("", "local"):
+        raise ConfigError(
+            "engine='ray' has no address of a cluster, and starts none of its own",
+            hint="Set RAY_ADDRESS to that of its head (HOST:6379), or to auto on one of its nodes.",
+        )
+    return RayGang(ranks, min_ranks or ranks, cluster.address, cluster.resources_per_rank, cluster.runtime_env)

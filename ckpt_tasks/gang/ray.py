@@ -1,0 +1,330 @@
+"""The ranks of a gang on several hosts: a Ray actor on each node holds the ranks of its node, as the agent of one host.
+
+Invariants
+
+1. No rank outlives its actor: it is the agent of `processes.py`, and Ray ends it with its node's raylet and its driver.
+2. A node that cannot be reached is lost as a whole: no rank of it is counted on any more, and its actor is killed when
+   it comes back. Until then the run's ledger fences it: the head takes the run over.
+3. Every wait for a node has a time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ckpt_tasks.errors import RankError
+from ckpt_tasks.gang.engine import Heard, RankProcess
+from ckpt_tasks.gang.messages import Begin, Message
+from ckpt_tasks.gang.processes import Gang
+
+__all__ = ["RayGang"]
+
+_POLL_S = 0.2  # an agent answers so soon, whatever it waits for
+_ANSWER_S = 15.0  # a node that says nothing for so long is lost
+_START_S = 300.0  # to import torch, on a busy machine
+_ROOM_S = 60.0
+_DOUBT_S = 60.0  # Ray needs up to 30 s to find out that a node is lost
+_log = logging.getLogger("ckpt_tasks")
+
+
+class _Agent:
+    """A node's actor. `tell` has a thread of its own, all else another one: they do not need a lock."""
+
+    def __init__(self, devices: int, threads: int) -> None:
+        if not devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was not asked for is somebody else's
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
+        self._gang = Gang()
+        self._gang.prepare()  # in the main thread, to which the fork server is bound
+
+    def start(self, begin: Begin) -> tuple[int, list[int]]:
+        port = self._gang.start(begin)
+        return port, [rank.pid for rank in self._gang.ranks]
+
+    @ray.method(concurrency_group="tell")
+    def tell(self, ranks: list[int], message: Message) -> None:
+        self._gang.tell([rank for rank in self._gang.ranks if rank.rank in ranks], message)
+
+    def hear(self) -> list[tuple[int, Message | None]]:
+        return [(rank.rank, message) for rank, message in self._gang.hear(_POLL_S)]
+
+    def look(self, stacks_s: float | None = None) -> list[dict[str, Any]]:
+        self._gang.look() if stacks_s is None else self._gang.write_stacks(stacks_s)
+        names = ("status", "out_of_memory", "is_stopped", "written")
+        return [{name: getattr(rank, name) for name in names} for rank in self._gang.ranks]
+
+    def await_end(self, timeout_s: float) -> None:
+        self._gang.await_end(timeout_s)
+
+    def kill(self) -> None:
+        self._gang.kill()
+        self._gang.prepare()
+
+    def warm(self) -> None:
+        """Answer when a start takes no import of torch any more."""
+        self._gang.await_server()
+
+    def answer(self) -> None:
+        """Answer: all that was asked before is done."""
+
+
+@dataclass(eq=False)
+class _Node:
+    id: str
+    address: str
+    room: int  # ranks
+    agent: Any
+    ready: Any  # what says that the agent has started
+    ranks: list[RankProcess] = field(default_factory=list)
+    hearing: Any = None
+    lost: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.lost and bool(ray.wait([self.ready], timeout=0)[0])
+
+
+class RayGang:
+    """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
+
+    A rank takes `resources` of its node: one GPU, or one CPU where the cluster has no GPU. A gang has up to `size`
+    ranks, and `least` at least; nodes that had ranks before come first, so that they find their memory.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        least: int,
+        address: str,
+        resources: Mapping[str, float] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+    ):
+        self._size, self._least, self._address = size, least, address
+        self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
+        self._nodes: list[_Node] = []
+        self._doubted: dict[str, float] = {}  # node → when it was lost
+        self._connected = False
+
+    @property
+    def ranks(self) -> list[RankProcess]:
+        """The ranks of all nodes, in their order."""
+        return [rank for node in self._nodes for rank in node.ranks]
+
+    def prepare(self) -> None:
+        """Connect to the cluster, and let an agent start on each node that has room."""
+        self._connect()
+        held = {node.id: node for node in self._nodes}
+        for node_id, (address, room) in self._plan().items():
+            if node_id in held and (held[node_id].room >= room or held[node_id].ranks):
+                continue
+            if node_id in held:
+                self._give_up(held[node_id])
+            self._nodes.append(self._hire(node_id, address, room))
+
+    def has_more(self) -> bool:
+        """Return whether a gang that is started now has more ranks; let agents start where there is room for some."""
+        self.prepare()
+        room = sum(node.room for node in self._nodes if node.is_ready)
+        return min(room, self._size) > len(self.ranks)
+
+    def start(self, begin: Begin) -> int:
+        """Start the ranks on the nodes that there are; return the port on rank 0's node. Raises RankError."""
+        self._gather()
+        size, port, starting = min(self._size, sum(node.room for node in self._nodes)), 0, []
+        first, address = 0, self._nodes[0].address
+        for node in self._nodes:
+            count = min(node.room, size - first)
+            if not count:
+                break
+            own = replace(begin, size=size, first_rank=first, local_size=count, host=address, port=port)
+            node.ranks = [RankProcess(rank, 0, node.address) for rank in range(first, first + count)]
+            starting.append((node, node.agent.start.remote(own)))
+            if first == 0:  # it has to listen before the others are told where
+                port = next((port for _, (port, _) in self._answers(starting, _START_S)), 0)
+            first += count
+        for node, (_, pids) in self._answers(starting, _START_S):
+            for rank, pid in zip(node.ranks, pids, strict=True):
+                rank.pid = pid
+        if lost := [node for node, _ in starting if node.lost]:
+            why = f"the node {lost[0].address} is lost: {lost[0].lost}"
+            self.kill()
+            raise RankError(why)
+        return port
+
+    def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
+        """Send a message to some ranks, by way of their nodes; do not wait."""
+        for node in self._nodes:
+            if numbers := [rank.rank for rank in node.ranks if rank in ranks]:
+                node.agent.tell.remote(numbers, message)
+
+    def hear(self, timeout_s: float) -> Heard:
+        """Return what the ranks have said since, and None for each that has ended or is on a lost node."""
+        working = [node for node in self._nodes if node.ranks]
+        for node in working:
+            if node.hearing is None and not node.lost:
+                node.hearing = node.agent.hear.remote()
+        waiting = {node.hearing: node for node in working if node.hearing is not None}
+        if waiting and not any(node.lost for node in working):
+            ray.wait([*waiting], timeout=timeout_s)
+        ready = ray.wait([*waiting], num_returns=len(waiting), timeout=0)[0] if waiting else []
+        heard: Heard = []
+        for node, said in self._answers([(waiting[answer], answer) for answer in ready], 0):
+            numbered = {rank.rank: rank for rank in node.ranks}
+            heard += [(numbered[number], message) for number, message in said]
+            node.hearing = None
+        for node in working:
+            for rank in node.ranks if node.lost else []:
+                rank.lost = node.lost
+                heard.append((rank, None))
+        return heard
+
+    def hear_causes(self) -> Heard:
+        """Ask every node whether it is there: ranks fail at once because of a lost one."""
+        asked = [(node, node.agent.answer.remote()) for node in self._nodes if node.ranks and not node.lost]
+        for _ in self._answers(asked, _ANSWER_S):
+            pass
+        return self.hear(_POLL_S)
+
+    def look(self) -> None:
+        """Ask every node for its ranks."""
+        self._look(None, _ANSWER_S)
+
+    def write_stacks(self, timeout_s: float) -> None:
+        """Have every node write the stacks of its ranks."""
+        self._look(timeout_s, timeout_s + _ANSWER_S)
+
+    def _look(self, stacks_s: float | None, timeout_s: float) -> None:
+        asked = [(node, node.agent.look.remote(stacks_s)) for node in self._nodes if node.ranks and not node.lost]
+        for node, states in self._answers(asked, timeout_s):
+            for rank, state in zip(node.ranks, states, strict=True):
+                vars(rank).update(state)
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until every rank that can be reached has ended by itself."""
+        asked = [(node, node.agent.await_end.remote(timeout_s)) for node in self._nodes if node.ranks and not node.lost]
+        for _ in self._answers(asked, timeout_s + _ANSWER_S):
+            pass
+
+    def kill(self) -> None:
+        """Kill the ranks of every node that can be reached; give the others up."""
+        asked = [(node, node.agent.kill.remote()) for node in self._nodes if node.ranks and not node.lost]
+        for _ in self._answers(asked, _ANSWER_S):
+            pass
+        for node in [*self._nodes]:
+            node.ranks, node.hearing = [], None
+            if node.lost:
+                self._doubted[node.id] = time.monotonic()
+                self._give_up(node)
+
+    def close(self) -> None:
+        """End everything, and the connection if it is this object's own."""
+        if not ray.is_initialized():
+            return
+        self.kill()
+        for node in [*self._nodes]:
+            self._give_up(node)
+        if self._connected:
+            ray.shutdown()
+            self._connected = False
+
+    def _connect(self) -> None:
+        if not ray.is_initialized():
+            in_main = threading.current_thread() is threading.main_thread()
+            ours = signal.getsignal(signal.SIGTERM)
+            try:
+                ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
+            if in_main:
+                signal.signal(signal.SIGTERM, ours)  # Ray's own would end this process before the ranks have committed
+            self._connected = True
+        if not self._resources:
+            self._resources = {"GPU" if ray.cluster_resources().get("GPU") else "CPU": 1}
+
+    def _plan(self) -> dict[str, tuple[str, int]]:
+        """Return node → its address and how many ranks it shall have, nodes with an agent first."""
+        held = {node.id: node.room for node in self._nodes if not node.lost}
+        free, now_s, rooms = available_resources_per_node(), time.monotonic(), {}
+        for each in ray.nodes():
+            node_id = each["NodeID"]
+            if not each["Alive"] or now_s - self._doubted.get(node_id, -_DOUBT_S) < _DOUBT_S:
+                continue
+            all_of_it, left = (self._count(of) for of in (each["Resources"], free.get(node_id, {})))
+            # What an agent has just taken may be counted as free for a moment.
+            rooms[node_id] = (each["NodeManagerAddress"], min(all_of_it, held.get(node_id, 0) + left))
+        order = [*held, *sorted(rooms.keys() - held.keys(), key=lambda node_id: (-rooms[node_id][1], rooms[node_id]))]
+        plan, left_over = {}, self._size
+        for node_id in order:
+            address, room = rooms.get(node_id, ("", 0))
+            if taken := min(room, left_over):
+                plan[node_id] = (address, taken)
+                left_over -= taken
+        return plan
+
+    def _count(self, resources: Mapping[str, float]) -> int:
+        return min(int(resources.get(name, 0) // amount) for name, amount in self._resources.items())
+
+    def _hire(self, node_id: str, address: str, room: int) -> _Node:
+        whole = {name: amount * room for name, amount in self._resources.items()}
+        cpus, devices = whole.pop("CPU", 0), whole.pop("GPU", 0)
+        remote: Any = ray.remote(concurrency_groups={"tell": 1})  # type: ignore[call-overload]  # it lacks this one
+        actor = remote(_Agent).options(
+            num_cpus=cpus,
+            num_gpus=devices,
+            resources=whole,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        agent = actor.remote(int(devices), max(1, int(self._resources.get("CPU", 1))))
+        return _Node(node_id, address, room, agent, agent.warm.remote())
+
+    def _gather(self) -> None:
+        """Wait until there are agents for as many ranks as there is room for, `least` at least."""
+        end_s = time.monotonic() + _ROOM_S
+        while True:
+            self.prepare()
+            for _ in self._answers([(node, node.ready) for node in self._nodes], _START_S):
+                pass
+            for node in [node for node in self._nodes if node.lost]:
+                self._doubted[node.id] = time.monotonic()
+                self._give_up(node)
+            room = sum(node.room for node in self._nodes)
+            if room >= self._least:
+                return
+            if time.monotonic() > end_s:
+                needs = " and ".join(f"{amount:g} {name}" for name, amount in self._resources.items())
+                raise RankError(
+                    f"the Ray cluster has room for {room} of at least {self._least} ranks, of {needs} each",
+                    hint="Add nodes, or end what else uses them; `ray status` shows what is free.",
+                )
+            time.sleep(_POLL_S)
+
+    def _give_up(self, node: _Node) -> None:
+        self._nodes.remove(node)
+        with suppress(RayError):
+            ray.kill(node.agent)
+
+    def _answers(self, asked: Sequence[tuple[_Node, Any]], timeout_s: float) -> Iterator[tuple[_Node, Any]]:
+        """Yield what nodes answer; one whose agent has ended or failed, or does not answer in time, is lost then."""
+        end_s = time.monotonic() + timeout_s
+        for node, answer in asked:
+            try:
+                yield node, ray.get(answer, timeout=max(0.0, end_s - time.monotonic()))
+            except GetTimeoutError:
+                node.lost = f"it has not answered for {timeout_s:.0f} s"
+            except RayTaskError as error:
+                node.lost = f"its agent has failed: {error.cause}"
+            except RayError as error:
+                node.lost = str(error).partition("\n")[0]

@@ -1,0 +1,67 @@
+"""What starts the ranks of a flow, from its parameters; no cluster is needed to refuse what cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.flows.engines import find_engine
+from ckpt_tasks.flows.train import train
+from ckpt_tasks.gang.processes import Gang
+from ckpt_tasks.orchestration.blocks import RayCluster
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"engine": "slurm"}, 'engine must be "local", "ray" or "block://NAME", not \'slurm\''),
+        ({"min_ranks": 1}, "min_ranks needs an engine of several hosts"),
+        ({"engine": "ray", "min_ranks": 3}, "min_ranks is 3, and ranks is 2"),
+        ({"engine": "ray", "min_ranks": 0}, "min_ranks must be a whole number from 1 on"),
+        ({"engine": "ray"}, "engine='ray' has no address of a cluster, and starts none of its own.*RAY_ADDRESS"),
+    ],
+    ids=["name", "local", "more", "none", "address"],
+)
+def test_what_does_not_fit_is_refused(
+    harness: None, run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str
+) -> None:
+    """Engines and numbers of ranks that cannot be are refused by name, before anything is written or connected to."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir))
+    with pytest.raises(ConfigError, match=why):
+        train(run_key="refused", total_steps=5, checkpoint=config, ranks=2, **options)
+    assert not run_dir.exists()
+
+
+def test_an_address_that_would_start_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY_ADDRESS=local, which makes Ray start a cluster of its own, is no address of one."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(ConfigError, match="starts none of its own"):
+        find_engine("ray", 2)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray is not installed the error says what to install; an engine of one host does not need it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ckpt_tasks.gang.ray", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'ckpt-tasks\[ray\]'"):
+        find_engine("ray", 2)
+    assert isinstance(find_engine("local", 2), Gang)
+
+
+def test_a_block_names_a_cluster(harness: None) -> None:
+    """block://NAME is a RayCluster on Prefect's server; one that is not there is named with the way to make it."""
+    RayCluster(address="10.1.2.3:6379", resources_per_rank={"GPU": 2.0}).save("gpus")
+    assert RayCluster.named("block://gpus").resources_per_rank == {"GPU": 2.0}
+    assert type(find_engine("block://gpus", 2)).__name__ == "RayGang"
+    with pytest.raises(
+        ConfigError, match=r"no block 'nobody' of the type training-ray-cluster.*RayCluster\(address=…\)"
+    ):
+        find_engine("block://nobody", 2)
