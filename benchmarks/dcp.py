@@ -72,7 +72,11 @@ def _both(root: str, tiny: bool, rounds: int) -> dict[str, Any]:
 def _times(trained: _Trained, number: int, name: str, way: _Way) -> dict[str, float]:
     """Save, load and save in the background; check what was loaded."""
     times, (writer, reader, place) = {}, way
-    synced = (lambda: fsync_all(place)) if place is not None else (lambda: None)
+
+    def synced() -> None:
+        if place is not None:
+            fsync_all(place)
+
     if place is not None:
         _clear(place)
     trained.set(2 * number)
@@ -88,7 +92,7 @@ def _times(trained: _Trained, number: int, name: str, way: _Way) -> dict[str, fl
     pending: list[Any] = []
 
     def begin() -> None:
-        pending.append(async_save(trained.tree, storage_writer=writer(2 * number + 1)))  # type: ignore[no-untyped-call]
+        pending.append(async_save(trained.tree, storage_writer=writer(2 * number + 1)))
 
     def end() -> None:
         pending[0].result()

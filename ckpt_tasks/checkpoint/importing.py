@@ -113,7 +113,7 @@ class ImportedRun(HeldRun):
 
 def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
     saving = tenure.new_saving(plan.step, plan.groups, metrics=None, epochs=None, interim=False)
-    return replace(saving, environment={IMPORTED_FROM: plan.source.name})
+    return replace(saving, environment={IMPORTED_FROM: plan.source.name, **plan.environment})
 
 
 def _check_bounds(plan: ImportPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
@@ -34,17 +35,20 @@ _TORCH_SUFFIXES = (".pt", ".pth")
 _LEFT_OUT = {
     "safetensors": "Left out, since they are not tensors",
     "torch": "Left out, since random streams are useful only to a restore",
+    "dcp": "Left out",
 }
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-OutArgument = Annotated[str, argument("OUT", "NAME.safetensors, NAME.pt, or a directory for shards")]
+OutArgument = Annotated[str, argument("OUT", "NAME.safetensors, NAME.pt, or a directory for shards or DCP")]
 GroupOption = Annotated[
     list[str] | None,
     option("--group", "NAME", "a group to export; may be repeated [default: modules; for torch all groups]"),
 ]
 FormatOption = Annotated[
-    Literal["safetensors", "torch"] | None,
-    option("--format", "FORMAT", "safetensors, or torch: one file of torch.save [default: torch for .pt and .pth]"),
+    Literal["safetensors", "torch", "dcp"] | None,
+    option(
+        "--format", "FORMAT", "safetensors, torch: one file of torch.save, or dcp [default: torch for .pt and .pth]"
+    ),
 ]
 SizeOption = Annotated[str | None, option("--max-shard-size", "SIZE", "largest shard in a directory [default: 5GB]")]
 OverwriteOption = Annotated[bool, option("--overwrite", None, "replace OUT; of a directory only its weights")]
@@ -60,12 +64,12 @@ def export(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as files of safetensors or torch.save.
+    """Write a checkpoint as files of safetensors, torch.save or DCP.
 
     Reading the files needs neither this package nor the run. In safetensors files a single module has the names of its
     state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or several
-    by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. Every byte is
-    verified; OUT appears when all of it is good, or not at all.
+    by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. DCP makes
+    a directory. Every byte is verified; OUT appears when all of it is good, or not at all.
     """
     from ckpt_tasks.copying.export import write_export
 
@@ -73,11 +77,15 @@ def export(
         shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
         how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
-        run, record = parse_target(checkpoint).find()
+        target = parse_target(checkpoint)
+        run, record = target.find()
         try:
-            plan = _plan(run.history.store, record, out, chosen, how)
-            with reading(result, "exporting", plan.read_bytes) as on_progress:
-                report = write_export(run.history.store, plan, on_progress)
+            if chosen == "dcp":
+                report = _as_dcp(target.checkpoint_dir, run, record, out, how)
+            else:
+                plan = _plan(run.history.store, record, out, chosen, how)
+                with reading(result, "exporting", plan.read_bytes) as on_progress:
+                    report = write_export(run.history.store, plan, on_progress)
         except ObjectNotFoundError as error:
             raise _why_gone(run, record, error) from error
         names = ("tensors", "size_bytes", "tied", "dtypes", "left_out")
@@ -89,6 +97,14 @@ def export(
             **{name: getattr(report, name) for name in names},
         }
         result.answer(facts, _export_parts(run, report, chosen))
+
+
+def _as_dcp(place: str, run: Run, record: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
+    if how["max_shard_bytes"] is not None or how["overwrite"]:
+        raise ConfigError("a DCP directory is new, and DCP cuts its files", hint="Name a directory that is not there.")
+    from ckpt_tasks.dcp.directories import export_directory
+
+    return export_directory(place, run, record, out, how["groups"])
 
 
 def _plan(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
@@ -150,7 +166,8 @@ def _export_parts(run: Run, report: ExportReport, chosen: str) -> Iterator[Any]:
 _LEFT_SHOWN = 12
 
 SourceArgument = Annotated[
-    str, argument("SOURCE", "a torch.save or safetensors file, a Lightning checkpoint, or a directory of weights")
+    str,
+    argument("SOURCE", "a torch.save or safetensors file, Lightning's checkpoint, a directory of weights or of DCP"),
 ]
 ToArgument = Annotated[str, argument("TO", "a run directory: a new one, or one that holds only imports")]
 StepOption = Annotated[int | None, option("--step", "N", "step of the checkpoint [default: the file's own, else 0]")]
@@ -172,9 +189,10 @@ def import_(
 ) -> None:
     """Make a checkpoint from a file of torch.save or others.
 
-    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, or a directory of them. Weights become the
-    group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed: what it may
-    name are tensors and plain values. The whole file is checked before anything is written; every byte is read back.
+    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, a directory of them, or one of DCP. Weights
+    become the group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed:
+    what it may name are tensors and plain values. The whole file is checked before anything is written; every byte is
+    read back.
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun
@@ -182,7 +200,7 @@ def import_(
         from ckpt_tasks.ledger.config import CheckpointConfig
         from ckpt_tasks.storage.locations import Location
 
-        plan = plan_import(source, step=step, groups=group or ())
+        plan = _dcp_plan(source, step, group) or plan_import(source, step=step, groups=group or ())
         place = Location(run, single_writer=single_writer)
         config = CheckpointConfig(checkpoint_dir=place, run_key=run_key, max_num_checkpoints=None, memory_dir=None)
         with reading(out, "importing", 3 * plan.size_bytes) as on_progress:
@@ -199,6 +217,17 @@ def import_(
             "left": plan.left,
         }
         out.answer(facts, _import_parts(plan, run, checkpoint))
+
+
+def _dcp_plan(source: str, step: int | None, groups: list[str] | None) -> ImportPlan | None:
+    """Return the plan for a directory of DCP; None for any other source."""
+    if not os.path.isfile(os.path.join(source, ".metadata")):
+        return None
+    if groups:
+        raise ConfigError("a DCP checkpoint is imported as a whole", hint="Leave --group out.")
+    from ckpt_tasks.dcp.directories import plan_directory
+
+    return plan_directory(source, step=step)
 
 
 _TAKEN = (

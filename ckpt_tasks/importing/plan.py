@@ -26,6 +26,7 @@ class ImportPlan:
     """What an import will write: `groups` in the form of a manifest, and their tensors by full key.
 
     `taken` lists the groups; `left` maps the name of everything else in the file to the reason why it is not taken.
+    `environment` is for the manifest.
     """
 
     source: Source = field(repr=False)
@@ -34,6 +35,7 @@ class ImportPlan:
     tensors: Mapping[str, torch.Tensor | SourceTensor] = field(repr=False)
     taken: tuple[Taken, ...]
     left: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:

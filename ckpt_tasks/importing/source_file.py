@@ -124,7 +124,7 @@ class SourceFile:
         """Return the records of a zip file, by their names without the directory; raise IntegrityError."""
         self._check_end()
         try:
-            with os.fdopen(self._fd, "rb", closefd=False) as opened, zipfile.ZipFile(opened) as archive:
+            with self._archive() as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, IndexError) as error:
             raise IntegrityError(f"the file is cut or damaged: {error}", key=self.name) from error
@@ -141,6 +141,9 @@ class SourceFile:
             raise IntegrityError("the zip file is not one that torch.save writes", key=self.name)
         self._records = {entry.filename.partition("/")[2]: self._place(entry) for entry in entries}
         return self._records
+
+    def _archive(self) -> zipfile.ZipFile:
+        return zipfile.ZipFile(os.fdopen(self._fd, "rb", closefd=False))
 
     def _place(self, entry: zipfile.ZipInfo) -> Record:
         head = self.read(entry.header_offset, entry.header_offset + 30).tobytes()

@@ -28,7 +28,7 @@ from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
 
-__all__ = ["Source", "SourceTensor", "open_source"]
+__all__ = ["Source", "SourceTensor", "open_source", "torch_value"]
 
 _MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
 _MAX_INDEX_BYTES = 64 << 20
@@ -255,7 +255,18 @@ def _with_views(
 
 
 def _torch_values(file: SourceFile) -> Mapping[Any, Any]:
-    """Read a torch.save file; its tensors are views of the file."""
+    """Read a torch.save file of a dict; its tensors are views of the file."""
+    value = torch_value(file)
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{file.name} holds a value of type {type(value).__name__}, and not a dict of tensors and values",
+            hint="Save a state_dict, or a dict that holds some.",
+        )
+    return value
+
+
+def torch_value(file: SourceFile) -> Any:
+    """Read a torch.save file; its tensors are views of the file. Raises IntegrityError and UnsupportedStateError."""
     records = file.records()
     if not {"data.pkl", "version"} <= records.keys():
         raise IntegrityError("the zip file is not one that torch.save writes", key=file.name)
@@ -285,11 +296,6 @@ def _torch_values(file: SourceFile) -> Mapping[Any, Any]:
         raise
     except Exception as error:  # Foreign bytes make torch raise all kinds of errors.
         raise IntegrityError(f"the pickle is malformed: {error!r:.300}", key=file.name) from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{file.name} holds a value of type {type(value).__name__}, and not a dict of tensors and values",
-            hint="Save a state_dict, or a dict that holds some.",
-        )
     _check_values(value, file)
     return value
 

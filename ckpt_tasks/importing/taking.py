@@ -24,7 +24,7 @@ from ckpt_tasks.objects.generators import capture_generator
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
 
-__all__ = ["Taken", "Taking", "take"]
+__all__ = ["Taken", "Taking", "seeded_streams", "take"]
 
 _MODEL = "model"
 _SUFFIX = "_state_dict"
@@ -110,6 +110,15 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
     done.taken.sort(key=lambda one: order.index(one.group))
     taker.add_streams()
     return done
+
+
+def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return a group of the random streams of a process just seeded with 0, and its tensors: no file has them."""
+    numpy = np.random.RandomState(0)  # the kind that a process has
+    streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
+    tensors = TensorSet(None)
+    tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
+    return {"kind": RNG, "tree": encode(tree, RNG)}, tensors.tensors
 
 
 def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
@@ -284,13 +293,9 @@ class _Taker:
         self.taking.taken.append(Taken(part.group, part.name, part.kind, len(keys), size_bytes, note))
 
     def add_streams(self) -> None:
-        """Add the random streams of a process just seeded with 0, since no file has all of them."""
-        numpy = np.random.RandomState(0)  # A process has a stream of this kind.
-        streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
-        tensors = TensorSet(None)
-        tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
-        self.taking.groups[RNG] = {"kind": RNG, "tree": encode(tree, RNG)}
-        self.taking.tensors |= tensors.tensors
+        """Add random streams."""
+        self.taking.groups[RNG], tensors = seeded_streams()
+        self.taking.tensors |= tensors
 
     def _tree(self, part: _Part) -> tuple[Any, str]:
         if part.kind == "module":

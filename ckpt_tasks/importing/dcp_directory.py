@@ -1,0 +1,201 @@
+"""A directory that torch's DCP wrote, by any number of ranks: `.metadata`, and files of torch.save, one after another.
+
+Invariants
+
+1. As for every source nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and the bytes are read
+   with their CRCs before anything is written.
+2. A tensor is a promise: an address without memory, from which nothing is read. `copied` puts its parts together.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_tasks.errors import CkptError, IntegrityError
+from ckpt_tasks.format.parsing import MALFORMED
+from ckpt_tasks.importing.metadata_pickle import Pickled, read_objects
+from ckpt_tasks.importing.source_file import SourceFile
+from ckpt_tasks.importing.sources import torch_value
+from ckpt_tasks.layout.image import STORED_DTYPES
+
+__all__ = ["METADATA", "DcpDirectory"]
+
+METADATA = ".metadata"
+_MAX_METADATA_BYTES = 256 << 20
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class _Part(NamedTuple):
+    """Where a part of a value is: its first index in the tensor, the file, and the bytes there."""
+
+    offset: tuple[int, ...]
+    file: SourceFile
+    begin: int
+    end: int
+
+
+class _Slice(SourceFile):
+    """The bytes of one torch.save in memory."""
+
+    def __init__(self, name: str, data: memoryview):
+        self.name, self._data, self.size_bytes = name, data, data.nbytes
+        self._records = {}
+
+    def read(self, begin: int, end: int) -> memoryview:
+        if not 0 <= begin <= end <= self.size_bytes:
+            raise IntegrityError(f"the file ends before byte {end}", key=self.name)
+        return self._data[begin:end]
+
+    def mapped(self, begin: int, end: int) -> torch.UntypedStorage:
+        view: torch.UntypedStorage = torch.frombuffer(self._data, dtype=torch.uint8).untyped_storage()[begin:end]
+        return view
+
+    def _archive(self) -> zipfile.ZipFile:
+        return zipfile.ZipFile(io.BytesIO(self._data))
+
+
+class DcpDirectory(SourceFile):
+    """An open DCP directory: `values` has its tensors and values by DCP's names, `paths` DCP's paths of them.
+
+    `left` has the values that cannot be read, with the reason. Raises IntegrityError if it contradicts itself.
+    """
+
+    def __init__(self, directory: Path):
+        self.name = directory.name
+        metadata = SourceFile(directory / METADATA)
+        if metadata.size_bytes > _MAX_METADATA_BYTES:
+            raise IntegrityError(f"its metadata has {metadata.size_bytes} bytes", key=METADATA)
+        self._files = {METADATA: metadata}
+        self._directory = directory
+        self.values: dict[str, Any] = {}
+        self.left: dict[str, str] = {}
+        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # by address
+        self._values: dict[str, _Part] = {}
+        try:
+            self._read(read_objects(metadata.read(0, metadata.size_bytes).tobytes()))
+        except MALFORMED as error:
+            raise IntegrityError(f"its metadata is malformed: {error!r:.200}", key=METADATA) from error
+        self.size_bytes = sum(file.size_bytes for file in self._files.values())
+
+    def check(self, on_progress: Callable[[int], None]) -> None:
+        """Read every part of a tensor, and compare its CRC, dtype and shape; raise IntegrityError."""
+        for name, parts in self._tensors.values():
+            for part in parts:
+                self._part(name, part)
+                on_progress(part.end - part.begin)
+
+    def has_changed(self) -> bool:
+        """Return True if one of the files has been written since it was opened."""
+        return any(file.has_changed() for file in self._files.values())
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor with its values, read from its parts; None if it is not one of these."""
+        name, parts = self._tensors.get(tensor.data_ptr(), ("", []))
+        if not name or tensor.shape != self.values[name].shape:
+            return None
+        whole = torch.empty_like(tensor)
+        for part in parts:
+            into, values = whole, self._part(name, part)
+            for axis, (begin, extent) in enumerate(zip(part.offset, values.shape, strict=True)):
+                into = into.narrow(axis, begin, extent)
+            into.copy_(values)
+        return whole
+
+    def _read(self, metadata: Any) -> None:
+        places: dict[str, list[_Part]] = {}
+        for index, info in metadata["storage_data"].items():
+            begin, length = int(info["offset"]), int(info["length"])
+            offset = tuple(map(int, index.attributes.get("offset") or ()))
+            part = _Part(offset, self._file(info["relative_path"]), begin, begin + length)
+            places.setdefault(index["fqn"], []).append(part)
+        described = metadata["state_dict_metadata"]
+        self.paths = None if metadata["planner_data"] is None else _paths(metadata["planner_data"], len(described))
+        sizes = {name: _described(one) for name, one in described.items() if one.name.endswith("TensorStorageMetadata")}
+        nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
+        if nbytes > 8 * sum(file.size_bytes for file in self._files.values()):
+            raise IntegrityError(f"its tensors claim {nbytes} bytes, more than its files have", key=METADATA)
+        memory = mmap.mmap(-1, nbytes + 64 * len(sizes) + 64, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        at = 0
+        for name, one in described.items():
+            if name in sizes:
+                dtype, shape = sizes[name]
+                at += -at % 64
+                self.values[name] = torch.empty(shape, dtype=dtype)
+                if self.values[name].nbytes:
+                    count = math.prod(shape)
+                    self.values[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=at).reshape(shape)
+                    self._tensors[self.values[name].data_ptr()] = name, _tiling(name, one, places.get(name, []))
+                at += self.values[name].nbytes
+            else:
+                self._read_value(name, places[name][0])
+
+    def _read_value(self, name: str, part: _Part) -> None:
+        try:
+            self.values[name] = torch_value(self._slice(name, part))
+        except CkptError as error:
+            self.left[name] = error.message
+
+    def _file(self, name: Any) -> SourceFile:
+        if type(name) is not str or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise IntegrityError(f"its metadata names {name!r:.80}, which is no file beside it", key=METADATA)
+        if name not in self._files:
+            self._files[name] = SourceFile(self._directory / name)
+        return self._files[name]
+
+    def _slice(self, name: str, part: _Part) -> _Slice:
+        file = _Slice(name, part.file.read(part.begin, part.end))
+        file.records()
+        file.check(lambda size_bytes: None)
+        return file
+
+    def _part(self, name: str, part: _Part) -> torch.Tensor:
+        values = torch_value(self._slice(name, part))
+        whole = self.values[name]
+        if isinstance(values, torch.Tensor) and values.dtype == whole.dtype and values.dim() == whole.dim():
+            ends = map(int.__add__, part.offset, values.shape)
+            if all(end <= extent for end, extent in zip(ends, whole.shape, strict=True)):
+                return values
+        raise IntegrityError("a part is not what its metadata says", key=name)
+
+
+def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of a tensor."""
+    properties = described["properties"].attributes
+    dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).name.removeprefix("torch.")
+    if dtype not in STORED_DTYPES:
+        raise IntegrityError(f"it holds the dtype {dtype:.40}", key=METADATA)
+    shape = tuple(map(int, described["size"]))
+    if any(extent < 0 for extent in shape):
+        raise IntegrityError(f"it holds the shape {shape}", key=METADATA)
+    return getattr(torch, dtype), shape
+
+
+def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
+    """Return the parts of a tensor; raise IntegrityError if they are not those that its metadata lists."""
+    listed = {tuple(one["offsets"]): math.prod(one["sizes"]) for one in described["chunks"]}
+    here = {part.offset or (0,) * len(described["size"]): part for part in parts}
+    if (
+        sum(listed.values()) != math.prod(described["size"])
+        or not {o for o, size in listed.items() if size} <= here.keys()
+    ):
+        raise IntegrityError("its parts do not make up the tensor", key=name)
+    return [part._replace(offset=offset) for offset, part in here.items() if listed.get(offset)]
+
+
+def _paths(paths: Mapping[Any, Any], most: int) -> dict[str, tuple[str | int, ...]]:
+    """Return DCP's path of each name; raise IntegrityError for one that would make a list of any length."""
+    checked = {}
+    for name, path in paths.items():
+        if not path or not all(isinstance(one, str) or 0 <= one <= most + 1024 for one in path):
+            raise IntegrityError(f"it holds the path {path!r:.80}", key=METADATA)
+        checked[str(name)] = tuple(path)
+    return checked

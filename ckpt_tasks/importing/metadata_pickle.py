@@ -1,0 +1,128 @@
+"""The pickle in the `.metadata` of a DCP checkpoint, read without importing or executing anything.
+
+It names classes of torch. Each object becomes a `Pickled`: the name, the arguments and the attributes. Invariants: what
+is no name of DCP's metadata is refused; only texts, numbers and objects are keys, so that no key is dear to hash.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from typing import Any
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
+from ckpt_tasks.importing.unpickling import MAX_VALUES
+
+__all__ = ["Pickled", "read_objects"]
+
+_OF_METADATA = (
+    "torch.distributed.checkpoint.metadata.",
+    "torch.distributed.checkpoint.filesystem.",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    "pathlib.",
+)
+_DTYPE = "torch."
+_PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_NEW: dict[str, Any] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict}
+_NEW |= {"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class Pickled:
+    """An object of a pickle: the name of its class or function, its arguments, and its attributes."""
+
+    def __init__(self, name: str, arguments: tuple[Any, ...] = ()):
+        self.name = name
+        self.arguments = arguments
+        self.attributes: Any = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an attribute; raise KeyError if there is none."""
+        return self.attributes[name]
+
+
+def read_objects(data: bytes) -> Any:
+    """Return the value of a pickle; raise UnsupportedStateError for a foreign name, IntegrityError for bad bytes."""
+    try:
+        return _run(data)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise IntegrityError(f"the metadata is malformed: {error!r:.200}") from error
+
+
+def _run(data: bytes) -> Any:
+    machine = _Machine()
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if number > 8 * MAX_VALUES:
+            raise IntegrityError(f"the metadata has more than {MAX_VALUES} values")
+        machine.step(opcode.name, argument)
+    return machine.stack.pop()
+
+
+class _Machine:
+    """The stack machine of a pickle of protocol 4, as far as DCP needs it."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._outer: list[list[Any]] = []
+        self._memo: list[Any] = []
+
+    def step(self, name: str, argument: Any) -> None:
+        """Do what one opcode says."""
+        if name in _PUSHED:
+            self.stack.append(argument)
+        elif name in _NEW:
+            self.stack.append(_NEW[name]())
+        elif name == "MEMOIZE":
+            self._memo.append(self.stack[-1])
+        elif name in {"BINGET", "LONG_BINGET"}:
+            self.stack.append(self._memo[argument])
+        elif name == "MARK":
+            self._outer.append(self.stack)
+            self.stack = []
+        elif name not in {"PROTO", "FRAME", "STOP"}:
+            self._join(name)
+
+    def _join(self, name: str) -> None:
+        """Do what an opcode says that takes items from the stack."""
+        stack = self.stack
+        if name in _TUPLES:
+            stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+        elif name in {"TUPLE", "APPENDS", "SETITEMS"}:
+            self.stack = self._outer.pop()
+            _add(self.stack, name, stack)
+        elif name == "APPEND":
+            stack[-2].append(stack.pop())
+        elif name == "SETITEM":
+            _add(stack, "SETITEMS", [stack.pop(-2), stack.pop()])
+        elif name in {"STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"}:
+            last = stack.pop()
+            stack[-1] = _made(name, stack[-1], last)
+        else:
+            raise ValueError(f"the opcode {name}, which DCP does not write")
+
+
+def _add(stack: list[Any], name: str, items: list[Any]) -> None:
+    if name == "TUPLE":
+        stack.append(tuple(items))
+    elif name == "APPENDS":
+        stack[-1].extend(items)
+    else:
+        if not all(isinstance(key, str | int | Pickled) for key in items[::2]):
+            raise ValueError("a key that is neither a text, a number nor an object")
+        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+
+def _made(name: str, first: Any, last: Any) -> Any:
+    if name == "STACK_GLOBAL":
+        full = f"{first}.{last}"
+        if not full.startswith(_OF_METADATA) and not (first == "torch" and full.startswith(_DTYPE)):
+            raise UnsupportedStateError(f"the metadata names {full:.100}, which is not DCP's")
+        return Pickled(full)
+    if not isinstance(first, Pickled):
+        raise TypeError("an object that has no class")
+    if name == "BUILD":
+        first.attributes = last
+        return first
+    if type(last) is not tuple:
+        raise TypeError("arguments that are no tuple")
+    return last[0] if first.name == "torch.Size" else Pickled(first.name, last)
