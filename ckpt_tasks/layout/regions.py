@@ -64,10 +64,15 @@ def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 def intersection(a: Box, b: Box) -> Box | None:
     """Return the box of the elements that two boxes share; None if they share none."""
-    offset = tuple(map(max, a.offset, b.offset))
-    ends = (min(i + n, j + m) for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
-    shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))
-    return Box(offset, shape) if all(extent > 0 for extent in shape) else None
+    offset, shape = [], []
+    for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
+        begin = max(i, j)
+        extent = min(i + n, j + m) - begin
+        if extent <= 0:
+            return None
+        offset.append(begin)
+        shape.append(extent)
+    return Box(tuple(offset), tuple(shape))
 
 
 def _indices(shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
