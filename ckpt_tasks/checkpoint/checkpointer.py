@@ -173,8 +173,7 @@ class Checkpointer(HeldRun):
         )
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, state, newest=step is None) or rollback
-        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
-        self._warn_of_replaced(chosen, report)
+        self._log_restored(chosen, report)
         self.last_restore, self._restored, self._knows_line = report, state, True
         self._at.restored(chosen.step, chosen.epochs)
         self._left_out.restored(rollback, chosen.step, state)
@@ -187,6 +186,8 @@ class Checkpointer(HeldRun):
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
+        if step is None and selection is None and chosen.step:
+            self._saver.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
 
     def _be_idle(self, state: dict[str, Any]) -> None:
@@ -342,8 +343,9 @@ class Checkpointer(HeldRun):
             return self._went_back(chosen, failed_step, state)
         return None
 
-    def _warn_of_replaced(self, chosen: Checkpoint, report: RestoreReport) -> None:
+    def _log_restored(self, chosen: Checkpoint, report: RestoreReport) -> None:
         """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""
+        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
             _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
@@ -385,9 +387,8 @@ class Checkpointer(HeldRun):
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
         """Deliver a pending signal; with many ranks only once all have it (`everywhere`)."""
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
-            self._release(
-                prune_s=0
-            )  # So the next owner need not wait for a timeout; a later save takes the directory again.
+            # The next owner need not wait for a timeout then; a later save takes the directory again.
+            self._release(prune_s=0)
             self._interrupt.deliver()
 
 

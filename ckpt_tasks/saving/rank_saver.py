@@ -6,7 +6,7 @@ This module does not read or write the ledger. The committer gets a RankPart fro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 
@@ -24,7 +24,8 @@ from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.local_copies import LocalCopies
-from ckpt_tasks.snapshot.memory import Fill, touch
+from ckpt_tasks.snapshot.memory import Fill
+from ckpt_tasks.snapshot.pages import GaveWay, allocate, touch
 from ckpt_tasks.snapshot.samples import sample_values, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
 from ckpt_tasks.storage.port import Store, moved
@@ -49,6 +50,9 @@ class RankSaver:
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
+        self._hurries = (
+            False  # True while training waits for the lock: a thread that makes memory ahead gives it up then.
+        )
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -92,7 +96,9 @@ class RankSaver:
         """
         assert self._plan is not None
         first = FirstCopy(self._plan, captured.tensors)
+        self._hurries = True
         with self._taking:
+            self._hurries = False
             images = self._take(slot, self._plan, first.write)
             self._cache.unseal(slot)
         return images, None if first.done else images.fill(captured.tensors, self._devices)
@@ -107,15 +113,23 @@ class RankSaver:
 
     # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
 
-    def take_ahead(self, slot: str) -> None:
-        """Prepare the memory of a slot: touching memory for the first time costs several times a copy."""
+    def take_ahead(self, *slots: str) -> None:
+        """Prepare the memory of slots: touching memory for the first time costs several times a copy."""
         system().lower_priority()
+        for slot in slots:
+            self._touch(slot)
+
+    def _touch(self, slot: str) -> None:
         images: tuple[Image, ...] = ()
-        with suppress(CkptError), self._taking:  # The snapshot that needs the memory will raise.
+        with suppress(CkptError, GaveWay), self._taking:  # The snapshot that needs the memory will raise.
             if (plan := self._plan) is not None:  # The plan may have been forgotten or replaced meanwhile.
-                images = self._take(slot, plan).images
+                images = self._take(slot, plan, partial(self._allocate, plan)).images
         for image in images:
             touch(image.buffer, lambda: self._plan is plan)
+
+    def _allocate(self, plan: SnapshotPlan, files: Mapping[str, int]) -> bool:
+        allocate(files, plan.sizes, lambda: self._plan is plan and not self._hurries)
+        return True
 
     def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         """Digest this rank's part of a snapshot, and seal it in memory; does not wait for other ranks or the store.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -71,20 +72,32 @@ class Saver:
             deadline_s=config.flush_timeout_s,
         )
         self._sealer: threading.Thread | None = None
-        self._early = False  # True if the newest snapshot is of step 0: an optimizer creates its state in step 1.
+        self._early = False  # True if the memory is for a state before a step, which may change its structure.
         self._warned_stuck = False
         self._turn = system().lock()
 
     @property
     def unprepared(self) -> bool:
-        """Whether to prepare memory for the next snapshot: before the first one, and after that of step 0."""
+        """Whether to prepare memory for the next snapshot: it has none, or a step may have changed what it needs."""
         return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
+    def prepare_early(self, take: Callable[[], Captured]) -> None:
+        """Prepare the memory of the next snapshots after a restore, before a step; `take` captures the state."""
+        if self.unprepared:
+            with suppress(Exception):  # What a state_dict of the user raises, it raises again in the first save.
+                self.prepare(take())
+                self._early = True
+
     def prepare(self, captured: Captured) -> None:
-        """Prepare the memory of the next snapshot in the background."""
+        """Prepare the memory of the next snapshots in the background.
+
+        A slot that holds a sealed snapshot is left alone, except the one that is filled next.
+        """
         self._early = False
         self._plan(captured)
-        system().start_thread(self._rank.take_ahead, self._pipeline.next_slot(), name="ckpt-take", daemon=False)
+        following = self._pipeline.next_slot()
+        free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
+        system().start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False)
 
     def snapshot(
         self,

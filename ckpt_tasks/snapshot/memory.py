@@ -15,11 +15,12 @@ Invariants
 2. Only the process that holds the lock writes, and only it reads what earlier processes left.
 3. Everything belongs to this user: a directory of another user, or one open to others, is refused.
 4. A forked child has no image and holds no slot: see process/processes.py.
+5. A file of a slot is written again only if an earlier process left it, and never resized: otherwise a new one takes
+   its name.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -34,6 +35,7 @@ from typing import Protocol
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, open_descriptor
+from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
 from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
 
@@ -47,18 +49,14 @@ __all__ = [
     "default_directory",
     "private_root",
     "sweep",
-    "touch",
 ]
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # This many times the size of the images must be free.
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_HUGEPAGE, _POPULATE_WRITE = 14, 23
-_TOUCHED_BYTES = 16 << 20  # Touch this much at once.
 _HELD: set[Path] = set()  # Held by this process: lockf does not exclude within a process.
+_FILLED: set[Path] = set()  # Slots that this process has filled: its threads may still read their files.
 
 
 Fill = Callable[[Mapping[str, int]], bool]
@@ -75,6 +73,9 @@ class SnapshotMemory(Protocol):
         Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor; it may write them,
         and returns True if it did.
         """
+
+    def sealed(self, slot: str) -> bytes | None:
+        """Return a slot's seal; None if the slot is empty or its snapshot incomplete."""
 
     def unseal(self, slot: str) -> None:
         """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
@@ -100,9 +101,11 @@ class PrivateMemory:
                 hint="Two snapshots are kept beside the state: give the process (its container, `ulimit -v`) as much.",
             ) from error
         for memory in taken.values():
-            # This is only advice: a kernel without huge pages refuses it, and ordinary pages will do.
-            _madvise(_address(memory), len(memory), _HUGEPAGE)
+            advise_huge(memory)
         return taken
+
+    def sealed(self, slot: str) -> bytes | None:
+        """Return None: no other process can see private memory."""
 
     def unseal(self, slot: str) -> None:
         """Do nothing: no other process can see private memory."""
@@ -202,21 +205,22 @@ class MemoryDirectory(SlotFiles):
             return False
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Unseal the slot and replace its files by new ones, mapped, with all pages allocated.
+        """Unseal the slot and map its files, with all pages allocated; what was in them is lost.
 
+        The files are new, except those of the same size that an earlier process left: their pages are there already.
         Raises StoreError if there is no room; the slot is empty then.
         """
         self.unseal(slot)
         directory = self._slot(slot)
+        was_left = directory not in _FILLED
+        _FILLED.add(directory)
         files: dict[str, int] = {}
         try:
-            for name in sizes:
-                (directory / name).unlink(missing_ok=True)  # Never resize a file that others may have mapped.
-                files[name] = open_descriptor(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+            for name, size_bytes in sizes.items():
+                left = _open_left(directory / name, size_bytes) if was_left else None
+                files[name] = _open_new(directory / name) if left is None else left
             if fill is None or not fill(files):
-                for name, size_bytes in sizes.items():
-                    # With ftruncate a full disk would be SIGBUS at the first write; here it is ENOSPC.
-                    os.posix_fallocate(files[name], 0, max(size_bytes, 1))
+                allocate(files, sizes, lambda: True)
             taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
         except OSError as error:
             self.clear(slot)
@@ -300,23 +304,6 @@ def default_directory(size_bytes: int) -> Path | None:
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
-def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
-    """Have the kernel allocate all pages of a mapping now, as long as `wanted()`; their contents stay.
-
-    It takes several times as long as a copy; other threads may fill the memory meanwhile. Linux before 5.14 cannot do
-    it, and allocates pages when they are filled.
-    """
-    for begin in range(0, len(memory), _TOUCHED_BYTES):
-        if not wanted():
-            return
-        # MAP_POPULATE would allocate all of it in one call.
-        _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 def _unlock(path: Path, lock: int) -> None:
     _HELD.discard(path)
     close_descriptor(lock)
@@ -325,11 +312,31 @@ def _unlock(path: Path, lock: int) -> None:
 def _open_lock(path: Path) -> int:
     """Open the lock for writing; raise OSError if it is a link, or others can use it."""
     lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-    status = os.fstat(lock)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
+    if not _is_ours_alone(os.fstat(lock)):
         close_descriptor(lock)
         raise OSError(errno.EINVAL, "its lock is not a file of this user's alone")
     return lock
+
+
+def _open_left(path: Path, size_bytes: int) -> int | None:
+    """Open a file that an earlier process left, if it has this size and all its pages; else return None."""
+    with suppress(OSError):  # There is none, or it is a link.
+        fd = open_descriptor(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(fd)
+        if _is_ours_alone(status) and is_whole(status, size_bytes):
+            return fd
+        close_descriptor(fd)
+    return None
+
+
+def _open_new(path: Path) -> int:
+    """Make a new file, and unlink what had its name: another process may have mapped that."""
+    path.unlink(missing_ok=True)
+    return open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1
 
 
 @contextmanager
@@ -345,8 +352,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)  # Another file may have the name: never write through a link.
-    fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    fd = _open_new(path)
     try:
         write_at(fd, data, 0)
     finally:
@@ -363,3 +369,4 @@ def _check_private(path: Path) -> None:
 
 
 os.register_at_fork(after_in_child=_HELD.clear)
+os.register_at_fork(after_in_child=_FILLED.clear)

@@ -41,6 +41,7 @@ BETWEEN = {
     "copying.export.write_export",
     "copying.fork._put_manifest",
     "orchestration.abandoned.datetime",
+    "saving.rank_saver.allocate",
     "saving.rank_saver.digest_image",
     "saving.rank_saver.touch",
     "snapshot.first.FirstCopy.write",

@@ -163,17 +163,17 @@ def test_a_state_that_moves_to_a_device_is_planned_again(run_dir: Path, cuda: Cu
 
 
 def test_memory_is_pinned_before_the_first_save(run_dir: Path, cuda: Cuda) -> None:
-    """The first report of a step that is not saved has the memory made ready, pinned as well, in the background."""
+    """A restore has the memory of both slots made ready, pinned as well, in the background."""
     with opened(run_dir, cuda) as ckpt:
         ckpt.save(1, state(1.0))
     cuda.registered.clear()
     with opened(run_dir, cuda, step_interval=10) as ckpt:
         assert ckpt.restore(state(0.0)) == 1
-        ckpt.step(2, state(2.0))
         deadline = time.monotonic() + 30
-        while not cuda.registered and time.monotonic() < deadline:
+        while len(cuda.registered) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert len(cuda.registered) == 1
+        assert len(cuda.registered) == 2
+        ckpt.step(2, state(2.0))
         ckpt.step(11, state(11.0))
     assert committed(run_dir) == [1, 11]
 

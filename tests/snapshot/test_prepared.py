@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.process.processes import map_memory
 from ckpt_tasks.snapshot.first import FirstCopy
-from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, touch
+from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
+from ckpt_tasks.snapshot.pages import allocate, touch
 from ckpt_tasks.snapshot.snapshot import plan_snapshot
+from ckpt_tasks.testing import die
 
 SIZE_BYTES = 64 << 20
 
@@ -34,6 +38,20 @@ def training() -> dict[str, Any]:
 def train(state: dict[str, Any]) -> None:
     state["model"](torch.ones(1, 64)).sum().backward()
     state["optimizer"].step()
+
+
+class Stateful:
+    """An object with a state, which may become unreadable once it has been loaded."""
+
+    fails_after_load = loaded = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.loaded:
+            raise RuntimeError("not now")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = self.fails_after_load
 
 
 def ready() -> None:
@@ -65,19 +83,23 @@ def test_memory_that_nobody_wants_any_more_is_left_alone() -> None:
     assert [*looks] == []
 
 
-@pytest.mark.parametrize("start", ["saved at 0", "restored at 0"])
-def test_the_first_snapshot_with_steps_finds_its_memory(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, start: str
-) -> None:
-    """Optimizers make their state in their first step: as soon as one is reported, memory is made ready for that."""
-    state, write = training(), FirstCopy.write
-    written: list[FirstCopy] = []
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[FirstCopy]:
+    """List the copies into new memory, which training waits for."""
+    write, found = FirstCopy.write, list[FirstCopy]()
 
     def writing(first: FirstCopy, files: Mapping[str, int]) -> bool:
-        written.append(first)
+        found.append(first)
         return write(first, files)
 
     monkeypatch.setattr(FirstCopy, "write", writing)
+    return found
+
+
+@pytest.mark.parametrize("start", ["saved at 0", "restored at 0"])
+def test_the_first_snapshot_with_steps_finds_its_memory(run_dir: Path, written: list[FirstCopy], start: str) -> None:
+    """Optimizers make their state in their first step: as soon as one is reported, memory is made ready for that."""
+    state = training()
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=3)) as ckpt:
         assert ckpt.restore(state) == 0
         if start == "saved at 0":
@@ -91,6 +113,135 @@ def test_the_first_snapshot_with_steps_finds_its_memory(
         assert ckpt.step(3, state)
     assert not written, "the memory was new"
     assert open_run(str(run_dir)).find("latest").step == 3
+
+
+@pytest.mark.parametrize("memory", ["auto", None])
+def test_the_first_saves_after_a_resume_find_their_memory(
+    run_dir: Path, written: list[FirstCopy], memory: str | None
+) -> None:
+    """A restore knows the whole state, the optimizer's too: both slots are made ready before a step is reported."""
+    state = training()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        train(state)
+        ckpt.save(1, state)
+    written.clear()
+    before = resident_bytes()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=memory, step_interval=1)) as ckpt:
+        assert ckpt.restore(state) == 1
+        ready()
+        assert [*ckpt._saver._rank._sets] == ["a", "b"]
+        assert resident_bytes() > before
+        for step in (2, 3):
+            train(state)
+            assert ckpt.step(step, state)
+            ckpt.wait()
+    assert not written, "the memory was new"
+
+
+def test_a_sealed_snapshot_makes_no_room_for_memory_that_may_not_be_needed(run_dir: Path, tmp_path: Path) -> None:
+    """P60: until the next one is sealed, what was restored from memory stays there."""
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(tmp_path), step_interval=5)
+    state = training()
+    train(state)
+    ckpt = Checkpointer(config)
+    ckpt.save(1, state)
+    die(ckpt)
+    with Checkpointer(config) as ckpt:
+        assert ckpt.restore(state) == 1
+        ready()
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.source.startswith(str(tmp_path))
+        assert len([*tmp_path.rglob("seal.json")]) == 1
+        die(ckpt)
+    with Checkpointer(config) as ckpt:
+        assert ckpt.restore(state) == 1
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.source.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("restore", ["a part", "an older one", "one of step 0"])
+def test_no_memory_is_made_for_a_state_that_may_still_change(run_dir: Path, restore: str) -> None:
+    """Only a restore of all that the newest checkpoint has says what the next save will need."""
+    state = training()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), max_num_checkpoints=None)) as ckpt:
+        for step in (0, 1, 2)[: 1 if restore == "one of step 0" else 3]:
+            ckpt.save(step, state)
+            train(state)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        if restore == "a part":
+            ckpt.restore(state, only=["model"])
+        else:
+            ckpt.restore(state, step=1 if restore == "an older one" else None)
+        ready()
+        assert not ckpt._saver._rank._sets
+
+
+def test_what_a_state_dict_raises_after_a_restore_is_raised_by_the_first_save(run_dir: Path) -> None:
+    """The state has been restored, so restore() returns; a state that cannot be saved is refused when it is saved."""
+    own = Stateful()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        ckpt.save(1, {"own": own})
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        own.fails_after_load = True
+        assert ckpt.restore({"own": own}) == 1
+        with pytest.raises(RuntimeError, match="not now"):
+            ckpt.save(2, {"own": own})
+
+
+def test_a_save_does_not_wait_for_memory_that_is_made_ahead(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, written: list[FirstCopy]
+) -> None:
+    """A thread of low priority may take long on a busy machine: it gives way, and the save makes its own memory."""
+    begun, gave_way = threading.Event(), list[bool]()
+
+    def slowly(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callable[[], bool]) -> None:
+        begun.set()
+        deadline = time.monotonic() + 30
+        while wanted() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        gave_way.append(not wanted())
+        allocate(files, sizes, wanted)
+
+    state = training()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        train(state)
+        ckpt.save(1, state)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        monkeypatch.setattr("ckpt_tasks.saving.rank_saver.allocate", slowly)
+        ckpt.restore(state)
+        assert begun.wait(30)
+        written.clear()
+        ckpt.save(2, state)
+        assert gave_way[0]
+        assert written
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("left", ["whole", "short", "sparse", "linked twice", "a link", "of this process"])
+def test_a_slot_takes_only_whole_files_that_an_earlier_process_has_left(tmp_path: Path, left: str) -> None:
+    """Their pages are there already. Any other file may be another's, or read by a thread of this process."""
+    directory = MemoryDirectory(private_root(tmp_path), "run")
+    (slot := directory.path / "a").mkdir(mode=0o700)
+    file, size_bytes = slot / "x", 3 * mmap.PAGESIZE
+    (target := tmp_path / "target").write_bytes(b"t" * size_bytes)
+    file.write_bytes(b"x" * (size_bytes - (left == "short")))
+    if left == "sparse":
+        os.truncate(file, 0)
+        os.truncate(file, size_bytes)
+    if left == "linked twice":
+        os.link(file, tmp_path / "other")
+    if left == "a link":
+        file.unlink()
+        file.symlink_to(target)
+    if left == "of this process":
+        directory.take("a", {"x": size_bytes})
+    with file.open("rb") as before:  # while it is open no new file gets its number
+        taken = directory.take("a", {"x": size_bytes})["x"]
+        assert os.path.samestat(os.fstat(before.fileno()), file.stat()) == (left == "whole")
+    taken[:] = b"n" * size_bytes
+    assert file.read_bytes() == b"n" * size_bytes
+    assert target.read_bytes() == b"t" * size_bytes
+    directory.close(keep=False)
 
 
 def test_memory_that_is_ready_has_been_touched(run_dir: Path) -> None:
