@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, TensorRef, Typed, children, encode, is_leaf, words
+from ckpt_tasks.format.tree import SEQUENCES, TensorRef, Typed, children, encode, is_leaf, like, words
 from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
@@ -162,42 +162,33 @@ class _Walk:
         if kind is not type(b) or (kind is Typed and a.tag != b.tag):
             self._count(a)
             self._differ(place, "type", words(a, self._a.tensors), words(b, self._b.tensors))
-        elif kind is Typed and a.parts.keys() == b.parts.keys() and a.parts:
-            if _exact(replace(a, parts={})) != _exact(replace(b, parts={})):
-                self._differ(place, "value", _short(a.head), _short(b.head))
-            self._mappings(place, a.parts, b.parts)
-        elif kind in MAPPINGS:
-            self._mappings(place, a, b)
-        elif kind in SEQUENCES:
-            self._sequences(place, a, b)
-        else:
+        elif kind is TensorRef:
             self._count(a)
-            if kind is TensorRef:
-                self._tensors(_Pair(place, a, b))
-            elif _exact(a) != _exact(b):
+            self._tensors(_Pair(place, a, b))
+        elif is_leaf(a) and is_leaf(b):
+            self._count(a)
+            if _exact(a) != _exact(b):
                 self._differ(place, "value", _short(a), _short(b), max_abs=_apart(a, b))
+        else:
+            bare_a, bare_b = like(a, {}), like(b, {})
+            if repr(bare_a) != repr(bare_b):
+                self._differ(place, "value", _short(bare_a), _short(bare_b))
+            self._parts(place, a, b)
 
-    def _mappings(self, place: str, a: Any, b: Any) -> None:
-        in_a, in_b = ({_exact(key): (f"{place}/{_part(key)}", v) for key, v in side.items()} for side in (a, b))
+    def _parts(self, place: str, a: Any, b: Any) -> None:
+        """Compare containers of one kind: what is at equal keys or positions."""
+        by_position = type(a) in SEQUENCES
+        name: Callable[[Any], Any] = int if by_position else _exact
+        in_a, in_b = ({name(key): (f"{place}/{_part(key)}", v) for key, v in children(side)} for side in (a, b))
         for key in dict.fromkeys([*in_a, *in_b]):
-            if key not in in_b:
-                self._only_in("A", *in_a[key])
-            elif key not in in_a:
-                self._only_in("B", *in_b[key])
-            else:
+            if key in in_a and key in in_b:
                 self._values(*in_a[key], in_b[key][1])
-        if type(a) is defaultdict and a.default_factory is not b.default_factory:
-            self._differ(place, "value", repr(a), repr(b))
+            elif not by_position:
+                self._only_in(*("A", *in_a[key]) if key in in_a else ("B", *in_b[key]))
+        if by_position and len(a) != len(b):
+            self._differ(place, "length", str(len(a)), str(len(b)))
         if type(a) is OrderedDict and in_a.keys() == in_b.keys() and [*in_a] != [*in_b]:
             self._differ(place, "order", _short([*a]), _short([*b]))
-
-    def _sequences(self, place: str, a: Any, b: Any) -> None:
-        for index, (one, other) in enumerate(zip(a, b, strict=False)):
-            self._values(f"{place}/{index}", one, other)
-        if len(a) != len(b):
-            self._differ(place, "length", str(len(a)), str(len(b)))
-        elif type(a) is deque and a.maxlen != b.maxlen:
-            self._differ(place, "value", f"maxlen {a.maxlen}", f"maxlen {b.maxlen}")
 
     def _tensors(self, pair: _Pair) -> None:
         place, ref_a, ref_b = pair

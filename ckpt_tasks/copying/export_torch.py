@@ -27,21 +27,17 @@ from ckpt_tasks.copying.placing import lay_out, regions_of
 from ckpt_tasks.errors import ConfigError, StoreError, UnsupportedStateError
 from ckpt_tasks.format.kinds import KINDS
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import TensorRef, TorchName, Typed
+from ckpt_tasks.format.tree import TensorRef, Typed
 from ckpt_tasks.layout.image import STORED_DTYPES
 from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.tensors.kinds import build
 
 __all__ = ["Frame", "frame_of", "live_value", "plan_torch_export"]
 
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
 _MAX_INT_BYTES = 255  # The limit of the opcodes that torch reads.
-_OF_TORCH: dict[str, Callable[[Any], Any]] = {
-    "dtype": lambda name: getattr(torch, name),
-    "size": torch.Size,
-    "device": torch.device,
-}
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python does not name: the mapping may be larger than the memory.
 
 
@@ -193,8 +189,8 @@ def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path:
         return kind(items(value))
     if kind in (dict, OrderedDict, Counter):
         return kind(dict(pairs()))
-    if kind is TorchName:
-        return _OF_TORCH[value.kind](value.value)
+    if kind is Typed and value.tag == "~torch":
+        return build(value, {}, None)
     if kind is TensorRef and not value.array:
         return tensor_of(value)
     raise _refusal("a NumPy array" if kind is TensorRef else f"a value of type {_name(value)}", path)
@@ -202,9 +198,9 @@ def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path:
 
 def _name(value: Any) -> str:
     kind = type(value)
-    if kind is Typed:
-        return f"{value.tag[1:]} {value.head[0]!r:.60}" if value.head else value.tag[1:]
-    return "NumPy scalar" if kind.__name__ == "NumpyScalar" else kind.__qualname__
+    if kind is not Typed or value.tag == "~numpy":
+        return "NumPy scalar" if kind is Typed else kind.__qualname__
+    return f"{value.tag[1:]} {value.head[0]!r:.60}" if value.head else value.tag[1:]
 
 
 def _refusal(what: str, path: str) -> UnsupportedStateError:

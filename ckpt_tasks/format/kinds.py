@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.format.tree import NUMBERS, TensorRef
 
 __all__ = ["KINDS", "RNG", "SavedKind", "check_group", "check_ref"]
 
 
 RNG = "rng"  # The group of the process's random streams.
 
-_ARRAY_DTYPES = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in (("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)), ("float", (16, 32, 64)))
-    for bits in widths
-) | {"bool", "complex64", "complex128"}
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 # NumPy's bit generators: the end of the numbers that a position can point to.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
@@ -45,7 +40,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
     """Raise IntegrityError if a reference (array, strides, gradient) does not fit a tensor of this dtype and shape."""
-    if ref.array and (dtype not in _ARRAY_DTYPES or ref.requires_grad):
+    if ref.array and (dtype not in NUMBERS or ref.requires_grad):
         raise IntegrityError(f"{dtype} is not a dtype of an array, or the array takes a gradient", key=ref.key)
     if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):
         raise IntegrityError(f"a tensor of {dtype} cannot take a gradient", key=ref.key)

@@ -8,9 +8,8 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~tuple": […]} {"~set": […]} {"~frozenset": […]} {"~deque": [maxlen, […]]}
     {"~odict": [[key, value], …]} {"~counter": [[key, count], …]}
     {"~float": "nan"} {"~complex": [re, im]} {"~bytes": "base64"}
-    {"~datetime": iso} {"~date": iso} {"~timedelta": [days, seconds, microseconds]}
-    {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]}
-    {"~defaultdict": ["list", [[key, value], …]]} {"~fold": iso}
+    {"~datetime": iso} {"~date": iso} {"~fold": iso} {"~timedelta": [days, seconds, microseconds]}
+    {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]} {"~defaultdict": ["list", [[key, value], …]]}
     {"~named": ["module:Class", {field: value, …}]}            and the other Typed kinds: what it is, and its parts
 
 Nothing is pickled, and no entry makes a reader import or call anything: the vocabulary, in KINDS, is closed. Readers
@@ -26,7 +25,6 @@ import re
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -35,8 +33,9 @@ from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedSta
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
 __all__ = [
-    "KINDS", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "NumpyScalar", "TensorRef", "TorchName", "Typed",
-    "children", "decode", "encode", "is_leaf", "new_ref", "since", "tensor_refs", "words",
+    "KINDS", "MAPPINGS", "MAX_DEPTH", "NUMBERS", "SCALARS", "SEQUENCES", "SETS", "Kind", "TensorRef", "Typed",
+    "children", "decode", "encode", "is_leaf", "like", "new_ref", "refusal", "since", "tensor_refs",
+    "words",
 ]  # fmt: skip
 
 # Deeper than any real state. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
@@ -48,13 +47,11 @@ _WORD = 2**32 - 1  # Random streams have hundreds of numbers up to this one, at 
 Json = Any
 _Keys = TypeVar("_Keys", bound=Collection[Any])
 _AS_THEY_ARE = frozenset({type(None), bool, str})
-# NumPy's scalars: the Python type of each one's value, and the range of its whole numbers.
-_NUMBERS: dict[str, type] = {"bool": bool, "complex64": complex, "complex128": complex} | {
-    f"float{bits}": float for bits in (16, 32, 64)
-}
-_WHOLE_NUMBERS = {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)} | {
-    f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)
-}
+# The dtypes that an array and a scalar of NumPy may have: the range of its whole numbers, or the type of its others.
+NUMBERS: dict[str, range | type] = {"bool": bool, "complex64": complex, "complex128": complex}
+NUMBERS |= {f"int{bits}": range(-(1 << bits - 1), 1 << bits - 1) for bits in (8, 16, 32, 64)}
+NUMBERS |= {f"uint{bits}": range(1 << bits) for bits in (8, 16, 32, 64)}
+NUMBERS |= {f"float{bits}": float for bits in (16, 32, 64)}
 
 
 class TensorRef(NamedTuple):
@@ -74,24 +71,7 @@ class TensorRef(NamedTuple):
 new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchName:
-    """A torch.dtype, torch.device or torch.Size in a tree: `kind` is "dtype", "device" or "size"."""
-
-    kind: str
-    value: str | tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NumpyScalar:
-    """A NumPy scalar in a tree: its dtype's name, and its value as a Python bool, int, float or complex."""
-
-    dtype: str
-    value: bool | int | float | complex
-
-
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(NamedTuple):
     """A value that `tensors/kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
 
     tag: str
@@ -99,7 +79,7 @@ class Typed:
     parts: Mapping[str, Any]
 
     def __hash__(self) -> int:
-        return hash((self.tag, self.head, *self.parts.values()))
+        return hash((self.tag, repr(self.head), *self.parts.values()))
 
     def __repr__(self) -> str:
         parts = (f"{name}={part!r}" for name, part in self.parts.items())
@@ -107,13 +87,18 @@ class Typed:
 
 
 class Kind(NamedTuple):
-    """A row of the vocabulary: tag, first format version with it, its type in a tree, writer and reader."""
+    """A row of the vocabulary: its tag, the first format version with it, and its type in a tree.
+
+    `write(value, path, depth)` and `read(body, depth)` are its JSON. `form` says how it is walked: as "pairs" of keys
+    and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or as a "leaf".
+    """
 
     tag: str
     since: int
     type: type
     write: Callable[[Any, str, int], Json]
     read: Callable[[Json, int], Any]
+    form: str = "leaf"
 
 
 def encode(value: Any, path: str = "") -> Json:
@@ -151,6 +136,12 @@ def is_leaf(value: Any) -> bool:
     return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
 
 
+def like(model: Any, content: Any) -> Any:
+    """Make a container of a model's kind, with its bound, its factory or what it is, and other contents."""
+    kind = type(model)
+    return _LIKE[kind](model, content) if kind in _LIKE else kind(content)
+
+
 def tensor_refs(value: Any) -> list[TensorRef]:
     """Return every TensorRef of a tree, in the tree's order."""
     refs: list[TensorRef] = []
@@ -162,7 +153,7 @@ def tensor_refs(value: Any) -> list[TensorRef]:
             refs.append(item)
         elif kind in SEQUENCES:
             waiting.extend(reversed(item))
-        elif kind in MAPPINGS or kind is Typed:
+        elif kind in MAPPINGS or (kind is Typed and item.parts):
             waiting.extend(reversed([part for _, part in children(item)]))
     return refs
 
@@ -187,9 +178,7 @@ def since(data: bytes) -> int:
 
 def _encode(value: Any, path: str, depth: int) -> Json:
     kind = type(value)
-    if kind in _AS_THEY_ARE:
-        return value
-    if kind is int and value.bit_length() <= MAX_INT_BITS:
+    if kind in _AS_THEY_ARE or (kind is int and value.bit_length() <= MAX_INT_BITS):
         return value
     if kind is float and math.isfinite(value):
         return value
@@ -201,24 +190,28 @@ def _encode(value: Any, path: str, depth: int) -> Json:
         return _items(value, path, depth)
     if kind is dict and all(type(key) is str and not key.startswith("~") for key in value):
         return {key: _encode(item, f"{path}/{key}", depth + 1) for key, item in value.items()}
-    tag, write = _WRITERS.get(kind, ("", None))
+    tag, write = _WRITERS.get(value.tag if kind is Typed else kind, ("", None))
     if write is None:
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise UnsupportedStateError(f"a value of type {name} cannot be stored", key=path or None, hint=_instead(value))
-    if kind is Typed or (kind is datetime and value.fold):
-        tag = value.tag if kind is Typed else "~fold"
-    return {tag: write(value, path, depth)}
+        raise refusal(value, path)
+    return {"~fold" if kind is datetime and value.fold else tag: write(value, path, depth)}
 
 
-def _instead(value: object) -> str:
-    """Return the hint for a value that cannot be stored: what to store in its place."""
-    if callable(value):
-        return "Leave it out of the state: code is not stored, the program makes it anew. What it counts can be stored."
-    if hasattr(value, "fileno"):
-        return "Leave it out of the state, and open it anew. Where it was (tell()) can be stored as a number."
-    if isinstance(value, Iterator):
-        return "Leave it out of the state: nothing sets an iterator to a position. Use ResumableSampler for batches."
-    return "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
+def refusal(value: object, path: str, *, nested: bool = False) -> UnsupportedStateError:
+    """Return the error for a value of no kind; `nested`: it has a state of its own, and is inside another value."""
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    hint = "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
+    if nested:
+        hint = "Give it a name of its own at the top of the state."
+    elif callable(value):
+        hint = "Leave it out of the state: code is not stored, the program makes it anew. What it counts can be stored."
+    elif hasattr(value, "fileno"):
+        hint = "Leave it out of the state, and open it anew. Where it was (tell()) can be stored as a number."
+    elif isinstance(value, Iterator):
+        hint = "Leave it out of the state: nothing sets an iterator to a position. Use ResumableSampler for batches."
+    return UnsupportedStateError(
+        f"a value of type {name}{' inside another one' * nested} cannot be stored", key=path or None, hint=hint
+    )
 
 
 def _pairs(value: dict[Any, Any], path: str, depth: int) -> list[list[Json]]:
@@ -325,33 +318,34 @@ def _read_tensor(body: Json, depth: int) -> TensorRef:
     )
 
 
-def _read_torch(body: Json, depth: int) -> TorchName:
+def _read_torch(body: Json, depth: int) -> Typed:
     kind, value = body
     if kind not in ("dtype", "device", "size"):
         raise ValueError(f"unknown torch name {kind!r}")
-    return TorchName(kind, tuple(map(whole, value)) if kind == "size" else str(value))
+    return Typed("~torch", (kind, [*map(whole, value)] if kind == "size" else str(value)), {})
 
 
-def _read_numpy(body: Json, depth: int) -> NumpyScalar:
-    dtype = str(body[0])
-    value: Any = _decode(body[1], depth + 1)
-    least, most = _WHOLE_NUMBERS.get(dtype, (0, 0))
-    kind = int if dtype in _WHOLE_NUMBERS else _NUMBERS.get(dtype, type(value))
-    if type(value) not in (bool, int, float, complex) or type(value) is not kind:
-        raise TypeError(f"a value of type {type(value).__name__} is no {dtype:.40}")
-    if type(value) is int and dtype in _WHOLE_NUMBERS and not least <= value <= most:
-        raise ValueError(f"{value!r:.80} is no {dtype}")
-    number: bool | int | float | complex = value  # type: ignore[assignment]  # seen above, by its exact type
-    return NumpyScalar(dtype, number)
+def _read_numpy(body: Json, depth: int) -> Typed:
+    name, value = str(body[0]), _decode(body[1], depth + 1)
+    fits = NUMBERS.get(name, type(value))
+    if type(value) not in (bool, int, float, complex) or type(value) is not (int if type(fits) is range else fits):
+        raise TypeError(f"a value of type {type(value).__name__} is no {name:.40}")
+    if type(fits) is range and value not in fits:
+        raise ValueError(f"{value!r:.80} is no {name}")
+    return Typed("~numpy", (name, value), {})
 
 
 def _read_all(body: Json, depth: int) -> list[Any]:
     return [_decode(item, depth + 1) for item in body]
 
 
-def _two(body: Json, depth: int) -> tuple[Any, Any]:
-    one, other = _read_all(body, depth)
-    return one, other
+def _read_complex(body: Json, depth: int) -> complex:
+    real, imaginary = _read_all(body, depth)
+    return complex(real, imaginary)
+
+
+def _read_deque(body: Json, depth: int) -> deque[Any]:
+    return deque(_read_all(body[1], depth), body[0])
 
 
 def _read_default(body: Json, depth: int) -> defaultdict[Any, Any]:
@@ -364,35 +358,43 @@ def _read_typed(body: Json, depth: int, tag: str) -> Typed:
     return Typed(tag, tuple(_read_all(head, depth)), {name: _decode(part, depth + 1) for name, part in parts.items()})
 
 
-MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
-SEQUENCES = (list, tuple, deque)
-_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
+_NUMBERS_READ = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 # Kinds of values with parts, each with the first format version that has it.
 _TYPED = dict.fromkeys(
-    ("named", "enum", "array", "sparse", "quantized", "seeds", "time", "text", "path", "range", "bytearray"), 3
+    ("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range", "~bytearray"),
+    3,
 )
-_NUMBERS_READ = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# One row for each kind that JSON lacks. A row of tensors/kinds.py says what a Typed one is as a live value.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
-    Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d))),
-    Kind("~odict", 1, OrderedDict, _pairs, lambda b, d: OrderedDict(_read_pairs(b, d))),
-    Kind("~counter", 1, Counter, _pairs, lambda b, d: Counter(dict(_read_pairs(b, d)))),
-    Kind("~tuple", 1, tuple, _items, lambda b, d: tuple(_read_all(b, d))),
-    Kind("~set", 1, set, _encode_set, lambda b, d: set(_unlike(_read_all(b, d)))),
-    Kind("~frozenset", 1, frozenset, _encode_set, lambda b, d: frozenset(_unlike(_read_all(b, d)))),
-    Kind("~deque", 1, deque, lambda v, p, d: [v.maxlen, _items(v, p, d)], lambda b, d: deque(_read_all(b[1], d), b[0])),
+    Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),
+    Kind("~odict", 1, OrderedDict, _pairs, lambda b, d: OrderedDict(_read_pairs(b, d)), "pairs"),
+    Kind("~counter", 1, Counter, _pairs, lambda b, d: Counter(dict(_read_pairs(b, d))), "pairs"),
+    Kind("~tuple", 1, tuple, _items, lambda b, d: tuple(_read_all(b, d)), "items"),
+    Kind("~set", 1, set, _encode_set, lambda b, d: set(_unlike(_read_all(b, d))), "set"),
+    Kind("~frozenset", 1, frozenset, _encode_set, lambda b, d: frozenset(_unlike(_read_all(b, d))), "set"),
+    Kind("~deque", 1, deque, lambda v, p, d: [v.maxlen, _items(v, p, d)], _read_deque, "items"),
     Kind("~bytes", 1, bytes, lambda v, p, d: b64encode(v).decode(), lambda b, d: b64decode(b, validate=True)),
-    Kind("~complex", 1, complex, lambda v, p, d: _items((v.real, v.imag), p, d), lambda b, d: complex(*_two(b, d))),
+    Kind("~complex", 1, complex, lambda v, p, d: _items((v.real, v.imag), p, d), _read_complex),
     Kind("~float", 1, float, lambda v, p, d: repr(v), lambda b, d: _NUMBERS_READ[b]),
     Kind("~datetime", 1, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b)),
     Kind("~date", 1, date, lambda v, p, d: v.isoformat(), lambda b, d: date.fromisoformat(b)),
     Kind("~timedelta", 1, timedelta, lambda v, p, d: [v.days, v.seconds, v.microseconds], lambda b, d: timedelta(*b)),
-    Kind("~torch", 1, TorchName, lambda v, p, d: [v.kind, list(v.value) if v.kind == "size" else v.value], _read_torch),
-    Kind("~numpy", 1, NumpyScalar, lambda v, p, d: [v.dtype, _encode(v.value, p, d)], _read_numpy),
+    Kind("~torch", 1, Typed, lambda v, p, d: _items(v.head, p, d), _read_torch, "parts"),
+    Kind("~numpy", 1, Typed, lambda v, p, d: [v.head[0], _encode(v.head[1], p, d)], _read_numpy, "parts"),
     Kind("~fold", 3, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b).replace(fold=1)),
-    Kind("~defaultdict", 3, defaultdict, _encode_default, _read_default),
-    *(Kind(f"~{name}", n, Typed, _encode_typed, partial(_read_typed, tag=f"~{name}")) for name, n in _TYPED.items()),
+    Kind("~defaultdict", 3, defaultdict, _encode_default, _read_default, "pairs"),
+    *(Kind(tag, n, Typed, _encode_typed, partial(_read_typed, tag=tag), "parts") for tag, n in _TYPED.items()),
 )
-_WRITERS: dict[type, Any] = {row.type: (row.tag, row.write) for row in reversed(KINDS)}
+_OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form in ("pairs", "items", "set", "leaf")}
+MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
+SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # stored as themselves
+_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # Of what is more than a type and its contents.
+    deque: lambda model, items: deque(items, model.maxlen),
+    defaultdict: lambda model, pairs: defaultdict(model.default_factory, pairs),
+    Typed: lambda model, parts: model._replace(parts=parts),
+}
+_WRITERS: dict[Any, Any] = {row.tag if row.type is Typed else row.type: (row.tag, row.write) for row in reversed(KINDS)}
 _READERS = {row.tag: row.read for row in KINDS}
 _LATER = re.compile(rb'\{"(%s)":' % b"|".join(row.tag.encode() for row in KINDS if row.since > 1))

@@ -20,17 +20,17 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, NumpyScalar, TensorRef, Typed, children, words
+from ckpt_tasks.format.tree import MAPPINGS, TensorRef, Typed, children, words
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.tensors.copies import Copies
-from ckpt_tasks.tensors.kinds import KINDS
 from ckpt_tasks.tensors.sources import Maker, Stored
 from ckpt_tasks.tensors.tensors import DTYPES, TensorSet, difference, may_overlap
 from ckpt_tasks.tensors.values import (
@@ -44,7 +44,7 @@ from ckpt_tasks.tensors.values import (
     live_parts,
     pack,
     parts_of,
-    unpack,
+    rebuilt,
 )
 
 __all__ = ["PlainPart", "belongs_to_another", "refuse_copies_of_state"]
@@ -195,7 +195,8 @@ class PlainPart:
 
     def prepare(self, make: Maker) -> None:
         """Make new values, and request the copies."""
-        self._value = self._made(self._tree, self._live, (self._name,), make)
+        tensor = partial(self._tensor, make)
+        self._value = rebuilt(self._tree, self._live, tensor, self._finished, (self._name,))
 
     def write(self) -> None:
         """Refill containers and assign values, after the copies into tensors."""
@@ -260,21 +261,13 @@ class PlainPart:
     def _must_keep(self, live: Any) -> bool:
         return belongs_to_another(live) and not self._copies.is_bound(live)
 
-    def _made(self, tree: Any, live: Any, place: _Place, make: Maker) -> Any:
+    def _finished(self, tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
+        """Make a value of its parts, or keep the live one: as it is, or to be refilled."""
         kind = type(tree)
-        if kind is TensorRef:
-            return self._tensor(tree, live, place, make)
-        if kind in MAPPINGS or kind in SEQUENCES or (kind is Typed and tree.parts and not KINDS[tree.tag].reads):
-            within = inside(tree, live)
-            content = {key: self._made(part, within.get(key), (*place, key), make) for key, part in parts_of(tree)}
-            same = len(within) == len(content) and all(
-                content.get(key, content) is part for key, part in within.items()
-            )
-            if same and (kind is Typed or kind is type(live) is tuple):
-                return live
-            made = finished(tree, content, live)
-        else:
-            made = unpack(tree, make, live)
+        same = content and len(within) == len(content) and (kind is Typed or kind is type(live) is tuple)
+        if same and all(content.get(key, content) is part for key, part in within.items()):
+            return live
+        made = finished(tree, content, live, within)
         if type(live) in REFILLED and type(live) is type(made) and self._takes(live, tree, made):
             self._refills.append((live, made))
             return live
@@ -283,7 +276,9 @@ class PlainPart:
     def _takes(self, live: Any, tree: Any, made: Any) -> bool:
         return (type(live) is not deque or live.maxlen == made.maxlen) and self._copies.refill(live, tree, self._stored)
 
-    def _tensor(self, ref: TensorRef, live: Any, place: _Place, make: Maker) -> Any:
+    def _tensor(self, make: Maker, ref: TensorRef, live: Any, place: _Place, *, now: bool = False) -> Any:
+        if now:
+            return make(ref, live, now=True)
         if place in self._kept:
             view = self._kept[place]
             if view is None:
@@ -333,9 +328,9 @@ def _kind(tree: Any) -> Any:
     kind = type(tree)
     if kind is TensorRef:
         return "array" if tree.array else "tensor"
-    if kind is Typed:
+    if kind is Typed and tree.tag != "~numpy":
         return (tree.tag, tree.head[0]) if tree.tag in ("~named", "~enum") else tree.tag
-    return "number" if kind in (bool, int, float, complex, NumpyScalar) else kind
+    return "number" if kind in (bool, int, float, complex, Typed) else kind
 
 
 def _refill(live: Any, content: Any) -> None:

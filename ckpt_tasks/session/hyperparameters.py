@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_tasks.errors import StateMismatchError
+from ckpt_tasks.format.tree import children
 from ckpt_tasks.state.groups import flat
 
 __all__ = ["Settings", "alike", "apply_settings", "changed_settings", "settings_of"]
@@ -138,16 +139,11 @@ def _turned(rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 def _merged(restored: Any, old: Any, new: Any) -> Any:
     """Return the restored value, or the new one if the fresh ones differ; dicts and lists are merged by item."""
-    if type(restored) is dict and type(old) is dict and type(new) is dict:
-        merged = {}
-        for key in {**restored, **new}:
-            three = [one.get(key, _ABSENT) for one in (restored, old, new)]
-            value = _merged(*three)
-            if value is not _ABSENT:
-                merged[key] = value
-        return merged
-    if type(restored) is list and type(old) is list and type(new) is list and len(restored) == len(old) == len(new):
-        return [_merged(*three) for three in zip(restored, old, new, strict=True)]
+    kinds, sides = {*map(type, (restored, old, new))}, [dict(children(one)) for one in (restored, old, new)]
+    if kinds == {dict} or (kinds == {list} and len({*map(len, sides)}) == 1):
+        merged = {key: _merged(*(side.get(key, _ABSENT) for side in sides)) for key in {**sides[0], **sides[2]}}
+        kept = {key: value for key, value in merged.items() if value is not _ABSENT}
+        return kept if kinds == {dict} else [*kept.values()]
     return new if _differ(old, new) else restored
 
 

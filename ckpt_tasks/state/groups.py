@@ -22,8 +22,9 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.objects.kinds import kind_of
-from ckpt_tasks.tensors.values import SCALARS, in_place
+from ckpt_tasks.tensors.values import in_place
 
 __all__ = [
     "ByRank",

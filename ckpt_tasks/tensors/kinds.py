@@ -22,7 +22,7 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
-from ckpt_tasks.format.tree import Typed
+from ckpt_tasks.format.tree import NUMBERS, Typed
 
 __all__ = ["KINDS", "ValueKind", "build", "kind_of_value"]
 
@@ -41,6 +41,8 @@ _INDICES = {
 }
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _MOST_POOL = 1024
+_OF_TORCH: dict[str, Any] = {"device": torch.device, "size": torch.Size}
+_OF_NUMPY = {name: np.dtype(name).type for name in NUMBERS}
 
 Head = tuple[Any, ...]
 Taken = tuple[Head, dict[str, Any]]
@@ -200,6 +202,19 @@ def _build_quantized(head: Head, parts: dict[str, Any], live: Any) -> Any:
     return _beside(made, live)
 
 
+def _take_torch(value: Any) -> Taken:
+    kind = "size" if type(value) is torch.Size else type(value).__name__
+    return (kind, [*value] if kind == "size" else str(value).removeprefix("torch.")), {}
+
+
+def _build_torch(head: Head, parts: dict[str, Any], live: Any) -> Any:
+    kind, value = head
+    made = getattr(torch, text(value), None) if kind == "dtype" else _OF_TORCH[kind](value)
+    if type(made).__name__.lower() != kind:
+        raise TypeError(f"torch has no {kind} {value!r:.80}")
+    return made
+
+
 def _build_time(head: Head, parts: dict[str, Any], live: Any) -> Any:
     dtype, value = np.dtype(text(head[0])), np.int64(head[1])
     if dtype.kind not in "mM":
@@ -237,6 +252,12 @@ KINDS = {
     "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),
     "~named": ValueKind(_take_named, _build_named, has=_is_named, place=True, key=True),
     "~enum": ValueKind(_take_enum, _build_enum, has=lambda v: isinstance(type(v), EnumMeta), key=True),
+    "~torch": ValueKind(_take_torch, _build_torch, (torch.dtype, torch.device, torch.Size), key=True),
+    "~numpy": ValueKind(
+        *(lambda v: ((v.dtype.name, v.item()), {}), lambda h, p, _: _OF_NUMPY[h[0]](h[1]), (*_OF_NUMPY.values(),)),
+        has=lambda v: isinstance(v, np.generic) and v.dtype.name in NUMBERS,
+        key=True,
+    ),
     "~time": ValueKind(
         lambda v: ((v.dtype.str, int(v.astype(np.int64))), {}), _build_time, (np.datetime64, np.timedelta64), key=True
     ),

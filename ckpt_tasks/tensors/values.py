@@ -6,11 +6,10 @@ training continues; tensors and arrays are collected, not copied. `unpack` makes
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from datetime import date, datetime, timedelta
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +18,21 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import (
     MAPPINGS,
     MAX_DEPTH,
+    NUMBERS,
+    SCALARS,
     SEQUENCES,
-    NumpyScalar,
+    SETS,
     TensorRef,
-    TorchName,
     Typed,
     children,
-    encode,
+    like,
+    refusal,
 )
 from ckpt_tasks.tensors.kinds import KINDS, build, kind_of_value
 from ckpt_tasks.tensors.tensors import TensorSet
 
 __all__ = [
     "REFILLED",
-    "SCALARS",
     "array_view",
     "finished",
     "has_memory",
@@ -40,28 +40,14 @@ __all__ = [
     "in_place",
     "inside",
     "is_scalar",
-    "like",
     "live_parts",
     "pack",
     "parts_of",
+    "rebuilt",
     "unpack",
-    "unpack_key",
 ]
 
-SCALARS = frozenset({type(None), bool, int, float, str, bytes, complex, datetime, date, timedelta})
 REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objects and get new contents.
-_SETS = (set, frozenset)
-_SCALARS = (np.bool_, np.integer, np.floating, np.complexfloating)
-_ARRAY_DTYPES = frozenset(
-    f"{kind}{bits}"
-    for kind, widths in {
-        "int": (8, 16, 32, 64),
-        "uint": (8, 16, 32, 64),
-        "float": (16, 32, 64),
-        "complex": (64, 128),
-    }.items()
-    for bits in widths
-) | {"bool"}
 
 
 def has_state(value: Any) -> bool:
@@ -102,32 +88,23 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
             for n, item in enumerate(value)
         ]
         return items if kind is list else tuple(items) if kind is tuple else like(value, items)
-    if kind in _SETS:
+    if kind in SETS:
         return kind(_pack_key(item, path) for item in value)
     if kind is np.ndarray and _is_ordinary(value):
         return tensors.add(_as_tensor(value), path if "/" in path else f"{path}/value", array=True)
-    if (tag := kind_of_value(value)) is not None:
-        head, parts = _taken(tag, value, path)
-        return Typed(
-            tag, head, {name: pack(part, f"{path}/{name}", tensors, depth + 1) for name, part in parts.items()}
-        )
-    return _pack_leaf(value, path)
+    tag, head, parts = _taken(value, path)
+    return Typed(tag, head, {name: pack(part, f"{path}/{name}", tensors, depth + 1) for name, part in parts.items()})
 
 
-def _taken(tag: Any, value: Any, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _taken(value: Any, path: str, *, key: bool = False) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    tag = kind_of_value(value)
+    if tag is None or (key and not KINDS[tag].key):
+        raise refusal(value, f"{path}/<{value!r:.60}>" if key else path, nested=has_state(value))
     try:
-        return KINDS[tag].take(value)
+        return tag, *KINDS[tag].take(value)
     except UnsupportedStateError as error:
         error.key = path
         raise
-
-
-def like(model: Any, content: Any) -> Any:
-    """Make a container of the model's type, with its `maxlen` or its factory, and other contents."""
-    kind = type(model)
-    if kind is deque:
-        return deque(content, model.maxlen)
-    return defaultdict(model.default_factory, content) if kind is defaultdict else kind(content)
 
 
 def _part(key: Any, number: int) -> str:
@@ -147,30 +124,9 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    if (tag := kind_of_value(key)) is not None and KINDS[tag].key:  # A tree has equal hashes, too.
-        head, parts = _taken(tag, key, path)
-        return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
-    return _pack_leaf(key, f"{path}/<{key!r:.60}>")
-
-
-def _pack_leaf(value: Any, path: str) -> Any:
-    if isinstance(value, torch.dtype):
-        return TorchName("dtype", str(value).removeprefix("torch."))
-    if isinstance(value, torch.device):
-        return TorchName("device", str(value))
-    if type(value) is torch.Size:
-        return TorchName("size", tuple(value))
-    if isinstance(value, _SCALARS) and value.dtype.name in _ARRAY_DTYPES:
-        return NumpyScalar(value.dtype.name, value.item())
-    if has_state(value):
-        kind = type(value)
-        raise UnsupportedStateError(
-            f"a value of type {kind.__module__}.{kind.__qualname__} inside another one cannot be stored",
-            key=path,
-            hint="Give it a name of its own at the top of the state.",
-        )
-    encode(value, path)  # Raises the reason.
-    return value
+    # A tree has equal hashes, too.
+    tag, head, parts = _taken(key, path, key=True)
+    return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
 
 
 def is_scalar(value: Any) -> bool:
@@ -186,7 +142,7 @@ def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _is_ordinary(array: np.ndarray[Any, Any]) -> bool:
-    return array.dtype.name in _ARRAY_DTYPES and array.dtype.isnative
+    return array.dtype.name in NUMBERS and array.dtype.isnative
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -197,7 +153,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def parts_of(tree: Any) -> Iterable[tuple[Any, Any]]:
     """Return the parts of a tree, each with its live key, position or name."""
     if type(tree) in MAPPINGS:
-        return ((unpack_key(key), part) for key, part in tree.items())
+        return ((_unpack_key(key), part) for key, part in tree.items())
     return children(tree)
 
 
@@ -235,71 +191,62 @@ def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
         return live if own in MAPPINGS else {}
     if kind in SEQUENCES:
         return dict(enumerate(live)) if own is kind else {}
-    if kind is not Typed or kind_of_value(live) != tree.tag or not _has_place(tree.tag, live):
+    if kind is not Typed or live is None or kind_of_value(live) != tree.tag or not _has_place(tree.tag, live):
         return {}
     head, parts = KINDS[tree.tag].take(live)
     fits = parts.keys() == tree.parts.keys() if tree.tag == "~named" else head == tree.head
     return parts if fits else {}
 
 
-class Make(Protocol):
-    """Makes the tensor or array for a ref; with `now` it has its values at once."""
-
-    def __call__(self, ref: TensorRef, live: Any, *, now: bool = False) -> Any: ...
-
-
-def unpack(tree: Any, make: Make, live: Any = None) -> Any:
+def unpack(tree: Any, make: Callable[..., Any], live: Any = None) -> Any:
     """Turn a tree into the value.
 
-    `make(ref, live)` returns the tensor or array for a ref; `live` is the value that it replaces in the argument
-    `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an unknown type or name.
+    `make(ref, live, now=…)` returns the tensor or array for a ref, with `now` with its values at once; `live` is the
+    value at the ref's place in `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an
+    unknown type or name.
     """
+    return rebuilt(tree, live, lambda ref, here, place, **how: make(ref, here, **how))
+
+
+def finished(tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
+    """Make the value of a tree of its parts, which were made; `live` is at its place, and has the parts `within`."""
+    kind = type(tree)
+    if kind in MAPPINGS or kind in SEQUENCES:
+        return like(tree, content if kind in MAPPINGS else content.values())
+    return build(tree, dict(content), live) if kind is Typed else _unpack_key(tree)
+
+
+def rebuilt(
+    tree: Any,
+    live: Any,
+    tensor: Callable[..., Any],
+    finish: Callable[[Any, Mapping[Any, Any], Any, Mapping[Any, Any]], Any] = finished,
+    place: tuple[Any, ...] = (),
+) -> Any:
+    """Turn a tree into the value, by `tensor(ref, live, place, now=…)` for each ref and `finish` for all else."""
     kind = type(tree)
     if kind in SCALARS:
         return tree
     if kind is TensorRef:
-        return make(tree, live)
-    if kind not in MAPPINGS and kind not in SEQUENCES and kind is not Typed:
-        return unpack_key(tree)
+        return tensor(tree, live, place)
+    if kind in SETS or (kind is Typed and not tree.parts):
+        return finish(tree, {}, live, {})
     within = inside(tree, live)
-    make = partial(make, now=True) if kind is Typed and KINDS[tree.tag].reads else make
-    content = {key: unpack(part, make, within.get(key)) for key, part in parts_of(tree)}
-    return finished(tree, content, live)
+    if kind is Typed and KINDS[tree.tag].reads:
+        tensor = partial(tensor, now=True)
+    content = {
+        key: part if type(part) in SCALARS else rebuilt(part, within.get(key), tensor, finish, (*place, key))
+        for key, part in parts_of(tree)
+    }
+    return finish(tree, content, live, within)
 
 
-def finished(tree: Any, content: Mapping[Any, Any], live: Any) -> Any:
-    """Make a tree's value from its parts, which are made already; `live` is the value that it replaces."""
-    if type(tree) is Typed:
-        return build(tree, dict(content), live)
-    return like(tree, content if type(tree) in MAPPINGS else content.values())
-
-
-def unpack_key(tree: Any) -> Any:
-    """Turn the tree of a key, a set or a plain value into the value; raise IntegrityError for an unknown type."""
+def _unpack_key(tree: Any) -> Any:
     kind = type(tree)
-    if kind in (tuple, set, frozenset):
-        return kind(unpack_key(item) for item in tree)
+    if kind in SCALARS:
+        return tree
+    if kind is tuple or kind in SETS:
+        return kind(map(_unpack_key, tree))
     if kind is Typed and KINDS[tree.tag].key:
-        return build(tree, {name: unpack_key(part) for name, part in tree.parts.items()}, None)
-    if kind is NumpyScalar and tree.dtype in _ARRAY_DTYPES:
-        return np.dtype(tree.dtype).type(tree.value)
-    if kind is TorchName:
-        return _torch_value(tree)
-    if kind not in SCALARS:
-        raise IntegrityError(f"the state tree holds an unknown {kind.__qualname__}")
-    return tree
-
-
-def _torch_value(name: TorchName) -> torch.dtype | torch.device | torch.Size:
-    if name.kind == "size":
-        return torch.Size(name.value)  # type: ignore[arg-type]
-    text = str(name.value)
-    if name.kind == "device":
-        try:
-            return torch.device(text)
-        except RuntimeError as error:
-            raise IntegrityError(f"the state tree names the device {text!r:.80}") from error
-    value = getattr(torch, text, None)
-    if not isinstance(value, torch.dtype):
-        raise IntegrityError(f"the state tree names the dtype {text!r}")
-    return value
+        return build(tree, {name: _unpack_key(part) for name, part in tree.parts.items()}, None)
+    raise IntegrityError(f"the state tree holds an unknown {kind.__qualname__}")

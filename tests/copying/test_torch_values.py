@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.copying.export_torch import frame_of, live_value
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.tree import NumpyScalar, TensorRef, TorchName
+from ckpt_tasks.format.tree import TensorRef, Typed
 
 WHOLE = st.integers(-(2**2039), 2**2039 - 1)
 PLAIN = (
@@ -69,7 +69,7 @@ def test_every_value_comes_back(value: Any) -> None:
 
 def test_what_torch_has_names_for() -> None:
     """A dtype, a device and a size are torch's own again."""
-    names = [TorchName("dtype", "bfloat16"), TorchName("device", "cuda:1"), TorchName("size", (2, 3))]
+    names = [Typed("~torch", head, {}) for head in (("dtype", "bfloat16"), ("device", "cuda:1"), ("size", [2, 3]))]
     found = read(names)
     assert found == [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])]
     assert type(found[2]) is torch.Size
@@ -81,7 +81,7 @@ def test_what_torch_has_names_for() -> None:
         (frozenset({1}), "frozenset"),
         (deque([1]), "deque"),
         (timedelta(1), "timedelta"),
-        (NumpyScalar("float32", 1.0), "NumPy scalar"),
+        (Typed("~numpy", ("float32", 1.0), {}), "NumPy scalar"),
         (TensorRef("x/a", array=True), "NumPy array"),
         (2**2040, "a number of 256 bytes"),
     ],
