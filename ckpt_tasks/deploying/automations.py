@@ -23,11 +23,11 @@ from prefect.events.schemas.automations import Automation, AutomationCore, Event
 from rich.console import Console
 from rich.table import Table
 
+from ckpt_tasks.deploying import TAG
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-__all__ = ["PREFIX", "TAG", "Outcome", "apply", "build_automations", "main", "read_automations", "remove"]
+__all__ = ["PREFIX", "Outcome", "apply", "build_automations", "main", "read_automations", "remove"]
 
-TAG = "ckpt-tasks"
 PREFIX = "ckpt-tasks: "
 # The server's limit for one answer.
 _PAGE = 200

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
+from ckpt_tasks.deploying import TAG
 from ckpt_tasks.policy.space import Forecast, gib
 
 __all__ = [
-    "TAG",
     "AutomationFacts",
     "Check",
     "JobFacts",
@@ -29,7 +29,6 @@ __all__ = [
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 WAIT_POLICY = "OMP_WAIT_POLICY"
-TAG = "ckpt-tasks"
 _LEASES = "prefect.server.concurrency.lease_storage"
 _COMMAND = "prefect flow-run execute"
 _ZOMBIES = "ckpt-tasks: zombie flow runs are crashed"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -18,18 +17,18 @@ from typing import Any, TypeVar
 import httpx
 import prefect
 import prefect.context  # Reads the settings: do that now, not in the middle of a check.
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import StateType, WorkerStatus, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.schemas.automations import Automation, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
+from prefect.settings import get_current_settings
 
+from ckpt_tasks.deploying import TAG
 from ckpt_tasks.deploying.automations import read_automations
 from ckpt_tasks.doctor.checks import (
-    TAG,
     AutomationFacts,
     Check,
     JobFacts,
@@ -40,6 +39,7 @@ from ckpt_tasks.doctor.checks import (
 )
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.orchestration.abandoned import Limits, find_abandoned
+from ckpt_tasks.orchestration.events import client_without_retries
 from ckpt_tasks.storage.secrets import without_secrets
 
 __all__ = ["ask_server", "check_flow_runs", "check_prefect", "clock_of"]
@@ -63,7 +63,7 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
     if not facts.answered:
         return judge_prefect(facts)
     named = pool or (None if deployment else _POOL)
-    with _client() as client:
+    with client_without_retries(_PATIENCE_S) as client:
         pool_facts = _answer(lambda: _pool(client, named, deployment))
         runs = _answer(lambda: check_flow_runs(client))
     beat_s = get_current_settings().flows.heartbeat_frequency
@@ -86,7 +86,7 @@ def ask_server() -> PrefectFacts:
     if failure is not None:
         return replace(facts, failure=failure)
     try:
-        with _client() as client:
+        with client_without_retries(_PATIENCE_S) as client:
             server_version = str(client.request("GET", "/admin/version").json())
             server_settings = _answer(lambda: client.request("GET", "/admin/settings").json())
             automations = _answer(lambda: read_automations(client))
@@ -140,16 +140,6 @@ def clock_of(url: str) -> tuple[float | None, float]:
 
 
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def _client() -> Iterator[SyncPrefectClient]:
-    """Yield a client without retries, with a short timeout."""
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(httpx_settings={"timeout": _PATIENCE_S}, sync_client=True) as client,
-    ):
-        yield client
 
 
 def _check_health(url: str) -> tuple[str | None, float | None, float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import Abort, EventTooLarge
@@ -30,7 +30,7 @@ from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import TrainedRun
 
-__all__ = ["announce", "announce_evaluation", "asset_key", "delivers_events"]
+__all__ = ["announce", "announce_evaluation", "asset_key", "client_without_retries", "delivers_events"]
 
 _log = logging.getLogger("ckpt_tasks")
 _MOST_TEXT = 2000
@@ -123,12 +123,19 @@ def delivers_events() -> Iterator[None]:
             raise Abort(why)
 
 
-def _answers_within(patience_s: float) -> bool:
-    until_s = time.monotonic() + patience_s
+@contextmanager
+def client_without_retries(timeout_s: float) -> Iterator[SyncPrefectClient]:
+    """Yield a client of Prefect's server that waits this long for an answer: with retries it could be a minute."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(httpx_settings={"timeout": _ANSWER_S}, sync_client=True) as client,
+        get_client(httpx_settings={"timeout": timeout_s}, sync_client=True) as client,
     ):
+        yield client
+
+
+def _answers_within(patience_s: float) -> bool:
+    until_s = time.monotonic() + patience_s
+    with client_without_retries(_ANSWER_S) as client:
         while client.api_healthcheck() is not None:
             if time.monotonic() > until_s:
                 return False

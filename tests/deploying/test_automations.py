@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import Cancelled, Crashed, Running
 
-from ckpt_tasks.deploying import automations
+from ckpt_tasks.deploying import TAG, automations
 
 
 @flow
@@ -34,7 +34,7 @@ def resuming(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_who_is_cancelled_after_a_crash_stays_so(client: SyncPrefectClient) -> None:
     """A person who cancels a crashed run before it is resumed has the last word; one that is left alone is resumed."""
     deployment = client.create_deployment(client.create_flow(nothing), "cancelled-after-a-crash")
-    runs = [client.create_flow_run_from_deployment(deployment, tags=[automations.TAG]).id for _ in range(2)]
+    runs = [client.create_flow_run_from_deployment(deployment, tags=[TAG]).id for _ in range(2)]
     cancelled, crashed = runs
     for run in runs:
         client.set_flow_run_state(run, Running(), force=True)
