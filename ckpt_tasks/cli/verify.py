@@ -136,6 +136,9 @@ def verify_resume(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program; the value as JSON has it"),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="train a program on as many processes of this host [default: 1]")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a program twice, kill and resume one, compare.
@@ -149,7 +152,7 @@ def verify_resume(
     metrics of every step and the whole last checkpoint.
     """
     with output(as_json) as out:
-        proof = _proof(program, steps, params or [])
+        proof = _proof(program, steps, params or [], ranks)
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
 
@@ -173,13 +176,16 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
     yield f"Likely cause: {one.cause}."
 
 
-def _proof(program: list[str], steps: int | None, params: list[str]) -> Proof:
+def _proof(program: list[str], steps: int | None, params: list[str], ranks: int | None) -> Proof:
     if _is_program(program):
         from ckpt_tasks.proving.proof import verify_resume as prove
 
-        return prove(program[0], dict(map(_parsed, params)), steps=12 if steps is None else steps)
-    if steps is not None or params:
-        raise ConfigError("--steps and --set are for a program", hint="Give a command its own options, after the --.")
+        given = {"steps": steps, "ranks": ranks}
+        return prove(program[0], dict(map(_parsed, params)), **{k: n for k, n in given.items() if n is not None})
+    if steps is not None or ranks is not None or params:
+        raise ConfigError(
+            "--steps, --set and --ranks are for a program", hint="Give a command its own options, after the --."
+        )
     from ckpt_tasks.proving.script import verify_script
 
     return verify_script(program)

@@ -203,7 +203,8 @@ class GangSession:
         """Have all ranks carry out an order, and then deliver a pending signal; if its handler returns, continue."""
         while self._carry_out(name, self._gang.ranks, **arguments):
             self._interrupt.deliver()  # The ranks have committed and released the run.
-        self._let_through()
+        if name != "run":  # A signal that came too late for the last steps waits for the save of these steps.
+            self._let_through()
 
     def _let_through(self) -> None:
         """Release the run and deliver a pending signal; nothing has been trained since the last commit."""

@@ -1,6 +1,7 @@
 """A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
 
-It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON): each in a new process, with its own hash seed.
+It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON): each in a new process, with its own hash seed. With
+`ranks` it is the agent of a gang, and each rank records what it writes of every step.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from torch.utils.data import DataLoader
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.data.sampler import ResumableSampler
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CkptError, StateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.tree import TensorRef, Typed, children, is_leaf
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.kinds import kind_of
-from ckpt_tasks.session.local import LocalSession
+from ckpt_tasks.session.local import LocalSession, Program, build_program
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.groups import flat, items_of, objects_of
+from ckpt_tasks.tensors.placements import ALONE, World
 from ckpt_tasks.tensors.streams import preserved_rng
 from ckpt_tasks.tensors.values import has_state
 
-__all__ = ["train"]
+__all__ = ["recorded", "train"]
 
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
 _SUITE = "quick"  # Flows evaluate this suite by default.
@@ -43,8 +45,7 @@ def train(order: Mapping[str, Any]) -> None:
     with Checkpointer(config) as ckpt, open(order["log"], "a", encoding="utf-8") as log:
         session = LocalSession(ckpt, order["program"], order["params"])
         step = session.restore()
-        loaders = [name for name, value in flat(session.state).items() if isinstance(value, _LOADERS)]
-        _write(log, {"begin": step, "loaders": loaders})
+        _write(log, {"begin": step, "loaders": _loaders(session.state)})
         train_step = session.program.train_step
 
         def dying() -> Mapping[str, float]:
@@ -57,13 +58,64 @@ def train(order: Mapping[str, Any]) -> None:
         while step < order["steps"]:
             session.run(step + 1)
             step += 1
-            metrics = {name: value.hex() for name, value in session.metrics.items()}
-            known = {id(one) for one in (session.state, *_parts(session.state))}
-            outside = dict(_outside(session.program, "program", known, 0))
-            _write(log, {"step": step, "metrics": metrics, "values": _values(session.state), "outside": outside})
+            _write(log, _step(step, session.metrics, session.program, ALONE))
             if step in order["saves"]:
                 session.save(step)
         _write(log, {"evaluated": _evaluated(session.program)})
+
+
+def train_gang(order: Mapping[str, Any]) -> None:
+    """Train on many ranks to the last step; save at the ordered steps."""
+    from ckpt_tasks.gang.session import GangSession
+
+    config = CheckpointConfig(checkpoint_dir=order["run"], step_interval=order["steps"] + 1, memory_dir=None)
+    params = {"order": {**order, "agent": os.getpid()}, "seed": order["params"].get("seed", 0)}
+    with GangSession(config, "ckpt_tasks.proving.child:recorded", params, ranks=order["ranks"]) as session:
+        if (begin := session.restore()) != order["begin"]:
+            raise StateError(f"the checkpoint of step {order['begin']} was saved, and not restored", step=begin)
+        for step in (step for step in (*order["saves"], order["steps"]) if step > begin):
+            session.run(step)
+            if step in order["saves"]:
+                session.save(step)
+
+
+def recorded(order: Mapping[str, Any], seed: int) -> Program:
+    """Build a program in a rank; after each step it records digests, or kills the agent and itself."""
+    import torch.distributed as dist
+
+    world = World(dist.get_rank(), dist.get_world_size())
+    program = build_program(order["program"], order["params"])
+    train_step, step = program.train_step, order["begin"]
+    log = open(f"{order['log']}.{world.rank}" if world.rank else order["log"], "a", encoding="utf-8")  # noqa: SIM115
+    _write(log, {"begin": step, "loaders": _loaders(program.state)})
+
+    def recording() -> Mapping[str, float]:
+        nonlocal step
+        metrics = train_step()
+        step += 1
+        if step == order["die_within"]:
+            if world.rank == 0:
+                os.kill(order["agent"], signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        _write(log, _step(step, metrics, program, world))
+        if step == order["steps"]:
+            _write(log, {"evaluated": _evaluated(program)})
+        return metrics
+
+    program.train_step = recording  # type: ignore[method-assign]
+    return program
+
+
+def _loaders(state: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in flat(state).items() if isinstance(value, _LOADERS)]
+
+
+def _step(step: int, metrics: Mapping[str, Any], program: Program, world: World) -> dict[str, Any]:
+    """Return what is compared after a step: of many ranks, what this one writes."""
+    numbers = {name: float(value).hex() for name, value in metrics.items()}
+    known = {id(one) for one in (program.state, *_parts(program.state))}
+    outside = dict(_outside(program, "program", known, 0))
+    return {"step": step, "metrics": numbers, "values": _values(program.state, world=world), "outside": outside}
 
 
 def _write(log: Any, line: Mapping[str, Any]) -> None:
@@ -71,9 +123,9 @@ def _write(log: Any, line: Mapping[str, Any]) -> None:
     log.flush()
 
 
-def _values(state: Mapping[str, Any], *, rng: bool = True) -> dict[str, str]:
+def _values(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE) -> dict[str, str]:
     """Return a digest of every tensor and the text of every other value, by path."""
-    captured = capture(state, rng=rng)
+    captured = capture(state, rng=rng, world=world)
     values = dict(_leaves({name: group.tree for name, group in captured.groups.items()}, ""))
     for key, tensor in captured.tensors.items():
         plain = tensor.detach().cpu().contiguous()
@@ -130,6 +182,7 @@ def _evaluated(program: Any) -> dict[str, str] | None:
 
 if __name__ == "__main__":
     try:
-        train(json.loads(sys.argv[1]))
+        given = json.loads(sys.argv[1])
+        (train if given["ranks"] == 1 else train_gang)(given)
     except CkptError as error:
         sys.exit(f"\n{error}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +64,22 @@ class Proof:
         return self.difference is None
 
 
-def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12) -> Proof:
+def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12, ranks: int = 1) -> Proof:
     """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
     Every value of the state, every metric and the random streams are compared after every step; at the end also the
     evaluation "quick", if the program has it, and what the program holds outside its state. Each process has its own
-    hash seed, unless PYTHONHASHSEED is set. Raises ConfigError for fewer than 6 steps, and ProgramError if the program
-    cannot be built or fails.
+    hash seed, unless PYTHONHASHSEED is set. On several `ranks` each is compared with itself; all are killed at once.
+    Raises ConfigError for fewer than 6 steps or 1 rank, and ProgramError if the program cannot be built or fails.
     """
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r}", key="ranks")
     if type(steps) is not int or steps < _LEAST_STEPS:
         raise ConfigError(f"steps must be a whole number from {_LEAST_STEPS} on, not {steps!r}", key="steps")
     saves = [steps // 3, 2 * steps // 3]
     kills = [saves[0] + 2, saves[1] + 2]
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
-        legs = [("twin", None), *(("killed", within) for within in (*kills, None))]
+        legs = [("twin", None, 0), *zip(["killed"] * 3, [*kills, None], [0, *saves], strict=True)]
         orders = [
             {
                 "program": program,
@@ -87,20 +89,35 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
                 "run": f"{folder}/{run}",
                 "log": f"{folder}/{n}.log",
                 "die_within": within,
+                "begin": begin,
+                "ranks": ranks,
             }
-            for n, (run, within) in enumerate(legs)
+            for n, (run, within, begin) in enumerate(legs)
         ]
-        twin, *killed = _train(program, orders)
-    values = max(len(line["values"]) + len(line["metrics"]) for line in twin[1:-1])
-    difference = _difference(twin, killed)
-    outside = [] if difference else _changed_outside(twin, killed)
+        of_ranks = _train(program, orders)
+    values = sum(max(len(line["values"]) + len(line["metrics"]) for line in twin[1:-1]) for twin, *_ in of_ranks)
+    found = [(rank, _difference(twin, killed)) for rank, (twin, *killed) in enumerate(of_ranks)]
+    differences = [_in_rank(one, rank, ranks) for rank, one in found if one is not None]
+    difference = min(differences, key=_place, default=None)
+    outside = (
+        [] if difference else sorted({name for twin, *killed in of_ranks for name in _changed_outside(twin, killed)})
+    )
     if objects := [name for name in outside if name.endswith(")")]:
         difference = FirstDifference(steps, tuple(objects), len(kills), CAUSES["later"])
     return Proof(steps, tuple(kills), values, difference, tuple(outside))
 
 
-def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Carry out the orders, each in a process, one after the other; return their records."""
+def _place(one: Difference) -> tuple[int, bool]:
+    """Sort differences by their step; in it first the rank whose streams or metrics differ, not only what it shares."""
+    return one.step, not one.what[0].startswith(("rng/", "metric "))
+
+
+def _in_rank(one: Difference, rank: int, ranks: int) -> Difference:
+    return replace(one, what=tuple(f"{name} of rank {rank}" for name in one.what)) if ranks > 1 else one
+
+
+def _train(program: str, orders: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]:
+    """Carry out the orders in processes, one after the other; return for each rank the records of each process."""
     # The child can import whatever this process can.
     places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     for seed, order in enumerate(orders):
@@ -115,8 +132,14 @@ def _train(program: str, orders: list[dict[str, Any]]) -> list[list[dict[str, An
             said = done.stderr.strip().splitlines()
             where = _where([Path(order["log"]) for order in orders])
             raise ProgramError(f"{program} failed{where}: {said[-1] if said else f'exit status {done.returncode}'}")
-    logs = (Path(order["log"]).read_text(encoding="utf-8") for order in orders)
-    return [[json.loads(line) for line in log.splitlines()] for log in logs]
+    suffixes = ["", *(f".{rank}" for rank in range(1, orders[0]["ranks"]))]
+    return [[_records(Path(order["log"] + suffix)) for order in orders] for suffix in suffixes]
+
+
+def _records(log: Path) -> list[dict[str, Any]]:
+    """Read what one process has recorded, without a line that its death has cut."""
+    *lines, _ = log.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def _where(logs: list[Path]) -> str:

@@ -7,10 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt_tasks.checkpoint import interrupt
 from ckpt_tasks.flows.train import train
 from tests.support.tiny import Tiny
 
-__all__ = ["TIMEOUT_S", "Gated", "timed"]
+__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "timed"]
 
 TIMEOUT_S = 30.0
 timed = train.with_options(timeout_seconds=TIMEOUT_S)
@@ -26,13 +31,15 @@ class Gated(Tiny):
 
     def __init__(self, *, folder: str, place: str, at: int = 3):
         super().__init__()
-        self._folder, self._place, self._at = Path(folder), place, at
+        self._folder, self._place, self._at, self._rank = Path(folder), place, at, 0
         self.state["gate"] = _Gate(self)
         if place == "build":
             self.stop()
 
     def train_step(self) -> dict[str, float]:
         metrics = super().train_step()
+        if self._rank:
+            return metrics
         with (self._folder / "steps").open("a") as steps:
             steps.write(f"{int(self.state['steps'])}\n")
         return metrics
@@ -49,7 +56,7 @@ class Gated(Tiny):
         while not (self._folder / "go").exists():
             time.sleep(0.02)
             before_s, left_s = left_s, signal.getitimer(signal.ITIMER_REAL)[0]
-            if left_s > before_s:
+            if left_s > before_s or (self._rank and interrupt._installed[-1].pending):
                 (self._folder / "alarm").touch()
 
     def _interfere(self, step: int) -> None:
@@ -58,6 +65,20 @@ class Gated(Tiny):
         if step == self._at and self._place == "retry" and not (self._folder / "failed").exists():
             (self._folder / "failed").touch()
             raise RuntimeError(f"injected in step {step}")
+
+
+class GatedPair(Gated):
+    """The same on two ranks, in the place "rank": rank 1 waits in step `at`, and rank 0 for it."""
+
+    def __init__(self, *, folder: str, place: str, at: int = 3):
+        super().__init__(folder=folder, place=place, at=at)
+        self.state["model"] = self.model = DistributedDataParallel(self.model)
+        self._rank = dist.get_rank()
+        torch.manual_seed(self._rank)
+
+    def _interfere(self, step: int) -> None:
+        if step == self._at and self._rank == 1:
+            self.stop()
 
 
 class _Gate:

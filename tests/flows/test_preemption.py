@@ -34,6 +34,7 @@ PLACES = [  # where it is then, and the step that is committed when it ends in o
     pytest.param("save", AT, id="in a save", marks=pytest.mark.slow),
     pytest.param("retry", 0, id="before a retry", marks=pytest.mark.slow),
     pytest.param("build", 0, id="before the first step", marks=pytest.mark.slow),
+    pytest.param("rank", AT, id="in a step of one of two ranks", marks=pytest.mark.slow),
 ]
 
 
@@ -74,7 +75,8 @@ class Attempt:
         parameters = {
             "run_key": "gated",
             "total_steps": TOTAL,
-            "program": "tests.flows.gated:Gated",
+            "program": f"tests.flows.gated:{'GatedPair' if place == 'rank' else 'Gated'}",
+            "ranks": 2 if place == "rank" else 1,
             "params": {"folder": str(folder), "place": place, "at": AT},
             "batch_steps": STEPS,
             "retry_delay_seconds": retry_delay_seconds,
@@ -163,6 +165,8 @@ class Attempt:
         """The step is committed, the directory is released, and no failure is counted but the injected one."""
         run = open_run(str(self.folder / "run"))
         state = run.head().state
+        if self.place == "rank" and step == AT:  # ranks agree on a step from this one on
+            step = max(self.trained)
         assert max((one.step for one in run.checkpoints()), default=0) == step, self.output()
         assert state.owner is not None
         assert state.owner.released, self.output()
@@ -270,7 +274,7 @@ def test_cancel(start: Start, place: str, step: int) -> None:
     assert not {"Crashed", "Failed", "AwaitingRetry"} & set(run.states())
     saved = max((one.step for one in open_run(str(run.folder / "run")).checkpoints()), default=0)
     run.check_saved(saved)  # the order comes by a websocket, at any step from this one on
-    assert saved == max(run.trained, default=0) if place in {"step", "save"} else saved == step
+    assert saved == max(run.trained, default=0) if place in {"step", "save", "rank"} else saved == step
 
 
 @pytest.mark.slow
@@ -290,7 +294,7 @@ def test_a_second_sigterm(start: Start, place: str, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["step", "save", "retry", "build"])
+@pytest.mark.parametrize("place", ["step", "save", "retry", "build", "rank"])
 def test_suspend(start: Start, place: str) -> None:
     """The batch ends and is committed, the directory is released, and a person resumes the run."""
     run = start(place, retry_delay_seconds=3.0)

@@ -142,12 +142,18 @@ def test_no_rank_outlives_its_agent(
     assert trained(run_dir) == whole
 
 
-@pytest.mark.parametrize("what", ["terminate", pytest.param("term", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("what", "step_s"),
+    [("terminate", 0.1), pytest.param("terminate", 0.0), pytest.param("term", 0.1, marks=pytest.mark.slow)],
+)
 def test_a_signal_is_one_commit_at_one_step(
-    run_dir: Path, tmp_path: Path, what: str, whole: tuple[int, dict[str, Any], list[str]]
+    run_dir: Path, tmp_path: Path, what: str, step_s: float, whole: tuple[int, dict[str, Any], list[str]]
 ) -> None:
-    """SIGTERM to the agent, or to one rank: all ranks commit one step and release the run; the agent ends by it."""
-    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=0.1) as told:
+    """SIGTERM to the agent, or to one rank: all ranks commit one step and release the run; the agent ends by it.
+
+    Also where the ranks may go on to the end of their batch before they hear of it: the end is committed then.
+    """
+    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=step_s) as told:
         assert told.wait() == -signal.SIGTERM
     until_nothing_is_left(str(run_dir))
     run = open_run(str(run_dir))

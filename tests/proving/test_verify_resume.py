@@ -202,3 +202,20 @@ def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number
 def test_what_every_process_has_of_its_own_is_no_difference(place: str, may_differ: bool) -> None:
     """Unseeded streams of any rank, and the times that Trainer logs, differ without a kill too."""
     assert bool(_MAY_DIFFER.match(place)) == may_differ
+
+
+def test_a_program_on_two_ranks() -> None:
+    """P73: a sharded program is proved rank by rank; what one rank forgets is named, with the rank."""
+    done = CliRunner().invoke(app, ["verify-resume", "tests.proving.gangs:Sharded", "--ranks", "2", "--steps", "6"])
+    assert done.exit_code == 0, done.output
+    assert "killed within steps 4 and 6, resumed twice" in done.stdout
+    assert "Every step is equal bit for bit" in done.stdout
+    found = verify_resume("tests.proving.gangs:Forgetful", steps=6, ranks=2).difference
+    assert found is not None
+    assert (found.step, found.after_kills) == (3, 1)
+    assert "metric loss of rank 1" in found.what
+    assert "program.seen" in found.cause
+    with pytest.raises(ConfigError, match="ranks must be a whole number from 1 on"):
+        verify_resume("tests.proving.gangs:Sharded", ranks=0)
+    with pytest.raises(ProgramError, match="holds no DistributedDataParallel, FSDP or DTensor"):
+        verify_resume(f"{PROGRAMS}:Whole", ranks=2)

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> None:
     options = json.loads(arguments[0])
     os.environ[MARK] = options["mark"]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    failures = train(config_of(Path(options["run"])), options["params"], options["total"])
+    ranks = options.get("ranks", 2)
+    failures = train(config_of(Path(options["run"])), options["params"], options["total"], ranks=ranks)
     sys.stdout.write(f"ended after {len(failures)} failures\n")
 
 

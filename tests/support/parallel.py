@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -22,11 +23,13 @@ class Parallel:
     """Fit noise with a net that has dropout, in a DistributedDataParallel or sharded; each rank has its own batches.
 
     `plan` has [step, rank, what]: before the optimizer step of this step the rank does that, once in all: "raise",
-    "exit", "kill", "stop", "segv" or "term" (itself), "agent" (kill it), "terminate" (SIGTERM to the agent), "nan" (its
-    loss is none) or "slow" (the step takes 6 s). Each leaves a file in `folder`, with the time of the host's clock.
+    "exit", "kill", "stop", "segv" or "term" (itself), "agent" or "server" (kill it), "terminate" (SIGTERM to an agent),
+    "full" (its disk takes no more), "nan" (its loss is none) or "slow" (the step takes 6 s). Each leaves a file in
+    `folder`, with the time of the host's clock. `trace` gets a line of rank 0's for each completed step: when, in which
+    process, which step, 0; and beside it each rank its process.
     """
 
-    recorded_params = ("kind", "plan", "folder")
+    recorded_params = ("kind", "plan", "folder", "trace")
     unit = "rows"
 
     def __init__(
@@ -39,6 +42,7 @@ class Parallel:
         folder: str = "",
         step_s: float = 0.0,
         logs: bool = False,
+        trace: str = "",
     ):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
@@ -53,6 +57,9 @@ class Parallel:
         torch.manual_seed(seed + self._rank)
         self._plan = {step: what for step, rank, what in plan if rank == self._rank}
         self._folder, self._step_s = Path(folder), step_s
+        self._trace = trace
+        if trace:
+            Path(f"{trace}.{self._rank}").write_text(str(os.getpid()))
         if logs:
             Thread(target=_log_on, daemon=True).start()
 
@@ -65,6 +72,9 @@ class Parallel:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self._trace and self._rank == 0:
+            with open(self._trace, "a") as trace:
+                trace.write(f"{time.time()} {os.getpid()} {self.state['steps']} 0\n")
         return {"loss": loss.item(), "rows": 16.0}
 
     def evaluate(self, suite: str) -> dict[str, float]:
@@ -87,6 +97,11 @@ class Parallel:
             sys.exit(0)
         if what == "slow":
             time.sleep(6.0)
+        if what == "full":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        if what == "server":
+            os.kill(os.getppid(), signal.SIGKILL)
         agent = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
         if what in numbers:
