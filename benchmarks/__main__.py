@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, dcp, ledger, loop, many, ranks, reuse, save_restore, scale, stall
+from benchmarks import cadence, dcp, gang, ledger, loop, many, ranks, reuse, save_restore, scale, stall
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -34,7 +34,7 @@ _TABLES = {
     "dcp": dcp,
     "scale": scale,
 }
-_NAMES = [*_TABLES, "cadence", "prefect"]
+_NAMES = [*_TABLES, "gang", "cadence", "prefect"]
 _CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`
 
 
@@ -74,6 +74,8 @@ def _measure(name: str, directory: Path, options: argparse.Namespace) -> dict[st
     if name in _TABLES:
         measure: Callable[..., dict[str, Any]] = _TABLES[name].measure
         return measure(directory, tiny=options.tiny, rounds=options.rounds, device=options.device)
+    if name == "gang":
+        return gang.measure(directory, tiny=options.tiny, rounds=options.rounds)
     if name == "cadence":
         return cadence.measure(tiny=options.tiny)
     from benchmarks import prefect_overhead  # not on a machine that has no Prefect
@@ -91,6 +93,9 @@ def _show(name: str, found: dict[str, Any]) -> None:
             _CONSOLE.print(f"{what}: {ratio:.3f}")
         for contender, why in found.get("absent", {}).items():
             _CONSOLE.print(f"{contender}: {why}", style="dim")
+    elif name == "gang":
+        for what, value in found.items():
+            _CONSOLE.print(f"{what}: {value if isinstance(value, dict) else f'{value:.4f}'}")
     elif name == "cadence":
         _CONSOLE.print(f"cadence auto falls at most {100 * found['worst']:.2f} % short of the best fixed interval")
     else:

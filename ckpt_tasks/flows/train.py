@@ -94,7 +94,7 @@ def train(
         crashes_while_the_store_is_away(reached=True),
         ends_quietly_for_a_sibling(config, flow_run.id),
         _session(config, program, params, ranks, processes) as session,
-        RunPages(session, run_key, total_steps, ranks) as pages,
+        RunPages(session, run_key, total_steps, ranks, lambda: session.gangs) as pages,
     ):
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)

@@ -84,13 +84,19 @@ class Stop(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Message):
-    """From a rank: the order is carried out; `stopped` by this signal before its end."""
+    """From a rank: the order is carried out; `stopped` by this signal before its end.
+
+    `busy` is the part of the time in which its main thread has computed, and not waited; `source` is what a restore has
+    read.
+    """
 
     position: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     step_s: float | None = None
     commit: Mapping[str, Any] | None = None
     stopped: int | None = None
+    busy: float = 0.0
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ class _Rank:
                 if order.arguments["keep"]:
                     raise _StoppedError
                 return
-            stopped = None
+            stopped, began = None, (time.perf_counter(), time.thread_time())
             try:
                 carried_out[order.name](**order.arguments)
             except _StoppedError as stop:
@@ -121,7 +121,8 @@ class _Rank:
                 # Fail here: the end of the Checkpointer's block would wait for the other ranks.
                 self._fail(error, session.position)
             self._tell_steps()
-            commit = session.last_commit
+            commit, report = session.last_commit, session.ckpt.last_restore
+            took_s = max(time.perf_counter() - began[0], 1e-9)
             self._channel.send(
                 Done(
                     position=session.position,
@@ -129,6 +130,8 @@ class _Rank:
                     step_s=session.step_s,
                     commit=checkpoint_item(commit) if commit else None,
                     stopped=stopped,
+                    busy=min(1.0, (time.thread_time() - began[1]) / took_s),
+                    source=report.source if report and order.name == "restore" else "",
                 )
             )
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from socket import gethostname
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ from ckpt_tasks.gang.messages import (
     write_config,
 )
 from ckpt_tasks.gang.processes import Gang
+from ckpt_tasks.gang.rows import GangRows
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.metrics import GoingBack
@@ -98,6 +100,8 @@ class GangSession:
         self._interrupt = Interrupt()
         self._listeners: list[Listener] = []
         self._run: Run | None = None
+        self._rows = GangRows()
+        self._done: Mapping[int, Done] = {}  # What the ranks have answered to the last order.
         # The failed steps that the next ranks must learn of: the ranks that saw them are gone.
         self._back = GoingBack()
         self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
@@ -129,6 +133,11 @@ class GangSession:
         """How many ranks train: fewer than were asked for where an engine has no room for all."""
         return len(self._gang.ranks) or self._begin.size
 
+    @property
+    def gangs(self) -> Sequence[Mapping[str, str]]:
+        """The gangs of this process, newest first, as rows of texts."""
+        return self._rows.rows
+
     def checkpoints(self) -> list[Checkpoint]:
         """List the live checkpoints, newest commit first."""
         with suppress(CheckpointNotFoundError):
@@ -156,6 +165,9 @@ class GangSession:
                 self._start()
             self._order("restore", back=vars(self._back))
             self._back.went_back(self.position)
+            if self._gang.ranks:  # A signal whose handler returns has ended them.
+                on = self._rows.began(self._gang.ranks, gethostname(), self._done)
+                self.note("gang", step=self.position, on=on)
         except OwnedError as error:
             if error.same_flow_run:
                 leave_flow_run(self._flow_run_id, error)
@@ -166,6 +178,7 @@ class GangSession:
     def run(self, until: int) -> None:
         """Train from the position to step `until` in every rank."""
         self._order("run", until=until)
+        self._rows.trained(self._done)
 
     def save(self, step: int) -> None:
         """Commit the live state as `step`, if that is not committed yet.
@@ -231,11 +244,12 @@ class GangSession:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0)
             self.clean = False
+            self._rows.ended(error)
             self._gang.kill()
             raise
         if name == "close":
             return False
-        first = done[0]
+        first, self._done = done[0], done
         self.position, self.metrics, self.step_s = first.position, first.metrics, first.step_s
         self.last_commit = read_checkpoint(first.commit) if first.commit else None
         stopped = next((each.stopped for each in done.values() if each.stopped), None)

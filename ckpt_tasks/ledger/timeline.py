@@ -23,8 +23,8 @@ _LONGEST_TEXT = 300
 _MOST_S = 1e9  # Thirty years.
 # How ownership.py describes a lost owner; one that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
-_NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", SYNCED: "copied"}
-_TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "copied": ("from",)}
+_NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", "gang": "gang", SYNCED: "copied"}
+_TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "gang": ("on",), "copied": ("from",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Moment:
     """The part of one ledger entry that belongs to a run's course.
 
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
-    dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "pruned" or
+    dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned" or
     "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
     what failed, which suite. Identities and seconds are those of a commit: how long training waited, the time from
     snapshot to commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps.

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
@@ -55,15 +55,25 @@ _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy answered instead
 
 
 class RunPages:
-    """Keep a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints" and "<run>-report".
+    """Keep a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints", "<run>-report".
+
+    A run on many ranks has "<run>-ranks" too: the gangs of this process, a line each (`gangs`).
 
     Each artifact is created once per flow run, even if that is started again, and then updated: the progress at most
     every 5 s, the others at most every 2 min. All are updated at the end of the block, unless a signal or an error of
     the store ended it; a block that completed tries again for some seconds.
     """
 
-    def __init__(self, ckpt: TrainedRun, run_key: str, total_steps: int, ranks: int = 1):
+    def __init__(
+        self,
+        ckpt: TrainedRun,
+        run_key: str,
+        total_steps: int,
+        ranks: int = 1,
+        gangs: Callable[[], Sequence[Mapping[str, str]]] = tuple,
+    ):
         self._ckpt, self._key, self._total, self._ranks = ckpt, run_key, total_steps, ranks
+        self._gangs = gangs
         self._ids: dict[str, UUID] = {}
         self._run: Run | None = None
         self._timeline: Timeline | None = None
@@ -150,9 +160,9 @@ class RunPages:
         ui_url = get_current_settings().ui_url
         report_url = f"{ui_url.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if ui_url else None
         link = f" [The run's report]({report_url})" if report_url else ""
-        # Prefect's page shows the cells of a table as markdown, and its headings as text.
-        rows = [{printable(name): in_markdown(cell) for name, cell in row.items()} for row in report.checkpoints]
-        self._put("checkpoints", "table", json.dumps(rows), f"The checkpoints of {name}, newest first.{link}")
+        self._put("checkpoints", "table", _table(report.checkpoints), f"The checkpoints of {name}, newest first.{link}")
+        if gangs := self._gangs():
+            self._put("ranks", "table", _table(gangs), f"The gangs that have trained {name}, newest first.{link}")
         if is_first and report_url:
             get_run_logger().info("Report: %s", report_url)
 
@@ -206,6 +216,11 @@ class RunPages:
             return isinstance(error, CkptError)  # After an error of the run itself, Prefect has all that can be read.
         self._pause_s = _PAUSE_S
         return True
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Write a table; Prefect's page shows its cells as markdown, and its headings as text."""
+    return json.dumps([{printable(name): in_markdown(cell) for name, cell in row.items()} for row in rows])
 
 
 def artifact_key(run_key: str) -> str:

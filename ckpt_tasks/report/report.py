@@ -52,6 +52,7 @@ _SAID = {
     "taken": "resumed",
     "fallback": "fell back",
     "rollback": "rolled back",
+    "gang": "a gang of ranks began",
     "copied": "copied",
 }
 _HAPPENINGS_SHOWN = 40

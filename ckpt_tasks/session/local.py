@@ -167,7 +167,7 @@ class LocalSession(StateSession):
         self._program: Program | None = None
         self._fresh: Settings | None = None
         self._step_s: deque[float] = deque(maxlen=_PACE_STEPS)
-        self.ranks = 1
+        self.ranks, self.gangs = 1, tuple[Mapping[str, str], ...]()
         self.config, self.checkpoints = ckpt.config, ckpt.checkpoints
         self.note, self.listen = ckpt.note, ckpt.listen
 

@@ -6,7 +6,7 @@ direct; `ckpt_tasks/gang/` has that of many ranks in processes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,6 +95,10 @@ class ProgramSession(Session, TrainedRun, Protocol):
     @property
     def ranks(self) -> int:
         """The number of ranks that train."""
+
+    @property
+    def gangs(self) -> Sequence[Mapping[str, str]]:
+        """The gangs of ranks that this process has started, newest first, as rows of texts; none for one rank."""
 
     @property
     def metrics(self) -> Mapping[str, float]:

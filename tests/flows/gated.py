@@ -72,7 +72,8 @@ class GatedPair(Gated):
 
     def __init__(self, *, folder: str, place: str, at: int = 3):
         super().__init__(folder=folder, place=place, at=at)
-        self.state["model"] = self.model = DistributedDataParallel(self.model)
+        self.model = DistributedDataParallel(self.model)
+        self.state["model"] = self.model
         self._rank = dist.get_rank()
         torch.manual_seed(self._rank)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 
@@ -35,6 +37,23 @@ def task_runs() -> list[TaskRun]:
     return sorted(found, key=lambda one: str(one.start_time))
 
 
+def assert_pages(run_dir: Path) -> None:
+    """The newest flow run has one table of its gangs, and the run's report has them, too."""
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[newest.id]))
+        pages = {str(one.key): one for one in client.read_artifacts(artifact_filter=mine)}
+    after, before = json.loads(str(pages["gang-ranks"].data))
+    assert (before["steps"], before["ranks"], before["restored from"]) == ("0 to 5", "2", "")
+    assert (after["steps"], after["hosts"].endswith(": 0 to 1"), after["ended by"]) == ("5 to 8", True, "")
+    assert before["ended by"].startswith("rank 1 was killed by SIGKILL")
+    assert re.fullmatch(r"rank [01] works \d+% of the time", after["slowest rank"])
+    assert after["restored from"]
+    happened = str(pages["gang-report"].data).partition("What happened")[2]
+    assert "a gang of ranks began at step 5" in happened
+    assert "rank 1 was killed by SIGKILL" in happened
+
+
 def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
     """A batch whose rank is killed is retried by Prefect, with a new gang; the end is that of an undisturbed flow.
 
@@ -48,6 +67,7 @@ def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
         runs = task_runs()
         counts = [(one.name, one.run_count, one.state_name) for one in runs]
         assert counts[-1] == (("steps 5 to 8", 2, "Completed") if total == 8 else ("steps 10 to 12", 1, "Completed"))
+        assert_pages(run_dir) if total == 8 else None
     assert trained(run_dir, kind="fsdp")[:2] == trained(tmp_path / "whole", kind="fsdp")[:2]
     [evaluated] = evaluate(run_key="gang", checkpoint_dir=str(run_dir), program=PARALLEL, params={"kind": "fsdp"})
     assert (evaluated.step, evaluated.outcome) == (12, "recorded")

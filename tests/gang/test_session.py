@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import time
@@ -107,6 +108,17 @@ def test_a_metric_that_is_not_finite_rolls_the_gang_back(
     notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "rollback"]
     assert [(note["step"], note["failed"]) for note in notes] == [(10, 14), (0, 8), (5, 7)]
     assert trained(run_dir)[:2] == whole[:2]
+
+
+def test_a_right_program_is_quiet(
+    run_dir: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks that shard a model log no warning, and write nothing to the terminal."""
+    caplog.set_level(logging.INFO)
+    assert train(config_of(run_dir), {"kind": "fsdp"}, 8) == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert any("Saved step 8" in record.getMessage() for record in caplog.records)  # of rank 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:

@@ -36,7 +36,7 @@ class Tiny:
         step_s: float = 0.0,
     ):
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Tanh(), nn.Linear(width, 1))
+        self.model: nn.Module = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Tanh(), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.state: dict[str, Any] = {
             "model": self.model,

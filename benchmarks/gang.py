@@ -1,0 +1,117 @@
+"""A gang of two ranks: what an order costs, how soon a death and a hang are seen, and a kill beside torchrun's."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.gang_script import KILL_AT, SAVE_EVERY, STEPS
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import RankError
+from ckpt_tasks.gang.session import GangSession
+from ckpt_tasks.session.local import LocalSession
+
+__all__ = ["measure"]
+
+_PROGRAM = "benchmarks.gang_script:Victim"
+_ROOT = Path(__file__).parents[1]
+_DEADLINE_S = 5.0
+
+
+def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
+    """Measure; every kill is of rank 1, by SIGKILL in step 37 of 60, and a save is due every 20 steps.
+
+    `order_s` and `order_alone_s` are an order to two ranks that trains nothing, and the same call in one process.
+    `death_s` and `hang_s` are from SIGKILL to the error in the agent, and from the deadline after SIGSTOP to it. A kill
+    takes `until_new_step_s` from SIGKILL to the first step that was not trained before it, `until_step_s` to any step;
+    `redone` are steps that were trained twice; `lines` are those that a user writes to go on.
+    """
+    logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)
+    kills = 1 if tiny else min(rounds, 3)
+    figures: dict[str, Any] = {"order_s": _order(directory / "order"), "order_alone_s": _order_alone(directory / "one")}
+    figures["hang_s"] = _dies(directory / "hang", "stop") - _DEADLINE_S
+    ours, theirs = [], []
+    for number in range(kills):
+        ours.append(_killed(directory / f"gang-{number}"))
+        theirs.append(_killed_torchrun(directory / f"torchrun-{number}"))
+    figures["death_s"] = median(kill.pop("death_s") for kill in ours)
+    marked = (_ROOT / "benchmarks" / "gang_script.py").read_text().count("  # resume")
+    for name, found, lines in (("gang", ours, 0), ("torchrun, dcp", theirs, marked)):
+        figures[name] = {key: median(kill[key] for kill in found) for key in found[0]} | {"lines": lines}
+    return figures
+
+
+def _config(folder: Path) -> CheckpointConfig:
+    folder.mkdir(parents=True)
+    timeout_s = _DEADLINE_S if folder.name == "hang" else 600.0
+    return CheckpointConfig(checkpoint_dir=str(folder / "run"), step_interval=SAVE_EVERY, flush_timeout_s=timeout_s)
+
+
+def _order(folder: Path) -> float:
+    config = _config(folder)
+    with GangSession(config, _PROGRAM, {"folder": str(folder)}, ranks=2) as session:
+        session.restore()
+        return _median_s(lambda: session.run(0))
+
+
+def _order_alone(folder: Path) -> float:
+    with Checkpointer(_config(folder)) as ckpt:
+        session = LocalSession(ckpt, "benchmarks.sleeper:Sleeper", {"step_s": 0.0})
+        session.restore()
+        return _median_s(lambda: session.run(0))
+
+
+def _median_s(call: Any) -> float:
+    times = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began_s)
+    return median(times)
+
+
+def _dies(folder: Path, what: str) -> float:
+    """Train until rank 1 dies or stops; return the seconds until the error, then go on to the end."""
+    config = _config(folder)
+    with GangSession(config, _PROGRAM, {"folder": str(folder), "what": what}, ranks=2) as session:
+        session.restore()
+        with suppress(RankError):
+            session.run(STEPS)
+        seen_s = time.monotonic() - float((folder / "killed").read_text())
+        session.discard()
+        session.restore()
+        session.run(STEPS)
+        session.save(STEPS)
+    return seen_s
+
+
+def _killed(folder: Path) -> dict[str, float]:
+    return {"death_s": _dies(folder, "kill"), **_course(folder)}
+
+
+def _killed_torchrun(folder: Path) -> dict[str, float]:
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["--max-restarts", "3", "-m", "benchmarks.gang_script", str(folder)]
+    done = subprocess.run([*command, *script], cwd=_ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"torchrun failed: {done.stderr[-2000:]}")
+    return _course(folder)
+
+
+def _course(folder: Path) -> dict[str, float]:
+    """Return when steps came after the kill, and how many were trained twice."""
+    killed_s = float((folder / "killed").read_text())
+    steps = [(float(at), int(step)) for at, step in map(str.split, (folder / "steps").read_text().splitlines())]
+    assert steps[-1][1] == STEPS
+    return {
+        "until_step_s": next(at for at, _ in steps if at > killed_s) - killed_s,
+        "until_new_step_s": next(at for at, step in steps if step == KILL_AT) - killed_s,
+        "redone": len(steps) - STEPS,
+    }

@@ -1,0 +1,95 @@
+"""A model on two ranks that one kill hits, as a program of ours and as a script of torchrun with `dcp.save`.
+
+Both save every `SAVE_EVERY` steps, and write a line for each step: when it ended, by the host's clock, and its number.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load  # resume
+from torch.distributed.checkpoint.state_dict_saver import save  # resume
+from torch.distributed.fsdp import fully_shard
+
+__all__ = ["KILL_AT", "SAVE_EVERY", "STEPS", "Victim"]
+
+STEPS, SAVE_EVERY, KILL_AT = 60, 20, 37
+
+
+class Victim:
+    """Train a net, sharded; rank 1 does `what` ("kill" or "stop") to itself in step `KILL_AT`, once."""
+
+    recorded_params = ("folder", "what")
+
+    def __init__(self, *, folder: str, what: str = "", step_s: float = 0.02):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "steps": 0}
+        self._folder, self._what, self._step_s = Path(folder), what, step_s
+
+    def train_step(self) -> dict[str, float]:
+        """Make a step."""
+        time.sleep(self._step_s)
+        self.state["steps"] += 1
+        if self._what and self.state["steps"] == KILL_AT and dist.get_rank() == 1:
+            self._die()
+        loss = self.model(torch.ones(8, 256)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if dist.get_rank() == 0:
+            with (self._folder / "steps").open("a") as log:
+                log.write(f"{time.monotonic()} {self.state['steps']}\n")
+        return {"loss": loss.item()}
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        """Measure nothing."""
+        return {}
+
+    def _die(self) -> None:
+        killed = self._folder / "killed"
+        if not killed.exists():
+            killed.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL if self._what == "kill" else signal.SIGSTOP)
+
+
+def main(folder: str) -> None:
+    """Train under torchrun; what a user writes to go on after a kill is marked."""
+    dist.init_process_group("gloo")
+    program = Victim(folder=folder, what="kill")
+    root = Path(folder, "dcp")  # resume
+    saved = sorted(root.glob("step-*"), key=lambda place: int(place.name[5:]))  # resume
+    if saved:  # resume
+        model, optimizer = get_state_dict(program.model, program.optimizer)  # resume
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}  # resume
+        load(state, checkpoint_id=str(saved[-1]))  # resume
+        set_state_dict(  # resume
+            program.model, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )  # resume
+        program.state["steps"] = state["steps"]  # resume
+    while program.state["steps"] < STEPS:
+        program.train_step()
+        step = program.state["steps"]
+        if step % SAVE_EVERY == 0:
+            model, optimizer = get_state_dict(program.model, program.optimizer)  # resume
+            state = {"model": model, "optimizer": optimizer, "steps": step}  # resume
+            save(state, checkpoint_id=str(root / "half"))  # resume
+            if dist.get_rank() == 0:  # resume
+                shutil.move(root / "half", root / f"step-{step}")  # resume
+            dist.barrier()  # resume
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
