@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.copying.compare import compare_checkpoints
+from ckpt_tasks.ledger.timeline import read_timeline
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.e2e.site import Site
 
@@ -73,7 +74,8 @@ def test_whatever_happens_to_a_gang(site: Site, ranks: int) -> None:
     site.until_state(run, "Completed", seconds=600)
     check(site, name, reference)
     site.until(lambda: not site.engines(run), 60, "no process is left")
-    whys = "\n".join(str(note["why"]) for note in site.run(name).notes() if note["note"] == "failure")
+    moments = read_timeline(site.run(name).history).moments
+    whys = "\n".join(moment.text for moment in moments if moment.kind == "failure")
     for _, _, what, why in TABLE:
         assert why in whys, f"{what}: {whys}"
     for done in site.home.glob("*-[0-9]-*"):
