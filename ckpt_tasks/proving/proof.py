@@ -96,8 +96,8 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
         ]
         of_ranks = _train(program, orders)
     values = sum(max(len(line["values"]) + len(line["metrics"]) for line in twin[1:-1]) for twin, *_ in of_ranks)
-    found = [(rank, _difference(twin, killed)) for rank, (twin, *killed) in enumerate(of_ranks)]
-    differences = [_in_rank(one, rank, ranks) for rank, one in found if one is not None]
+    by_rank = [(rank, _difference(twin, killed)) for rank, (twin, *killed) in enumerate(of_ranks)]
+    differences = [_in_rank(one, rank, ranks) for rank, one in by_rank if one is not None]
     difference = min(differences, key=_place, default=None)
     outside = (
         [] if difference else sorted({name for twin, *killed in of_ranks for name in _changed_outside(twin, killed)})
@@ -107,12 +107,12 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
     return Proof(steps, tuple(kills), values, difference, tuple(outside))
 
 
-def _place(one: Difference) -> tuple[int, bool]:
+def _place(one: FirstDifference) -> tuple[int, bool]:
     """Sort differences by their step; in it first the rank whose streams or metrics differ, not only what it shares."""
     return one.step, not one.what[0].startswith(("rng/", "metric "))
 
 
-def _in_rank(one: Difference, rank: int, ranks: int) -> Difference:
+def _in_rank(one: FirstDifference, rank: int, ranks: int) -> FirstDifference:
     return replace(one, what=tuple(f"{name} of rank {rank}" for name in one.what)) if ranks > 1 else one
 
 
