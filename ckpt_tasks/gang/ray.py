@@ -33,7 +33,7 @@ from ckpt_tasks.gang.processes import Gang
 __all__ = ["RayGang"]
 
 _POLL_S = 0.2  # an agent answers so soon, whatever it waits for
-_ANSWER_S = 15.0  # a node that says nothing for so long is lost
+_ANSWER_S = 30.0  # a node that says nothing for so long is lost
 _START_S = 300.0  # to import torch, on a busy machine
 _ROOM_S = 60.0
 _DOUBT_S = 60.0  # Ray needs up to 30 s to find out that a node is lost
@@ -47,6 +47,7 @@ class _Agent:
         if not devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was not asked for is somebody else's
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="ckpt-raylet", daemon=True).start()
         self._gang = Gang()
         self._gang.prepare()  # in the main thread, to which the fork server is bound
 
@@ -79,6 +80,13 @@ class _Agent:
 
     def answer(self) -> None:
         """Answer: all that was asked before is done."""
+
+
+def _end_with(raylet: int) -> None:
+    """End this process with its raylet: Ray forgets an actor that was stopped while that ended."""
+    while os.getppid() == raylet:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -193,9 +201,7 @@ class RayGang:
 
     def hear_causes(self) -> Heard:
         """Ask every node whether it is there: ranks fail at once because of a lost one."""
-        asked = [(node, node.agent.answer.remote()) for node in self._nodes if node.ranks and not node.lost]
-        for _ in self._answers(asked, _ANSWER_S):
-            pass
+        self._ask("answer", timeout_s=_ANSWER_S)
         return self.hear(_POLL_S)
 
     def look(self) -> None:
@@ -207,27 +213,20 @@ class RayGang:
         self._look(timeout_s, timeout_s + _ANSWER_S)
 
     def _look(self, stacks_s: float | None, timeout_s: float) -> None:
-        asked = [(node, node.agent.look.remote(stacks_s)) for node in self._nodes if node.ranks and not node.lost]
-        for node, states in self._answers(asked, timeout_s):
+        for node, states in self._ask("look", stacks_s, timeout_s=timeout_s):
             for rank, state in zip(node.ranks, states, strict=True):
                 vars(rank).update(state)
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until every rank that can be reached has ended by itself."""
-        asked = [(node, node.agent.await_end.remote(timeout_s)) for node in self._nodes if node.ranks and not node.lost]
-        for _ in self._answers(asked, timeout_s + _ANSWER_S):
-            pass
+        self._ask("await_end", timeout_s, timeout_s=timeout_s + _ANSWER_S)
 
     def kill(self) -> None:
         """Kill the ranks of every node that can be reached; give the others up."""
-        asked = [(node, node.agent.kill.remote()) for node in self._nodes if node.ranks and not node.lost]
-        for _ in self._answers(asked, _ANSWER_S):
-            pass
-        for node in [*self._nodes]:
+        self._ask("kill", timeout_s=_ANSWER_S)
+        for node in self._nodes:
             node.ranks, node.hearing = [], None
-            if node.lost:
-                self._doubted[node.id] = time.monotonic()
-                self._give_up(node)
+        self._give_up_lost()
 
     def close(self) -> None:
         """End everything, and the connection if it is this object's own."""
@@ -295,11 +294,8 @@ class RayGang:
         end_s = time.monotonic() + _ROOM_S
         while True:
             self.prepare()
-            for _ in self._answers([(node, node.ready) for node in self._nodes], _START_S):
-                pass
-            for node in [node for node in self._nodes if node.lost]:
-                self._doubted[node.id] = time.monotonic()
-                self._give_up(node)
+            [*self._answers([(node, node.ready) for node in self._nodes], _START_S)]
+            self._give_up_lost()
             room = sum(node.room for node in self._nodes)
             if room >= self._least:
                 return
@@ -315,6 +311,16 @@ class RayGang:
         self._nodes.remove(node)
         with suppress(RayError):
             ray.kill(node.agent)
+
+    def _give_up_lost(self) -> None:
+        for node in [node for node in self._nodes if node.lost]:
+            self._doubted[node.id] = time.monotonic()
+            self._give_up(node)
+
+    def _ask(self, method: str, *arguments: Any, timeout_s: float) -> list[tuple[_Node, Any]]:
+        """Call a method of every agent that has ranks; return the answers of those that are not lost."""
+        asking = [node for node in self._nodes if node.ranks and not node.lost]
+        return [*self._answers([(node, getattr(node.agent, method).remote(*arguments)) for node in asking], timeout_s)]
 
     def _answers(self, asked: Sequence[tuple[_Node, Any]], timeout_s: float) -> Iterator[tuple[_Node, Any]]:
         """Yield what nodes answer; one whose agent has ended or failed, or does not answer in time, is lost then."""
