@@ -29,8 +29,8 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
 
     `order_s` and `order_alone_s` are an order to two ranks that trains nothing, and the same call in one process.
     `death_s` and `hang_s` are from SIGKILL to the error in the agent, and from the deadline after SIGSTOP to it. A kill
-    takes `until_new_step_s` from SIGKILL to the first step that was not trained before it, `until_step_s` to any step;
-    `redone` are steps that were trained twice; `lines` are those that a user writes to go on.
+    takes `until_new_step_s` from SIGKILL to the first step that was not trained before it; `redone` are steps that were
+    trained twice; `lines` are those that a user writes to go on.
     """
     logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)
     kills = 1 if tiny else min(rounds, 3)
@@ -106,12 +106,11 @@ def _killed_torchrun(folder: Path) -> dict[str, float]:
 
 
 def _course(folder: Path) -> dict[str, float]:
-    """Return when steps came after the kill, and how many were trained twice."""
+    """Return when the step of the kill was done, and how many steps were trained twice."""
     killed_s = float((folder / "killed").read_text())
     steps = [(float(at), int(step)) for at, step in map(str.split, (folder / "steps").read_text().splitlines())]
     assert steps[-1][1] == STEPS
     return {
-        "until_step_s": next(at for at, _ in steps if at > killed_s) - killed_s,
         "until_new_step_s": next(at for at, step in steps if step == KILL_AT) - killed_s,
         "redone": len(steps) - STEPS,
     }
