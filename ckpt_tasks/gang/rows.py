@@ -29,7 +29,7 @@ class GangRows:
         named = [f"{name}: {_span(numbers)}" for name, numbers in hosts.items()]
         more = [f"and {len(named) - _MOST_HOSTS} more"] if len(named) > _MOST_HOSTS else []
         sources = {name: done[numbers[0]].source for name, numbers in hosts.items()}
-        each = [sources[host]] if len(set(sources.values())) == 1 else [f"{n}: {s}" for n, s in sources.items()]
+        each = [done[0].source] if len(set(sources.values())) == 1 else [f"{n}: {s}" for n, s in sources.items()]
         where, source = ", ".join([*named[:_MOST_HOSTS], *more]), ", ".join(each[:_MOST_HOSTS])
         at = f"{done[0].position:,}"
         row = {"steps": at, "ranks": str(len(ranks)), "hosts": where, "restored from": source}
