@@ -14,13 +14,15 @@ import os
 import signal
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
-__all__ = ["Interrupt", "leave_flow_run"]
+__all__ = ["Interrupt", "leave_flow_run", "stop_signals", "taking_stop_signals"]
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -137,6 +139,33 @@ def _rename(own: Any, new: Any) -> None:
 def _is_timeout(handler: Any) -> bool:
     """Return True if a handler is Prefect's, which ends a flow run that takes too long."""
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that a scheduler sends before it ends this process: those in CKPT_STOP_SIGNALS, else SIGUSR1.
+
+    Raises ConfigError if one is named that does not exist.
+    """
+    names = os.environ.get("CKPT_STOP_SIGNALS", "USR1").replace(",", " ").upper().split()
+    try:
+        return [signal.Signals[f"SIG{name.removeprefix('SIG')}"] for name in names]
+    except KeyError as error:
+        raise ConfigError(
+            f"CKPT_STOP_SIGNALS names {error}, which is no signal", hint="For example CKPT_STOP_SIGNALS=USR1,XCPU."
+        ) from error
+
+
+@contextmanager
+def taking_stop_signals() -> Iterator[None]:
+    """Take each of `stop_signals` for SIGTERM, in the main thread."""
+    before = {
+        number: signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM)) for number in stop_signals()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 _installed: list[Interrupt] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.metrics import GoingBack
 
-__all__ = ["go_back", "hold_signals"]
+__all__ = ["end_waits", "give_up", "go_back", "hold_signals", "is_told_to_end"]
 
 
 def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
@@ -26,3 +28,23 @@ def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
     else:
         ckpt._interrupt.uninstall()
         ckpt._interrupt.deliver()
+
+
+def is_told_to_end(ckpt: Checkpointer) -> bool:
+    """Return True if SIGTERM or Ctrl-C is held back."""
+    return ckpt._interrupt.pending is not None
+
+
+def end_waits(ckpt: Checkpointer) -> None:
+    """Let no wait for another rank go on, in any thread: one of them has failed."""
+    ckpt._ranks.end_with(lambda: True)
+
+
+def give_up(ckpt: Checkpointer) -> None:
+    """End waits for other ranks, and let no SIGTERM interrupt the end of this process, which has failed.
+
+    A launcher sends it because of the failure, and would hide that. Call this in the main thread.
+    """
+    end_waits(ckpt)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ckpt._interrupt.pending = None

@@ -32,6 +32,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.system import gang_rank
 
 if TYPE_CHECKING:
+    from ckpt_tasks.gang.launched import Place
     from ckpt_tasks.ledger.config import CheckpointConfig
 
 __all__ = ["check_example", "down", "evaluate", "init", "train", "up"]
@@ -127,12 +128,14 @@ def train(
     with report_errors(as_json) as out:
         if steps < 1:
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
-        if of_gang := gang_rank():
-            raise ConfigError(
-                f"{of_gang}, and ckpt train starts its ranks itself",
-                hint="Start it without torchrun (--ranks N), or use a Checkpointer in a script of your own.",
-            )
+        if (of_gang := gang_rank()) and (ranks != 1 or engine != "local"):
+            raise ConfigError(f"{of_gang}, which a launcher has started: leave --ranks and --engine out")
         config, given = config_of(settings, name), params_of(param, params, seed)
+        place = _place() if of_gang else None
+        if place and place.rank:
+            from ckpt_tasks.orchestration.config import config_of_run
+
+            raise typer.Exit(place.follow(config_of_run(config, str(config.run_key)), name, given))
         with importing_prefect():
             from ckpt_tasks.flows.console import Training, train_in_terminal
 
@@ -142,16 +145,24 @@ def train(
             steps=steps,
             params=given,
             batch_steps=batch_steps,
-            ranks=ranks,
+            ranks=place.size if place else ranks,
             engine=engine,
             min_ranks=min_ranks,
             fork_from=fork_from,
+            place=place,
         )
         done = train_in_terminal(training, again=shlex.join(repeated_command(ctx)), stderr=as_json)
         out.answer(done.facts())
-        if done.status == 0:
+        if done.status == 0 and not place:
             _print_next(out, ctx, config, steps)
     raise typer.Exit(done.status)
+
+
+def _place() -> Place | None:
+    """Return where a launcher has put this process among others."""
+    from ckpt_tasks.gang.launched import Place
+
+    return Place.find()
 
 
 def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps: int) -> None:

@@ -15,20 +15,25 @@ from typing import Any, NoReturn
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ParameterTypeError, TerminationSignal
+from prefect.flow_engine import run_flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
 
+from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.records import Owner
+from ckpt_tasks.gang.launched import Place, launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, lives_here
 from ckpt_tasks.orchestration.config import BatchLength, check_ranks, position_of_run
 from ckpt_tasks.orchestration.embedded import start_embedded_server
+from ckpt_tasks.orchestration.endings import CrashError
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
+from ckpt_tasks.orchestration.starts import flow_run_to_go_on
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.words import when
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
@@ -45,7 +50,10 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s."""
+    """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s.
+
+    `place` is that of rank 0 among ranks that another launcher has started; None without one.
+    """
 
     program: str
     config: CheckpointConfig
@@ -56,6 +64,7 @@ class Training:
     engine: str = "local"
     min_ranks: int | None = None
     fork_from: str | None = None
+    place: Place | None = None
 
     def check(self) -> None:
         """Check without a server: find the program, compare it with the run, and check its parameters.
@@ -69,6 +78,26 @@ class Training:
         if self.fork_from is not None:
             fork_run(self.fork_from, self.config, self.params)
         find_program(self.program, effective_params(factory, recorded_params(self.config), self.params))
+
+    def run(self) -> None:
+        """Run the flow: the flow run of the last start where a launcher has started this process again."""
+        parameters: dict[str, Any] = {
+            "run_key": str(self.config.run_key),
+            "total_steps": self.steps,
+            "checkpoint": self.config,
+            "program": self.program,
+            "params": dict(self.params),
+            "batch_steps": self.batch_steps,
+            "ranks": self.ranks,
+            "engine": self.engine,
+            "min_ranks": self.min_ranks,
+        }
+        launched.set(self.place)
+        before = self.place and flow_run_to_go_on(self.config, train.serialize_parameters(parameters))
+        if before:
+            run_flow(train, flow_run=before, parameters=parameters)
+        else:
+            train(**parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +130,12 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
         if start < training.steps:
             _check_owner(config)
         result = _announce(out, training, start)
+        if result is not None and training.place:
+            training.place.dismiss(config)
         if result is None:
             with _prefect(out):
                 with LiveLine(out, training.steps):
-                    train(
-                        run_key=str(config.run_key),
-                        total_steps=training.steps,
-                        checkpoint=config,
-                        program=training.program,
-                        params=dict(training.params),
-                        batch_steps=training.batch_steps,
-                        ranks=training.ranks,
-                        engine=training.engine,
-                        min_ranks=training.min_ranks,
-                    )
+                    training.run()
                 [result] = evaluate(
                     run_key=str(config.run_key),
                     checkpoint_dir=config.location,
@@ -276,11 +297,14 @@ def _exit_status() -> Iterator[list[int]]:
     # embedded server running.
     before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
-        yield status
+        with taking_stop_signals():
+            yield status
     except KeyboardInterrupt:
         status[0] = 130
     except (TerminationSignal, _StoppedError):
         status[0] = 143
+    except CrashError as error:
+        raise error.__cause__ or error from error
     except Abort as error:  # Another process continues, or Prefect's server is away.
         raise CkptError(str(error)) from error
     except ExceptionGroup as errors:  # Several evaluations have failed.

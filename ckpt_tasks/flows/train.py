@@ -13,12 +13,14 @@ from prefect.runtime import flow_run
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.gang.engine import Engine
+from ckpt_tasks.gang.launched import launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
 from ckpt_tasks.orchestration.config import BatchLength, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.orchestration.endings import (
+    crashes_for_its_launcher,
     crashes_while_the_api_is_away,
     crashes_while_the_store_is_away,
     ends_quietly_for_a_sibling,
@@ -85,8 +87,7 @@ def train(
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
-    length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
-    trained = 0
+    length, trained = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval), 0
     crash_lost_task_runs()
     with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit
         logged_with_the_flow_run(),
@@ -98,7 +99,8 @@ def train(
     ):
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)
-        batch_task = step_batch(session, retries=retries, retry_delay_seconds=retry_delay_seconds)
+        tries = 0 if launched.get() else retries  # A launcher retries.
+        batch_task = step_batch(session, retries=tries, retry_delay_seconds=retry_delay_seconds)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
             pages.show(batch.end, batch.metrics)
@@ -114,7 +116,11 @@ def train(
 def _session(
     config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int, processes: Engine | None
 ) -> Iterator[ProgramSession]:
-    """Open the session of a program: on one rank in this process, on more in processes of an engine."""
+    """Open the session of a program: on one rank in this process, on more in processes of an engine or a launcher."""
+    if place := launched.get():
+        with crashes_for_its_launcher(), place.lead(config, program, params, flow_run.id) as leading:
+            yield leading
+        return
     if processes is None:
         with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
             yield LocalSession(ckpt, program, params)

@@ -9,18 +9,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import ByRank, objects_of
 
-__all__ = ["is_parallel"]
+__all__ = ["check_parallel"]
 
 
-def is_parallel(program: Any) -> bool:
-    """Return True if a program holds a DistributedDataParallel, FSDP or a DTensor, in its state or beside it.
+def check_parallel(program: Any, ranks: int) -> None:
+    """Raise ConfigError unless a program holds a DistributedDataParallel, FSDP or a DTensor, in its state or beside it.
 
     A state with `ByRank` shows that the program knows its ranks.
     """
     held = (*objects_of(program.state), *objects_of(getattr(program, "__dict__", {})))
-    return any(map(_is_parallel, held))
+    if not any(map(_is_parallel, held)):
+        raise ConfigError(
+            f"the program holds no DistributedDataParallel, FSDP or DTensor: {ranks} ranks would train the same",
+            hint="Wrap its model (DistributedDataParallel, fully_shard), or train with one rank.",
+        )
 
 
 def _is_parallel(value: Any) -> bool:

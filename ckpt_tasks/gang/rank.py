@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import go_back
-from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.records import checkpoint_item
 from ckpt_tasks.gang.messages import (
     Begin,
@@ -39,7 +38,7 @@ from ckpt_tasks.gang.messages import (
     read_config,
     write_progress,
 )
-from ckpt_tasks.gang.parallel import is_parallel
+from ckpt_tasks.gang.parallel import check_parallel
 from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
@@ -136,11 +135,8 @@ class _Rank:
             )
 
     def _restore(self, session: LocalSession, size: int, back: GoingBack) -> None:
-        if size > 1 and not is_parallel(session.program):
-            raise ConfigError(
-                f"the program holds no DistributedDataParallel, FSDP or DTensor: {size} ranks would train the same",
-                hint="Wrap its model (DistributedDataParallel, fully_shard), or train with one rank.",
-            )
+        if size > 1:
+            check_parallel(session.program, size)
         go_back(session.ckpt, back)
         session.restore()
 

@@ -43,7 +43,7 @@ from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
 from ckpt_tasks.tensors.streams import OwnStreams
 
-__all__ = ["PERMANENT", "Attempt", "AttemptHooks", "Attempts", "attempted_task", "resumable_task"]
+__all__ = ["PERMANENT", "Attempt", "AttemptHooks", "Attempts", "attempted_task", "is_retryable", "resumable_task"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,7 +163,7 @@ class Attempts:
         if error is not None:
             _clear_frames(error)
         self.session.discard()
-        if _is_retryable(error):
+        if is_retryable(error):
             log = get_run_logger() if TaskRunContext.get() else get_logger(__name__)
             log.warning("Attempt %d failed at step %d: %s", attempt.number, self.session.position, why)
         if not isinstance(error, OwnerError):  # A fenced process must not write, not even its failure.
@@ -268,10 +268,10 @@ def _retry_condition(of_user: RetryCondition | None) -> RetryCondition:
 
 
 def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    return _is_retryable(state.data)
+    return is_retryable(state.data)
 
 
-def _is_retryable(error: object) -> bool:
+def is_retryable(error: object) -> bool:
     """Return whether a retry may help: not after a `PERMANENT` error, unless its next restore `rolls_back`."""
     causes = [*_causes(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)

@@ -22,6 +22,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
+from ckpt_tasks.checkpoint.interrupt import stop_signals
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["start_embedded_server"]
@@ -103,8 +104,8 @@ def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block SIGINT for child processes that the block starts: they inherit the mask, and keep it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Block Ctrl-C, and what a scheduler sends, for child processes that the block starts: they keep the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *stop_signals()})
     try:
         yield
     finally:

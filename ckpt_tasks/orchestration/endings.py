@@ -30,10 +30,13 @@ from prefect.states import Cancelled
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, CommitUncertainError, OwnerError, StoreError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
+from ckpt_tasks.orchestration.attempts import is_retryable
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
 __all__ = [
+    "CrashError",
+    "crashes_for_its_launcher",
     "crashes_while_the_api_is_away",
     "crashes_while_the_store_is_away",
     "end_flow_run",
@@ -98,7 +101,7 @@ _FULL = 507
 _OVERLOADED = (408, 429)
 
 
-class _AwayError(BaseException):
+class CrashError(BaseException):
     """Makes Prefect mark the flow run as crashed, as for every error that is not an Exception."""
 
 
@@ -115,7 +118,7 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
     except CkptError as error:
         if not (_is_away(error) and _will_be_resumed(reached)):
             raise
-        raise _AwayError(f"the store is away: {error}") from error
+        raise CrashError(f"the store is away: {error}") from error
 
 
 @contextmanager
@@ -129,8 +132,22 @@ def crashes_while_the_api_is_away() -> Iterator[None]:
     except httpx.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if not (0 < status < 500 and status not in _OVERLOADED) and _will_be_resumed(reached=True):
-            raise _AwayError(f"Prefect's API is away: {error!r}") from error
+            raise CrashError(f"Prefect's API is away: {error!r}") from error
         raise
+
+
+@contextmanager
+def crashes_for_its_launcher() -> Iterator[None]:
+    """End the flow run as crashed if the block fails: a launcher starts its process again, and it goes on then.
+
+    An error that no new start can mend passes through.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_retryable(error):
+            raise
+        raise CrashError(str(error)) from error
 
 
 def _is_away(error: CkptError) -> bool:

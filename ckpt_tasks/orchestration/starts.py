@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from uuid import UUID
 
@@ -24,19 +24,21 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import StateType, TaskRun
+from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, PrefectException
+from prefect.exceptions import Abort, ObjectNotFound, PrefectException
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Crashed, Pending
 
+from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.events import absolute
+from ckpt_tasks.reading.reading import run_of
 
-__all__ = ["crash_lost_task_runs", "leave_to_follower", "logged_with_the_flow_run"]
+__all__ = ["crash_lost_task_runs", "flow_run_to_go_on", "leave_to_follower", "logged_with_the_flow_run"]
 
 _PAGE = 200  # The server's limit for one answer.
 _log = logging.getLogger("ckpt_tasks")
@@ -77,6 +79,28 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
         unfinished += page
         if len(page) < _PAGE:
             return unfinished
+
+
+def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -> FlowRun | None:
+    """Return the flow run of the run's last owner, ready to be run again; None if it has ended, or is another.
+
+    One that has crashed, or whose process is gone, has not ended. The ledger names it, so that nothing else has to.
+    """
+    with suppress(CheckpointNotFoundError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
+        owner = run_of(config).head().state.owner
+        if owner is None or owner.flow_run_id is None:
+            return None
+        run = client.read_flow_run(UUID(owner.flow_run_id))
+        same = all(name in run.parameters and run.parameters[name] == value for name, value in parameters.items())
+        if run.state is None or run.deployment_id is not None or not same:
+            return None
+        if run.state.is_running() or run.state.is_scheduled():
+            client.set_flow_run_state(run.id, Crashed(message="Its process is gone."))
+        elif not run.state.is_crashed() and not run.state.is_pending():
+            return None
+        client.set_flow_run_state(run.id, Pending(message="Its launcher has started it again."))
+        return client.read_flow_run(run.id)
+    return None
 
 
 def leave_to_follower(url: str, suite: str) -> None:

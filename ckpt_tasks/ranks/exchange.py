@@ -232,7 +232,7 @@ class StoreExchange(Exchange):
                 error.hint = SILENT
                 raise error
             if time.monotonic() > look_s:
-                self._check_ended(rank)
+                self.check_ended(rank)
                 look_s = time.monotonic() + _LOOK_S
             time.sleep(poll_s)
         head = bytes(self._request("get", key))
@@ -242,18 +242,27 @@ class StoreExchange(Exchange):
             self._request("delete_key", other)
         return b"".join(pieces)
 
-    def _check_ended(self, rank: int) -> None:
+    def check_ended(self, rank: int) -> None:
         """Raise StoreError if a rank has ended, or this one must; tell all ranks which of this host's ranks ended."""
-        listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
-        with suppress(ValueError):  # These bytes are not from a rank.
-            for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
-                if has_ended(int(pid), start):
-                    self._request("set", f"{self._name}/ended/{other}", b"")
+        self._tell_ended()
         if self.must_end():
             self._request("set", f"{self._name}/ended/{self.rank}", b"")
             raise StoreError(f"rank {self.rank} was told to end while it waited for rank {rank}")
         if self._has_ended(f"/{rank}"):
             raise StoreError(f"rank {rank} has ended", hint="Look at its log: it was killed, or it has failed.")
+
+    def ended(self) -> list[int]:
+        """Return the ranks that are known to have ended."""
+        with _reaching("ended"):
+            self._tell_ended()
+            return [rank for rank in range(self.size) if self._has_ended(f"/{rank}")]
+
+    def _tell_ended(self) -> None:
+        listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
+        with suppress(ValueError):  # not what a rank has written
+            for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
+                if has_ended(int(pid), start):
+                    self._request("set", f"{self._name}/ended/{other}", b"")
 
     def _has_ended(self, key: str) -> bool:
         """Return True if the rank in a key's last part has ended."""

@@ -127,13 +127,13 @@ def test_the_command_is_repeated_with_what_was_given() -> None:
 
 
 def test_a_mistake_is_told_before_torch_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong option, or a rank of torchrun, ends with 1 and makes nothing; in JSON it is as every verb's."""
+    """A wrong option, or --ranks in torchrun's rank, ends with 1 and makes nothing; in JSON it is as every verb's."""
     monkeypatch.chdir(tmp_path)
     answer = ckpt("train", "m:P", "--keep-best", "1", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    answer = ckpt("train", "m:P", "--json")
+    answer = ckpt("train", "m:P", "--ranks", "2", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
-    assert "rank 0 of 2, and ckpt train starts its ranks itself" in answer.data["error"]["message"]
+    assert "rank 0 of 2, which a launcher has started: leave --ranks and --engine out" in answer.data["error"]["message"]
     assert [*tmp_path.iterdir()] == []

@@ -27,7 +27,7 @@ def imported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {floor: set() for _, floor in ROWS}
     for path in files("ckpt_tasks"):
         _, *own = module_name(path).split(".")
-        for _, name in imports(parse(path)) if own else ():
+        for _, name in imports(parse(path)) if own and own[0] in found else ():
             package, *inner = behind(name).split(".")
             if package == "ckpt_tasks" and inner and inner[0] in found.keys() - {own[0]}:
                 found[own[0]].add(inner[0])

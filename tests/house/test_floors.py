@@ -92,7 +92,7 @@ def test_every_folder_is_a_floor() -> None:
     assert {module_name(path).split(".")[1] for path in paths} | alone == {*LEVELS}, (
         "a new folder needs a row in the table of docs/ARCHITECTURE.md"
     )
-    assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", *alone}
+    assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "__main__", *alone}
 
 
 def test_the_tests_mirror_the_rooms() -> None:

@@ -1,0 +1,202 @@
+"""A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, the others follow it.
+
+Every rank is a process with the same command line. Before rank 0 restores, trains or saves it posts the order, and the
+others do the same. Each has its own Checkpointer, as in a torchrun script; they agree on signals by their horizon.
+
+No rank is started here. Where one has failed every process ends, and the launcher starts all of them again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+import torch.distributed as dist
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
+from ckpt_tasks.checkpoint.pausing import end_waits, give_up, is_told_to_end
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.gang.joining import join
+from ckpt_tasks.gang.orders import Orders
+from ckpt_tasks.gang.parallel import check_parallel
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ranks.exchange import StoreExchange, find_exchange
+from ckpt_tasks.session.forked import recorded_params
+from ckpt_tasks.session.local import LocalSession, find_program
+from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.system import gang_rank
+
+__all__ = ["Place", "launched"]
+
+_PATIENCE_S = 5.0  # a rank that is told to end waits so long for an order to train on to the next step
+_CLOSE_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a launcher has put this process: rank `rank` of `size`, and `local_rank` of those of its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def find(cls) -> Self | None:
+        """Return the place that the environment names; None if this process is not one of several ranks.
+
+        Raises ConfigError if a variable is no number.
+        """
+        if gang_rank() is None:
+            return None
+        names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+        otherwise = {"local_rank": "0", "local_size": "1"}
+        given = {field: os.environ.get(name, otherwise.get(field, "")) for field, name in names.items()}
+        if wrong := [names[field] for field, value in given.items() if not value.isdecimal()]:
+            raise ConfigError(f"{wrong[0]} is {os.environ[wrong[0]]!r:.80}, not a number: the launcher sets it")
+        return cls(**{field: int(value) for field, value in given.items()})
+
+    @contextmanager
+    def lead(
+        self, config: CheckpointConfig, program: str, params: Mapping[str, Any], flow_run_id: str | None
+    ) -> Iterator[LocalSession]:
+        """Open the session of rank 0, whose orders the others carry out; at its end they end."""
+        orders = self._join(config)
+        with Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
+            orders.watch(partial(end_waits, ckpt))
+            session = _Leading(ckpt, program, params, orders)
+            try:
+                yield session
+            except (Exception, SystemExit) as error:
+                give_up(ckpt)
+                orders.failed(error, session.position)
+                raise
+            except BaseException:  # a signal: they have it too, unless it came between two orders
+                orders.give("close")
+                raise
+            orders.give("close")
+            orders.close(_CLOSE_S)
+        dist.destroy_process_group()  # an evaluation is of one process
+
+    def dismiss(self, config: CheckpointConfig) -> None:
+        """Let the other ranks end, where rank 0 has nothing to train."""
+        orders = self._join(config)
+        orders.give("close")
+        orders.close(_CLOSE_S)
+        dist.destroy_process_group()
+
+    def follow(self, config: CheckpointConfig, program: str, params: Mapping[str, Any]) -> int:
+        """Carry out rank 0's orders until they end; return the exit status, 143 after SIGTERM and 130 after Ctrl-C.
+
+        Does not return if a rank fails: the process ends.
+        """
+        orders = self._join(config)
+        with taking_stop_signals():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, _stopped)
+            try:
+                with Checkpointer(config) as ckpt:
+                    try:
+                        self._carry_out(orders, ckpt, program, params)
+                    except _StoppedError:
+                        raise
+                    except BaseException as error:  # noqa: BLE001 (also a program's own exit)
+                        orders.end_process(orders.failed(error, ckpt.position))
+                dist.destroy_process_group()
+            except _StoppedError as stop:
+                return 128 + int(stop.args[0])
+        return 0
+
+    def _carry_out(self, orders: Orders, ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
+        orders.watch(partial(end_waits, ckpt))
+        session: LocalSession | None = None
+        while (order := orders.take(_Patience(ckpt).is_over)) is not None:
+            if order.name == "close":
+                orders.close(_CLOSE_S)
+                return
+            if session is None:  # rank 0 has made the fork by now, if the run is one
+                recorded = recorded_params(ckpt.config)
+                session = LocalSession(ckpt, program, effective_params(find_program(program), recorded, params))
+            if order.name == "restore":
+                check_parallel(session.program, self.size)
+                session.restore()
+            elif order.name == "run":
+                session.run(order.step)
+            else:
+                session.save(order.step)
+
+    def _join(self, config: CheckpointConfig) -> Orders:
+        join(self.rank, self.size, self.local_rank, self.local_size)
+        exchange = find_exchange(None, config.flush_timeout_s)
+        assert isinstance(exchange, StoreExchange)
+        return Orders(exchange)
+
+
+# The place of this process, for the flow that it runs: a flow's parameters are the same on every start.
+launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
+
+
+class _Leading(LocalSession):
+    """The session of rank 0: the other ranks do what it does."""
+
+    def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
+        super().__init__(ckpt, program, params)
+        self.ranks = orders.size
+        self._orders = orders
+
+    def restore(self) -> int:
+        with self._ordered("restore"):
+            check_parallel(self.program, self.ranks)
+            return super().restore()
+
+    def run(self, until: int) -> None:
+        with self._ordered("run", until):
+            super().run(until)
+
+    def save(self, step: int) -> None:
+        with self._ordered("save", step):
+            super().save(step)
+
+    @contextmanager
+    def _ordered(self, name: str, step: int = 0) -> Iterator[None]:
+        self._orders.give(name, step)
+        try:
+            yield
+        except Exception as error:
+            give_up(self.ckpt)
+            first = self._orders.failed(error, self.position)
+            if first is error:
+                raise
+            raise first from error
+
+
+class _Patience:
+    """How long a rank that is told to end waits for an order: with the next step all ranks end together."""
+
+    def __init__(self, ckpt: Checkpointer):
+        self._ckpt = ckpt
+        self._told_s: float | None = None
+
+    def is_over(self) -> bool:
+        if not is_told_to_end(self._ckpt):
+            return False
+        self._told_s = self._told_s or time.monotonic()
+        return time.monotonic() - self._told_s > _PATIENCE_S
+
+
+class _StoppedError(BaseException):
+    """A signal was delivered: the step is committed, and the run released."""
+
+
+def _stopped(number: int, frame: FrameType | None) -> NoReturn:
+    raise _StoppedError(number)

@@ -1,0 +1,173 @@
+"""The orders of rank 0 to ranks that a launcher has started, and the word of the first that fails: in their store.
+
+Invariants
+
+1. Strangers can write into the store. A rank takes from it which order comes next and up to which step: no name that
+   is imported, no parameter, no path.
+2. Once a rank has failed, the process of every other one ends within moments: a rank that waits for it, in gloo or for
+   an order, would wait for minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import NamedTuple
+
+from ckpt_tasks.errors import CkptError, RankError, StateError, StoreError
+from ckpt_tasks.format.parsing import MALFORMED, finite, flag, parse_json, text, whole
+from ckpt_tasks.gang.messages import Failed
+from ckpt_tasks.ranks.exchange import StoreExchange
+
+__all__ = ["Given", "Orders"]
+
+_NAMES = ("restore", "run", "save", "close")
+_POLL_S = 0.01
+_WATCH_S = 0.2
+_LOOK_S = 1.0
+_GRACE_S = 20.0  # rank 0 records a failure; a launcher's own patience is 30 s
+_CAUSE_S = 0.3
+_log = logging.getLogger("ckpt_tasks")
+
+
+class Given(NamedTuple):
+    """An order: what to do, and up to which step."""
+
+    name: str
+    step: int
+
+
+class Orders:
+    """What rank 0 gives and the others take. `size` ranks share the exchange."""
+
+    def __init__(self, exchange: StoreExchange):
+        self.size = exchange.size
+        self._exchange = exchange
+        self._count = 0
+        self._over = threading.Event()
+
+    def give(self, name: str, step: int = 0) -> None:
+        """Post the next order, in rank 0."""
+        self._count += 1
+        self._end_watch(name)
+        self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())
+
+    def take(self, is_over: Callable[[], bool]) -> Given | None:
+        """Wait for the next order, in another rank; return None once `is_over` returns True.
+
+        Raises StoreError if rank 0 has ended, StateError for an order that is none.
+        """
+        self._count += 1
+        look_s = time.monotonic() + _LOOK_S
+        while (word := self._exchange.look(f"order/{self._count}")) is None:
+            if is_over():
+                return None
+            if time.monotonic() > look_s:
+                self._exchange.check_ended(0)
+                look_s = time.monotonic() + _LOOK_S
+            time.sleep(_POLL_S)
+        try:
+            name, step = parse_json(word)
+            order = Given(_NAMES[_NAMES.index(name)], whole(step))
+        except MALFORMED as error:
+            raise StateError(f"the store of the ranks has an order that is none: {word!r:.80}") from error
+        self._end_watch(order.name)
+        return order
+
+    def _end_watch(self, name: str) -> None:
+        if name == "close":
+            self._over.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Meet at the end of the orders: the process that holds the store may end next."""
+        with suppress(StoreError):  # a rank has ended meanwhile: its launcher sees that
+            self._exchange.agree("closed", b"", lambda words: b"", timeout_s)
+            self._exchange.drain(timeout_s)
+
+    def watch(self, end_waits: Callable[[], None]) -> None:
+        """End this process soon after another rank has failed, or the store is gone; the main thread may end it first.
+
+        `end_waits` ends waits for other ranks.
+        """
+        threading.Thread(target=self._watch, args=(end_waits,), name="ckpt-orders", daemon=True).start()
+
+    def failed(self, error: BaseException, step: int) -> BaseException:
+        """Tell the other ranks that this one has failed, unless another one has; return the error of the first.
+
+        Where a rank has ended without a word, what fails in the others says nothing of it: then it is named.
+        """
+        first = self._first(error)
+        if first is None:
+            self._post(Failed.of(error, step))
+        return first or error
+
+    def end_process(self, error: BaseException) -> None:
+        """Show an error, and end this process at once: at exit, threads would wait for the other ranks."""
+        self._over.set()
+        shown = f"error: {error}" if isinstance(error, CkptError) else "".join(traceback.format_exception(error))
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"rank {self._exchange.rank}: {shown.rstrip()}\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+        os._exit(1)
+
+    def _post(self, failed: Failed) -> None:
+        with suppress(StoreError):  # it is gone: all ranks see that
+            self._exchange.post("failed", json.dumps([self._exchange.rank, asdict(failed)]).encode())
+
+    def _first(self, error: BaseException) -> CkptError | None:
+        """Return what another rank has said, or that it has ended, if `error` may be because of that."""
+        if isinstance(error, CkptError) and not isinstance(error, StoreError):
+            return None
+        end_s = time.monotonic() + _CAUSE_S
+        try:
+            while time.monotonic() < end_s:
+                if (word := self._exchange.look("failed")) is not None:
+                    return _read(word)
+                if ended := self._exchange.ended():
+                    names = ", ".join(map(str, ended))
+                    return RankError(f"rank {names} has ended", hint="The launcher's log says how.")
+                time.sleep(_POLL_S)
+        except StoreError:
+            return RankError(
+                "the process that holds the store of the ranks has ended", hint="It is rank 0, or torchrun."
+            )
+        return None
+
+    def _watch(self, end_waits: Callable[[], None]) -> None:
+        failed = False
+        while not failed and not self._over.wait(_WATCH_S):
+            try:
+                failed = self._exchange.look("failed") is not None
+            except StoreError:
+                failed = True
+        if failed:
+            end_waits()
+            if not self._over.wait(_GRACE_S if self._exchange.first else 0):
+                os._exit(1)
+
+
+def _read(word: bytes) -> CkptError:
+    """Return the exception of the first rank that has failed."""
+    try:
+        rank, said = parse_json(word)
+        status, code = said["answer"]
+        failed = Failed(
+            error=text(said["error"]),
+            ours=flag(said["ours"]),
+            answer=(None if status is None else whole(status), text(code)),
+            trace=text(said["trace"]),
+            at_s=finite(said["at_s"]),
+            step=whole(said["step"]),
+        )
+        return failed.exception(whole(rank))
+    except MALFORMED:
+        return RankError("a rank has failed, and its word cannot be read")
