@@ -135,5 +135,7 @@ def test_a_mistake_is_told_before_torch_is_waited_for(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = ckpt("train", "m:P", "--ranks", "2", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
-    assert "rank 0 of 2, which a launcher has started: leave --ranks and --engine out" in answer.data["error"]["message"]
+    assert (
+        "rank 0 of 2, which a launcher has started: leave --ranks and --engine out" in answer.data["error"]["message"]
+    )
     assert [*tmp_path.iterdir()] == []
