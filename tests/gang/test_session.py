@@ -15,6 +15,7 @@ import pytest
 from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.session.session import Progress, watcher
 from tests.support.agents import MARK, config_of, left, main, train, trained
 from tests.support.children import Child
 
@@ -121,6 +122,24 @@ def test_a_right_program_is_quiet(
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path, marked: str) -> None:
+    """An exception in the agent in the middle of a batch kills the ranks, and the run that they held is released."""
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    token = watcher.set(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(run_dir), {}, 1000, batch=1000)
+    finally:
+        watcher.reset(token)
+    owner = open_run(str(run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released
+    assert left(marked) == []
+
+
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     """A program that is started on two ranks and shares nothing between them is refused before anything is written."""
     with (
@@ -165,13 +184,15 @@ def test_a_signal_is_one_commit_at_one_step(
 
     Also where the ranks may go on to the end of their batch before they hear of it: the end is committed then.
     """
-    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=step_s) as told:
+    trace = tmp_path / "trace"
+    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=step_s, trace=str(trace)) as told:
         assert told.wait() == -signal.SIGTERM
     until_nothing_is_left(str(run_dir))
     run = open_run(str(run_dir))
     owner = run.head().state.owner
     assert owner is not None
     assert owner.released
-    assert 3 <= run.find("latest").step < TOTAL
+    last = int(trace.read_text().splitlines()[-1].split()[2])
+    assert 3 <= run.find("latest").step == last < TOTAL
     assert train(config_of(run_dir), {}, TOTAL) == []
     assert trained(run_dir) == whole
