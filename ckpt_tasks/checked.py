@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origi
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = ["checked"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["guard_log", "unread", "write_line"]
-
 
 @contextmanager
 def unread() -> Iterator[None]:

@@ -20,8 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["System", "boot_id", "gang_rank", "has_ended", "host_name", "now_iso", "process_start", "system", "use"]
-
 # Measured: at niceness 19 or 0 a copy cost training no less, and at 19 it may wait long on a busy machine.
 _NICER = 10
 _dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it.

@@ -17,8 +17,6 @@ from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["share_tenure", "take_run"]
-
 
 def share_tenure(
     ranks: Exchange, topic: str, take: Callable[[], Tenure], line: Line, cache: SnapshotCache, *, deadline_s: float

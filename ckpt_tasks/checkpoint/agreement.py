@@ -27,8 +27,6 @@ from ckpt_tasks.tensors.placements import World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Agreement"]
-
 _DRAIN_S = 10.0  # Rank 0 waits this long for the others to read its last answers.
 
 _OF_HOST = ("memory_dir", "local_dir")  # These options may differ between ranks.

@@ -39,8 +39,6 @@ from ckpt_tasks.system import system
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Checkpointer"]
-
 _PRUNE_S = 10.0  # The time for the prune after the last commit in `close`; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (

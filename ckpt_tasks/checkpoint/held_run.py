@@ -36,8 +36,6 @@ from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["HeldRun"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

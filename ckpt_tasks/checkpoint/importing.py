@@ -36,8 +36,6 @@ from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
-__all__ = ["IMPORTED_FROM", "ImportedRun"]
-
 IMPORTED_FROM = "imported_from"  # A key in the environment of a manifest.
 _SHARD_BYTES = 32 << 20  # A file's tensors are in memory while they are written.
 OnProgress = Callable[[int], None]

@@ -22,8 +22,6 @@ from typing import Any
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
-__all__ = ["Interrupt", "leave_flow_run", "stop_signals", "taking_stop_signals"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
-__all__ = ["die", "settle"]
-
 
 def die(ckpt: Checkpointer) -> None:
     """Leave a Checkpointer like a dying process: nothing is released, and its memory stays for the next process.

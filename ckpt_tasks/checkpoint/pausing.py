@@ -7,8 +7,6 @@ import signal
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.metrics import GoingBack
 
-__all__ = ["end_waits", "give_up", "go_back", "hold_signals", "is_told_to_end"]
-
 
 def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
     """Let the next restore go back from steps whose metrics were not finite in a previous process."""

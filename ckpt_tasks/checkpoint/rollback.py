@@ -14,8 +14,6 @@ from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.state.groups import objects_of
 
-__all__ = ["LeftOut", "can_leave_out", "checked_skip", "goes_back", "parse_skip"]
-
 
 class LeftOut:
     """Skip a rollback's batches when training reaches them.

@@ -24,25 +24,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.reading.reading import Run
 
-__all__ = [
-    "CheckpointArgument",
-    "JsonOption",
-    "KeyOption",
-    "OneArgument",
-    "RunArgument",
-    "RunOrCheckpointArgument",
-    "SingleOption",
-    "Target",
-    "argument",
-    "complete_run",
-    "kept_because",
-    "lineage_facts",
-    "option",
-    "params_line",
-    "parse_target",
-    "written",
-]
-
 _STEPS_SHOWN = 100
 # A shell splits, expands or runs any other name, so the shell itself completes and quotes such file names.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
-__all__ = ["fork", "parse_changes", "sync"]
-
 CopyArgument = Annotated[str, argument("TO", "the target run directory: a new one, or a copy of this run")]
 ForkArgument = Annotated[str, argument("TO", "the new run directory")]
 SetOption = Annotated[

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.doctor.checks import Check
     from ckpt_tasks.doctor.findings import Findings, StoreVerdict
 
-__all__ = ["doctor", "doctor_store"]
-
 DirectoryArgument = Annotated[str | None, argument("[DIR]", "a run directory, existing or new", complete_run)]
 PoolOption = Annotated[str | None, option("--pool", "NAME", "the work pool (default: ckpt-tasks)", show_default=False)]
 DeploymentOption = Annotated[

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
-__all__ = ["export", "import_"]
-
 _LINES_SHOWN = 8
 _TORCH_SUFFIXES = (".pt", ".pth")
 _LEFT_OUT = {

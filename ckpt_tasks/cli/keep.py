@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.policy.retention import Verdict
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["pin", "prune", "rm", "rollback", "unpin"]
-
 ReasonOption = Annotated[str, option("--reason -m", "TEXT", "why it must stay")]
 DryOption = Annotated[bool, option("--dry-run", None, "only print what would happen")]
 NewestOption = Annotated[int | None, option("--max-num-checkpoints", "N", "keep the newest N checkpoints")]

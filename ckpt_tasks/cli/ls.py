@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.overview import RunSummary
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["ls", "sort_runs"]
-
 _METRICS_SHOWN = 3
 _EVALUATIONS_SHOWN = 2
 

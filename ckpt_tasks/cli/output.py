@@ -28,26 +28,6 @@ if TYPE_CHECKING:
 
     from ckpt_tasks.reading.reading import Run
 
-__all__ = [
-    "Column",
-    "Output",
-    "column",
-    "console",
-    "finite",
-    "first",
-    "from_here",
-    "grid",
-    "listing",
-    "output",
-    "reading",
-    "rendered",
-    "report_errors",
-    "row_facts",
-    "title",
-    "widest_listing",
-    "write_file",
-]
-
 _HEAD_BYTES = 4096
 
 

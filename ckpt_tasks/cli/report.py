@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.report.report import Report
 
-__all__ = ["plan", "report"]
-
 # The number of characters that stand for all the time.
 _BAR = 36
 

@@ -25,23 +25,6 @@ from ckpt_tasks.cli.arguments import argument, option
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig, option_texts
 
-__all__ = [
-    "EXAMPLE",
-    "ParamOption",
-    "ParamsOption",
-    "ProgramArgument",
-    "ProgramOption",
-    "SeedOption",
-    "ckpt_command",
-    "config_of",
-    "default_key",
-    "importing_prefect",
-    "json_object",
-    "params_of",
-    "repeated_command",
-    "with_config_options",
-]
-
 EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 
 ProgramArgument = Annotated[str | None, argument("MODULE:PROGRAM", "the program [default: the example ByteLM]")]

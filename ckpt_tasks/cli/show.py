@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.opening import Opened
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["diff", "show"]
-
 _NOTES_SHOWN = 8
 # The limit of a field of a note in characters: the note of an early stop has every evaluation.
 _NOTE_LETTERS = 200

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.gang.launched import Place
     from ckpt_tasks.ledger.config import CheckpointConfig
 
-__all__ = ["check_example", "down", "evaluate", "init", "train", "up"]
-
 DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
 NameOption = Annotated[
     str | None, option("--name", "NAME", "name of the run and the deployments [default: that of DIR]")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.upkeep.upkeep import RunFaults
 
-__all__ = ["verify", "verify_resume"]
-
 _FAULTS_SHOWN = 8
 _DIFFERENCES_SHOWN = 5
 

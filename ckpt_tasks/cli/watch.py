@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.timeline import Moment
     from ckpt_tasks.reading.reading import Run
 
-__all__ = ["watch"]
-
 _FIRST = 256  # The number of entries that the first curve reads.
 _POINTS = 512
 _EVENTS_SHOWN = 5

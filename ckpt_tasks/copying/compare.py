@@ -25,8 +25,6 @@ from ckpt_tasks.storage.port import Store
 if TYPE_CHECKING:
     from ckpt_tasks.copying.distance import Distance
 
-__all__ = ["Compared", "Comparison", "Difference", "compare_checkpoints"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:

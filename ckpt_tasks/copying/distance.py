@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["Distance", "distance"]
-
 _AT_ONCE = 1 << 20  # The number of elements; it bounds the memory for differences in float64.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

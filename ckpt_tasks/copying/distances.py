@@ -22,8 +22,6 @@ from ckpt_tasks.storage.port import Store
 if TYPE_CHECKING:
     from ckpt_tasks.copying.distance import Distance
 
-__all__ = ["Regions", "distances"]
-
 _READS_KEPT = 4  # If the sides cut a tensor differently, a region overlaps several regions of the other side.
 
 

@@ -47,19 +47,6 @@ from ckpt_tasks.reading.opening import READ_BYTES, Opened, SavedGroup, check_hea
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.storage.port import Store
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "ExportPlan",
-    "ExportReport",
-    "ExportedFile",
-    "Shard",
-    "check_out",
-    "choose_groups",
-    "export_checkpoint",
-    "plan_export",
-    "write_export",
-]
-
 MAX_SHARD_BYTES = 5 * 10**9  # As in huggingface_hub.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"

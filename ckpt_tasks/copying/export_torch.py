@@ -33,8 +33,6 @@ from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.kinds import build
 
-__all__ = ["Frame", "frame_of", "live_value", "plan_torch_export"]
-
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
 _MAX_INT_BYTES = 255  # The limit of the opcodes that torch reads.

@@ -37,8 +37,6 @@ from ckpt_tasks.reading.opening import Opened, by_object, check_header, open_che
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["ForkPlan", "checked_params", "find_source", "plan_fork", "run_fork"]
-
 _HOLDER = "ckpt fork"
 
 

@@ -13,8 +13,6 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import Opened, merge_runs, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["bytes_before", "gather", "lay_out", "regions_of", "verified_runs"]
-
 
 def regions_of(opened: Opened, keys: Iterable[str]) -> dict[str, list[IndexRow]]:
     """Return the regions of these tensors, by full key."""

@@ -22,8 +22,6 @@ from pathlib import Path
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.storage.local_fs import fsync_directory
 
-__all__ = ["check_free", "new_directory", "new_file", "staged_directory", "staged_file"]
-
 _HINTS = {
     errno.ENOSPC: "Free space there, or choose another disk.",
     errno.EDQUOT: "Free space there, or choose another disk.",

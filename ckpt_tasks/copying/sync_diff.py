@@ -19,8 +19,6 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Evaluation
 from ckpt_tasks.ledger.history import SYNCED, Head, History, newest_first
 
-__all__ = ["SyncDiff", "find_sync_diff", "in_order", "rank"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SyncDiff:

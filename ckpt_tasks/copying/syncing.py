@@ -45,8 +45,6 @@ from ckpt_tasks.reading.opening import by_object, open_checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import ReadableStore, Store
 
-__all__ = ["Row", "SyncPlan", "SyncReport", "check_apart", "plan_sync", "run_sync"]
-
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
 _MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target must keep epochs for its own owners.

@@ -28,8 +28,6 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Moved", "OnProgress", "Transfer", "changes"]
-
 OnProgress = Callable[[int], None]  # Gets the size in bytes of every read.
 
 

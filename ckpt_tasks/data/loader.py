@@ -33,8 +33,6 @@ from ckpt_tasks.tensors.placements import cut_beside_data
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ResumableLoader", "check_dealt"]
-
 _log = logging.getLogger("ckpt_tasks")
 _TOO_MANY = (
     "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "

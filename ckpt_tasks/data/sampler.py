@@ -31,8 +31,6 @@ from ckpt_tasks.tensors.streams import GENERATORS, set_streams, stream_state
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ORDER_VERSION", "Permutation", "ResumableSampler", "SampleId", "own_random_numbers", "seed_of"]
-
 ORDER_VERSION = 1  # Raise the order's version with any change to Permutation, so that a resume notices.
 _ROUNDS = 12
 _MAX_SIZE = 2**62
@@ -357,6 +355,7 @@ def seed_of(text: str) -> int:
 
 
 def check_count(name: str, value: object, *, least: int, most: int) -> None:
+    """Raise ConfigError if an argument is not an int within these bounds."""
     if type(value) is not int or not least <= value <= most:  # True is an int, but not a size.
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
 

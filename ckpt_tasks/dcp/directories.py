@@ -33,8 +33,6 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
 
-__all__ = ["export_directory", "plan_directory"]
-
 
 def plan_directory(path: str | os.PathLike[str], *, step: int | None = None) -> ImportPlan:
     """Plan the import of a DCP directory, of any number of ranks; write nothing.

@@ -32,8 +32,6 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["HeldRun", "Restored", "config_of", "held_run", "restored", "store_of"]
-
 _END_S = 5.0
 
 

@@ -21,8 +21,6 @@ from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode
 from ckpt_tasks.objects.parts import Saved
 
-__all__ = ["NO_ROOT", "ROOT", "Naming", "flat_state", "groups_of", "name_all"]
-
 ROOT = "dcp_root"  # A key in the environment of a manifest; its value is the root group, or NO_ROOT.
 NO_ROOT = "-"
 _EXACT = "dcp"  # The group that holds names and paths unchanged.

@@ -49,8 +49,6 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.sources import Maker, TensorSource
 from ckpt_tasks.tensors.values import unpack
 
-__all__ = ["CkptReader"]
-
 
 class _Open(NamedTuple):
     """A checkpoint that is being restored: its values by DCP's names, and the regions of each of its tensors."""

@@ -25,8 +25,6 @@ from ckpt_tasks.snapshot.snapshot import MAX_SHARD_BYTES, storable
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.tensors import DTYPES, refuse
 
-__all__ = ["Portion", "write_portions"]
-
 
 class Portion(NamedTuple):
     """A part of a tensor: its full key, its values, the whole tensor's shape, and where the part begins."""

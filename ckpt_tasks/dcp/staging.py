@@ -18,8 +18,6 @@ from ckpt_tasks.system import system
 from ckpt_tasks.tensors.placements import is_sharded, like, local_of
 from ckpt_tasks.tensors.tensors import copy_all
 
-__all__ = ["Staged", "stage"]
-
 _Memory = list[torch.Tensor]
 
 

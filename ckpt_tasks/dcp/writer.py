@@ -33,8 +33,6 @@ from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
 
-__all__ = ["CkptWriter", "step_of"]
-
 _STEP = re.compile(r"(\d+)/?$")
 
 

@@ -26,8 +26,6 @@ from rich.table import Table
 from ckpt_tasks.deploying import TAG
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-__all__ = ["PREFIX", "Outcome", "apply", "build_automations", "main", "read_automations", "remove"]
-
 PREFIX = "ckpt-tasks: "
 # The server's limit for one answer.
 _PAGE = 200

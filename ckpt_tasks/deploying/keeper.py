@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ckpt_tasks.deploying.parts import read_site
 
-__all__ = ["keep"]
-
 _LOOK_S, _LONGEST_S = 2.0, 60.0
 _SET_BACK_S = 60.0
 _RESTART = "import sys; from ckpt_tasks.deploying.site import restart; sys.exit(restart(deploy={}))"

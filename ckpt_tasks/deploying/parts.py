@@ -18,8 +18,6 @@ from pathlib import Path
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.system import boot_id, process_start
 
-__all__ = ["FlowRunProcess", "Site", "SiteProcess", "end_all", "read_site", "site_processes", "write_site"]
-
 _LOOK_S = 0.2
 _RUN = b"PREFECT__FLOW_RUN_ID="
 

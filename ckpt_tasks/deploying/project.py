@@ -9,8 +9,6 @@ from pathlib import Path
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
 
-__all__ = ["PROGRAM", "write_project"]
-
 PROGRAM = "training:Training"
 _EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 _HERE = files("ckpt_tasks.deploying")

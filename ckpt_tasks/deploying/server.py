@@ -25,8 +25,6 @@ from prefect.settings import get_current_settings
 
 from ckpt_tasks.errors import SiteError
 
-__all__ = ["answers", "api_url", "end_of", "main", "make_password", "read_password", "start_apart", "start_server"]
-
 _PATIENCE_S = 180  # The first start creates the database.
 _LOOK_S = 0.5
 _MOST_BYTES = 1000

@@ -13,8 +13,6 @@ import threading
 import time
 from itertools import count
 
-__all__ = ["collect_apart"]
-
 _COLLECT_EVERY_S = 1.0
 _FULL_EVERY = 30  # Every so many collections, a full one: for a server's objects it takes a tenth of a second.
 

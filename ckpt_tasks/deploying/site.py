@@ -38,8 +38,6 @@ from ckpt_tasks.deploying.server import (
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.orchestration.abandoned import start_again
 
-__all__ = ["POOL", "SitePart", "Up", "bring_up", "take_down"]
-
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
 _PATIENCE_S = 180  # A busy machine imports Prefect slowly.

@@ -14,18 +14,6 @@ from typing import Any, Literal
 from ckpt_tasks.deploying import TAG
 from ckpt_tasks.policy.space import Forecast, gib
 
-__all__ = [
-    "AutomationFacts",
-    "Check",
-    "JobFacts",
-    "PoolFacts",
-    "PrefectFacts",
-    "judge_clock",
-    "judge_disk",
-    "judge_memory",
-    "judge_prefect",
-]
-
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 WAIT_POLICY = "OMP_WAIT_POLICY"

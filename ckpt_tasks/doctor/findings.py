@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["EXCLUSIVE", "Ability", "Disk", "Findings", "Latency", "StoreVerdict", "judge", "summarize"]
-
 EXCLUSIVE = "put if absent"
 # Checkpoints need all of these abilities; the value is the message if one is missing.
 _NEEDED = {

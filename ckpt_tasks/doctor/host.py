@@ -23,8 +23,6 @@ from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 
-__all__ = ["check_place", "holds"]
-
 # This is not a temporary directory: it has to outlive the process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0

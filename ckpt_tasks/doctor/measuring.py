@@ -27,8 +27,6 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import RetryingStore
 
-__all__ = ["measure"]
-
 _TRIES = 30
 _SMALL_BYTES = 4096  # About the size of a ledger entry.
 _LARGE_BYTES = 64 << 20

@@ -42,8 +42,6 @@ from ckpt_tasks.orchestration.abandoned import Limits, find_abandoned
 from ckpt_tasks.orchestration.events import client_without_retries
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["ask_server", "check_flow_runs", "check_prefect", "clock_of"]
-
 _POOL = "ckpt-tasks"
 _PATIENCE_S = 4.0
 # The server's limit for one answer.

@@ -41,8 +41,6 @@ from ckpt_tasks.session.local import find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["Ended", "Training", "evaluate_in_terminal", "train_in_terminal"]
-
 _ENDING_S = 5.0  # A process that was just told to stop ends its step, commits and releases the run within this time.
 _POLL_S = 0.25
 _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")

@@ -10,8 +10,6 @@ from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.orchestration.blocks import RayCluster
 from ckpt_tasks.orchestration.config import check_ranks
 
-__all__ = ["find_engine"]
-
 
 def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).

@@ -23,8 +23,6 @@ from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.words import clock, fine_span, plain_table, printable, size
 from ckpt_tasks.session.session import Progress, watcher
 
-__all__ = ["EvaluationLine", "LiveLine", "Screen", "print_evaluation", "print_evaluations", "print_run"]
-
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3
 _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "pruned meanwhile"}

@@ -16,8 +16,6 @@ from prefect.states import Cancelled, Crashed
 
 from ckpt_tasks.orchestration.abandoned import Limits, find_abandoned, start_again
 
-__all__ = ["Watched", "watch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:

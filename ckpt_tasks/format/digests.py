@@ -13,9 +13,6 @@ import xxhash
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = ["Digest", "canonical_json", "digest_bytes", "digest_hex"]
-
-
 Digest = xxhash.xxh3_128  # For bytes that come piece by piece: update(), then digest().
 
 

@@ -20,45 +20,6 @@ from typing import NamedTuple
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = [
-    "FORMAT_NAME",
-    "INDEX_NAME",
-    "LEDGER_PREFIX",
-    "MANIFEST_NAME",
-    "MAX_EPOCH",
-    "MAX_FOLDED",
-    "MAX_LEDGER_NUMBER",
-    "MAX_RETIRED",
-    "MAX_STEP",
-    "STEPS_NAME",
-    "Attempt",
-    "Names",
-    "attempt_prefix",
-    "evaluation_name",
-    "fold",
-    "folded_count",
-    "heartbeat_name",
-    "is_attempt_object",
-    "is_evaluation",
-    "is_folded",
-    "is_group",
-    "is_live_list",
-    "is_object_name",
-    "is_run_key",
-    "is_shard",
-    "is_steps",
-    "key_of_rank",
-    "ledger_name",
-    "live_list_name",
-    "parse_attempt",
-    "parse_ledger_name",
-    "repeated",
-    "shard_name",
-    "steps_name",
-    "unfold",
-]
-
-
 FORMAT_NAME = "format.json"
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"

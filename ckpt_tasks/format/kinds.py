@@ -13,9 +13,6 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 
-__all__ = ["KINDS", "RNG", "SavedKind", "check_group", "check_ref"]
-
-
 RNG = "rng"  # The group of the process's random streams.
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")

@@ -41,14 +41,6 @@ from ckpt_tasks.format.records import (
 )
 from ckpt_tasks.format.versions import RANKS_VERSION, check_version
 
-__all__ = [
-    "EVENTS",
-    "MAX_ENTRY_BYTES",
-    "Entry",
-    "State",
-    "lineage",
-]
-
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
 _MAX_DEPTH = 100  # The depth of the JSON; only users' notes can nest deeply.

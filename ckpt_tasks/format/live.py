@@ -22,18 +22,6 @@ from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
 from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
 
-__all__ = [
-    "MAX_INLINE_CHECKPOINTS",
-    "Segment",
-    "cut",
-    "joined",
-    "read_live",
-    "read_segment",
-    "version_of",
-    "write_live",
-    "write_segment",
-]
-
 MAX_INLINE_CHECKPOINTS = 128
 _SEGMENT = 64  # A segment has this many checkpoints; the tail has at most twice as many.
 _MAX_DEPTH = 100

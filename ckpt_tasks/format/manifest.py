@@ -21,8 +21,6 @@ from ckpt_tasks.format.tree import KINDS as VALUES
 from ckpt_tasks.format.tree import since
 from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
 
-__all__ = ["MAX_GROUPS", "MAX_MANIFEST_BYTES", "NEWEST_VERSION", "Manifest", "ObjectRecord"]
-
 MAX_MANIFEST_BYTES = 256 << 20
 NEWEST_VERSION = max(RANKS_VERSION, *(kind.since for kind in KINDS.values()), *(value.since for value in VALUES))
 MAX_GROUPS = 4096

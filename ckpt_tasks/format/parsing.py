@@ -14,23 +14,6 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
-__all__ = [
-    "MALFORMED",
-    "MAX_CONTAINERS",
-    "MAX_JSON_DEPTH",
-    "MAX_VALUES",
-    "check_json",
-    "finite",
-    "finite_json",
-    "flag",
-    "moment_of",
-    "optional",
-    "parse_json",
-    "seconds_of",
-    "text",
-    "whole",
-]
-
 MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 of them.
 MAX_CONTAINERS = 1 << 22  # A limit on lists and objects; a parameter with Adam's state takes five of them.
 MAX_VALUES = 1 << 24

@@ -31,28 +31,6 @@ from ckpt_tasks.format.keys import (
 from ckpt_tasks.format.parsing import MALFORMED, finite, flag, optional, parse_json, seconds_of, text, whole
 from ckpt_tasks.format.versions import check_version
 
-__all__ = [
-    "MAX_SEAL_BYTES",
-    "SEAL_NAME",
-    "SEAL_VERSION",
-    "Checkpoint",
-    "Evaluation",
-    "Lease",
-    "Origin",
-    "Owner",
-    "Rollback",
-    "Seal",
-    "attempt_objects",
-    "checkpoint_item",
-    "read_checkpoint",
-    "read_evaluation",
-    "read_lease",
-    "read_origin",
-    "read_owner",
-    "read_params",
-    "read_rollback",
-]
-
 _MAX_PID = 2**31 - 1
 _MAX_S = 1e9  # No wait takes more than thirty years.
 

@@ -32,12 +32,6 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-__all__ = [
-    "KINDS", "MAPPINGS", "MAX_DEPTH", "NUMBERS", "SCALARS", "SEQUENCES", "SETS", "Kind", "TensorRef", "Typed",
-    "children", "decode", "encode", "is_leaf", "like", "new_ref", "refusal", "since", "tensor_refs",
-    "words",
-]  # fmt: skip
-
 # Deeper than any real state. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
 MAX_DEPTH = 100
 MAX_INT_BITS = 10_000  # Python writes at most 4,300 digits.

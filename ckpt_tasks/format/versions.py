@@ -6,9 +6,6 @@ from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 
-__all__ = ["FORMAT_VERSION", "RANKS_VERSION", "check_version"]
-
-
 FORMAT_VERSION = 1
 # Version 2 adds manifests of more than one rank and ledger objects with folded names. The rows of values (tree.py) and
 # groups (kinds.py) add later versions.

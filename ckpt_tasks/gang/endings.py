@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ckpt_tasks.gang.engine import RankProcess
 
-__all__ = ["endings_of", "oom_kills", "table_of"]
-
 _MOST_ROWS = 32
 _MOST_NAMED = 3
 

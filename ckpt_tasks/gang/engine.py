@@ -8,8 +8,6 @@ from typing import Protocol
 
 from ckpt_tasks.gang.messages import Begin, Message
 
-__all__ = ["Engine", "Heard", "RankProcess"]
-
 
 @dataclass(eq=False)
 class RankProcess:

@@ -20,8 +20,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
-__all__ = ["dies_with_parent", "main"]
-
 _PR_SET_PDEATHSIG = 1
 _PRELOADED = ("torch.distributed.fsdp", "torch._dynamo", "ckpt_tasks.gang.rank")
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from ckpt_tasks.errors import RankError
 from ckpt_tasks.system import system
 
-__all__ = ["join", "meet"]
-
 _JOIN_S = 1800.0  # rank 0 may have to start a server first; a launcher ends the others if it fails
 _POLL_S = 0.02
 

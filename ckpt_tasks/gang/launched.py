@@ -35,8 +35,6 @@ from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.system import gang_rank
 
-__all__ = ["Place", "launched"]
-
 _PATIENCE_S = 5.0  # a rank that is told to end waits so long for an order to train on to the next step
 _CLOSE_S = 30.0
 

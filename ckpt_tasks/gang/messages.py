@@ -22,25 +22,6 @@ from ckpt_tasks.session.session import Progress
 from ckpt_tasks.storage.answers import answer_of
 from ckpt_tasks.storage.locations import Location
 
-__all__ = [
-    "HOST",
-    "Begin",
-    "Channel",
-    "Done",
-    "Failed",
-    "Logged",
-    "Message",
-    "Order",
-    "Stepped",
-    "Stop",
-    "Told",
-    "read_config",
-    "read_progress",
-    "read_report",
-    "write_config",
-    "write_progress",
-]
-
 HOST = "127.0.0.1"  # The ranks meet here: torch's own store would listen on every interface.
 _BLOCK_BYTES = 1 << 16
 _MOST_TRACEBACK = 20_000

@@ -27,8 +27,6 @@ from ckpt_tasks.format.parsing import MALFORMED, finite, flag, parse_json, text,
 from ckpt_tasks.gang.messages import Failed
 from ckpt_tasks.ranks.exchange import StoreExchange
 
-__all__ = ["Given", "Orders"]
-
 _NAMES = ("restore", "run", "save", "close")
 _POLL_S = 0.01
 _WATCH_S = 0.2

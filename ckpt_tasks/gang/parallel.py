@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import ByRank, objects_of
 
-__all__ = ["check_parallel"]
-
 
 def check_parallel(program: Any, ranks: int) -> None:
     """Raise ConfigError unless a program holds a DistributedDataParallel, FSDP or a DTensor, in its state or beside it.

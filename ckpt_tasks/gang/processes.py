@@ -30,8 +30,6 @@ from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Channel, Message
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
-__all__ = ["Gang"]
-
 # Pass on the agent's path, so that a rank finds the same modules.
 _SERVER = """
 import json, sys

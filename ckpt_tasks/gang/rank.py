@@ -44,8 +44,6 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
 
-__all__ = ["STACKS", "main"]
-
 STACKS = signal.SIGUSR1  # At this signal a rank writes the stacks of its threads.
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05

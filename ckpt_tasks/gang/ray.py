@@ -30,8 +30,6 @@ from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Message
 from ckpt_tasks.gang.processes import Gang
 
-__all__ = ["RayGang"]
-
 _POLL_S = 0.2  # an agent answers so soon, whatever it waits for
 _ANSWER_S = 30.0  # a node that says nothing for so long is lost
 _START_S = 300.0  # to import torch, on a busy machine

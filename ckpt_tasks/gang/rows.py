@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from ckpt_tasks.gang.engine import RankProcess
 from ckpt_tasks.gang.messages import Done
 
-__all__ = ["GangRows"]
-
 _MOST_ROWS = 50
 _MOST_HOSTS = 8
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')

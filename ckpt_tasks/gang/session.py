@@ -50,8 +50,6 @@ from ckpt_tasks.reading.reading import Run, run_of
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import Progress, watcher
 
-__all__ = ["GangSession"]
-
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0

@@ -27,8 +27,6 @@ from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.sources import torch_value
 from ckpt_tasks.layout.image import STORED_DTYPES
 
-__all__ = ["METADATA", "DcpDirectory"]
-
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 256 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)

@@ -12,8 +12,6 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.importing.unpickling import MAX_VALUES
 
-__all__ = ["Pickled", "read_objects"]
-
 _OF_METADATA = (
     "torch.distributed.checkpoint.metadata.",
     "torch.distributed.checkpoint.filesystem.",

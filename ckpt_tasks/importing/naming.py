@@ -17,8 +17,6 @@ from ckpt_tasks.importing.sources import SourceTensor
 from ckpt_tasks.objects.names import bare_name
 from ckpt_tasks.tensors.tensors import identity
 
-__all__ = ["clean_names", "parameter_names"]
-
 _DDP = "module."
 _BUFFERS = ("running_mean", "running_var")  # Buffers of torch's norms; they have the shapes of parameters.
 

@@ -18,8 +18,6 @@ from ckpt_tasks.layout.image import TensorSpec
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.tensors.tensors import DTYPES
 
-__all__ = ["ImportPlan", "plan_import", "spec_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:

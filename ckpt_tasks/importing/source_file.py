@@ -25,8 +25,6 @@ import torch
 
 from ckpt_tasks.errors import ConfigError, IntegrityError
 
-__all__ = ["Record", "SourceFile"]
-
 _MAX_ENTRIES = 1 << 20  # The limit for a zip file: one entry for each tensor.
 _PIECE_BYTES = 8 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # A mapping may be larger than the memory.

@@ -28,8 +28,6 @@ from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
 
-__all__ = ["Source", "SourceTensor", "open_source", "torch_value"]
-
 _MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
 _MAX_INDEX_BYTES = 64 << 20
 _FREE_TEXT_BYTES = 32 << 20  # The limit for texts that values share, beyond the size of the file.

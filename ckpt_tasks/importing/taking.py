@@ -24,8 +24,6 @@ from ckpt_tasks.objects.generators import capture_generator
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
 
-__all__ = ["Taken", "Taking", "seeded_streams", "take"]
-
 _MODEL = "model"
 _SUFFIX = "_state_dict"
 _EXTRA = "_extra_state"

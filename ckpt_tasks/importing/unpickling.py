@@ -24,8 +24,6 @@ from torch.storage import TypedStorage
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "unpickle"]
-
 MAX_VALUES = 1 << 21
 MAX_DEPTH = 200
 _MAX_EQUAL_HASHES = 64

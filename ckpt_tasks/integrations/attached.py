@@ -12,8 +12,6 @@ from torch import distributed
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig
 
-__all__ = ["config_of", "gather_of_ranks", "numbers", "own_of_ranks", "with_extra"]
-
 
 def config_of(checkpoint: str | os.PathLike[str] | CheckpointConfig) -> CheckpointConfig:
     """Return the configuration of a run; a directory or URL alone gets the default one."""

@@ -29,8 +29,6 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 
-__all__ = ["AdaLoraRanks", "CkptMixin", "CkptTrainer", "state_of"]
-
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 _OURS = "the run"  # Trainer resumes from this name; we override every method that would read there.

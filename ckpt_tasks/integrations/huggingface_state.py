@@ -22,8 +22,6 @@ from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.objects.started import Started, outline_of
 from ckpt_tasks.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
 
-__all__ = ["Later", "TrainerProgress", "samplers_of"]
-
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (
     "epoch",

@@ -30,8 +30,6 @@ from ckpt_tasks.integrations.lightning_state import (
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 
-__all__ = ["CkptCallback"]
-
 
 class CkptCallback(Callback):
     """Save the steps of `Trainer.fit` into a run, and resume there when `fit` is called again.

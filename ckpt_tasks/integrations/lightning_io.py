@@ -31,8 +31,6 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.reading.values import Values, read_values
 
-__all__ = ["CkptCheckpointIO"]
-
 _MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # CkptCallback gives its groups these names.
 
 

@@ -27,8 +27,6 @@ from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.started import Started, note_changes, outline_of
 
-__all__ = ["LightningState", "LoaderPositions", "begin_streams", "set_up_again"]
-
 _log = logging.getLogger("ckpt_tasks")
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 

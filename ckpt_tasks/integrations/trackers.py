@@ -23,8 +23,6 @@ from ckpt_tasks.saving.listening import Listener
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["MLflow", "TensorBoard", "Tracker", "WandB"]
-
 _MOST_AT_ONCE = 900  # MLflow takes at most 1,000 metrics in one request.
 
 

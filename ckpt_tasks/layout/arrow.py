@@ -22,8 +22,6 @@ import pyarrow as pa
 
 from ckpt_tasks.errors import IntegrityError
 
-__all__ = ["FAULTS", "array", "numbers_of", "read_arrow", "read_metrics", "write_metrics"]
-
 # The exceptions that Arrow raises for hostile bytes.
 FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 

@@ -14,8 +14,6 @@ import pyarrow.compute as pc
 from ckpt_tasks.layout.arrow import array, numbers_of
 from ckpt_tasks.layout.image import MAX_DIMENSIONS
 
-__all__ = ["MAX_EXTENTS", "MAX_REGIONS", "Lists", "Words", "whole_column"]
-
 MAX_REGIONS = 1 << 20
 MAX_EXTENTS = 8 * MAX_REGIONS  # The limit for all regions together.
 _MAX_ELEMENTS = 2.0**57  # The limit for a region: its size in bytes fits into an int64 with any dtype.

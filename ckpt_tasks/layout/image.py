@@ -24,22 +24,6 @@ from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
 from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.process.gc_pause import gc_paused
 
-__all__ = [
-    "ALIGNMENT",
-    "MAX_DIMENSIONS",
-    "MAX_HEADER_BYTES",
-    "MIN_REGION_BYTES",
-    "REGION_BYTES",
-    "STORED_DTYPES",
-    "ImageLayout",
-    "Slot",
-    "StoredDtype",
-    "TensorSpec",
-    "parse_header",
-    "plan_image",
-    "plan_parts",
-]
-
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 16 << 20  # A reader allocates this much before it can verify the file.
 MAX_DIMENSIONS = 64  # torch allows no tensor with more.

@@ -27,15 +27,6 @@ from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.layout.tiling import Numbers, row_major_faults, untiled
 from ckpt_tasks.process.gc_pause import gc_paused
 
-__all__ = [
-    "MAX_INDEX_BYTES",
-    "Index",
-    "IndexRow",
-    "parse_index",
-    "read_index",
-    "write_index",
-]
-
 MAX_INDEX_BYTES = 256 << 20
 # A small tensor that many ranks share may have this many regions; beyond that, three per MIN_REGION_BYTES.
 _FREE_CUTS = 4096

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "blocks", "blocks_in_order", "intersection"]
-
 
 class Box(NamedTuple):
     """A box of a tensor: its first index and its extent in every dimension, in elements."""

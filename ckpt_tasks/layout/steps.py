@@ -12,8 +12,6 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.layout.arrow import FAULTS, array, read_arrow
 
-__all__ = ["MAX_STEPS_BYTES", "StepMetrics", "read_steps", "steps_file", "write_steps"]
-
 MAX_STEPS_BYTES = 256 << 20
 _MAX_ROWS = 1 << 23
 

@@ -13,8 +13,6 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_CORNERS", "Numbers", "row_major_faults", "untiled"]
-
 MAX_CORNERS = 1 << 24  # The limit for all boxes together. 10⁶ boxes that are cut along four dimensions reach it.
 
 Numbers = npt.NDArray[np.int64]

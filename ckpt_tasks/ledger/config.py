@@ -15,8 +15,6 @@ from ckpt_tasks.policy.cadence import SavePolicy
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.storage.locations import Location, location_of
 
-__all__ = ["CheckpointConfig", "option_texts"]
-
 OnFlushFailure = Literal["raise", "warn"]
 OnNonFinite = Literal["warn", "stop", "rollback"]
 BestMode = Literal["min", "max"]

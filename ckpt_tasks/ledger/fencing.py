@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.records import Owner
 
-__all__ = ["check_owner"]
-
 
 def check_owner(current: Owner | None, mine: Owner) -> None:
     """Raise FencedError if the directory has another owner, or no owner any more."""

@@ -30,8 +30,6 @@ from statistics import median
 
 from ckpt_tasks.ledger.timeline import Moment
 
-__all__ = ["SHARES", "Course", "Placed", "TimeSpan", "follow"]
-
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
 _OWNERS = ("taken", "lost")
 _CLOCK = (*_OWNERS, "commit", "failure", "released")  # Kinds that only the owner at that time writes.

@@ -42,8 +42,6 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso, system
 
-__all__ = ["SYNCED", "Head", "History", "newest_first"]
-
 SYNCED = "synced"  # The event that a finished copy of a run leaves in the target's ledger.
 
 _SAME_NUMBER_TRIES = 5

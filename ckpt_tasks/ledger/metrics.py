@@ -13,8 +13,6 @@ import torch
 from ckpt_tasks.errors import NonFiniteError, StateError
 from ckpt_tasks.format.records import Checkpoint
 
-__all__ = ["FiniteMetrics", "GoingBack", "checked_metrics", "held"]
-
 _MOST_ROLLBACKS = 3
 
 _log = logging.getLogger("ckpt_tasks")

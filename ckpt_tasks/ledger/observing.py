@@ -17,8 +17,6 @@ from ckpt_tasks.ledger.timeline import Moment, moment
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.process.processes import in_threads
 
-__all__ = ["ENTRIES_READ", "LearningCadence", "observe", "recent", "summarize"]
-
 ENTRIES_READ = 256  # At most half of them retire checkpoints; costs come from the newest 32 commits only.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 _MEASURED = 32  # Costs are medians of this many commits: a slower store shows soon, a single slow save does not.

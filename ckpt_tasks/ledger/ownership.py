@@ -37,19 +37,6 @@ from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.system import boot_id, has_ended, now_iso, process_start, system
 
-__all__ = [
-    "NEVER_OWNED",
-    "Heartbeat",
-    "Signs",
-    "acquire",
-    "damage",
-    "identify",
-    "left_here",
-    "lives_here",
-    "release",
-    "why_free",
-]
-
 NEVER_OWNED = "it has had no owner"
 
 RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; its successor waits a little longer.

@@ -23,8 +23,6 @@ from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso
 
-__all__ = ["RunFormat"]
-
 _PUTS = 5
 _LOOKED_AT = 1000  # Below a wrong directory, search this many names for runs.
 _NAMED = 5

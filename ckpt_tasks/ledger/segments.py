@@ -13,8 +13,6 @@ from ckpt_tasks.format.live import Segment, read_segment, write_segment
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Segments"]
-
 _AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few requests go one by one.
 
 

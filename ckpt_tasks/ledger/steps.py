@@ -23,8 +23,6 @@ from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 
-__all__ = ["StepLog", "put_steps", "read_curve", "read_steps_file"]
-
 _MOST_KEPT = 1 << 18  # Above this many uncommitted steps every second one is dropped.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 

@@ -7,8 +7,6 @@ import os
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["split_target"]
-
 
 def split_target(text: str) -> tuple[str, int | str | None]:
     """Split "DIR@STEP" at its last @, unless a directory has the whole text as its name.

@@ -15,8 +15,6 @@ from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.history import SYNCED, History
 from ckpt_tasks.process.processes import in_threads
 
-__all__ = ["MOST_ENTRIES", "Moment", "Timeline", "moment", "read_timeline", "steps_of"]
-
 MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 _LONGEST_TEXT = 300

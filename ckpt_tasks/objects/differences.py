@@ -13,9 +13,6 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.tensors.sources import Stored
 from ckpt_tasks.tensors.tensors import difference
 
-__all__ = ["Differences", "renamed_places"]
-
-
 _STRICT_HINT = (
     "Make the objects as they were when it was saved; to take only a part of it, as for fine-tuning, "
     "restore(state, only=[…], missing='keep')"

@@ -15,8 +15,6 @@ from ckpt_tasks.tensors.streams import generator_type, process_streams, scratch_
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack, unpack
 
-__all__ = ["GeneratorPart", "StreamsPart", "capture_generator", "capture_streams"]
-
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
     """Turn the result of current_streams() into a tree with the keys python, numpy, torch, cuda:0 …"""

@@ -25,8 +25,6 @@ from ckpt_tasks.tensors.streams import GENERATORS
 from ckpt_tasks.tensors.tensors import RankRule, TensorSet
 from ckpt_tasks.tensors.values import has_state, pack
 
-__all__ = ["KINDS", "GroupKind", "Scope", "kind_of", "may_draw"]
-
 
 class Scope:
     """The surroundings of a group: the state without containers, its modules, and the names of all parameters."""

@@ -27,8 +27,6 @@ from ckpt_tasks.tensors.sources import Maker
 from ckpt_tasks.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
 from ckpt_tasks.tensors.values import pack, unpack
 
-__all__ = ["Gradients", "ModulePart", "capture_module", "takes_part"]
-
 _HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",

@@ -12,9 +12,6 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.tensors.tensors import identity
 
-__all__ = ["EXTRA", "bare_name", "module_state", "named_parameters", "parameter_names", "tied_names", "unwrapped"]
-
-
 EXTRA = "_extra_state"
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")

@@ -30,8 +30,6 @@ from ckpt_tasks.tensors.sources import HeldTensors, Maker
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack, unpack
 
-__all__ = ["OptimizerPart", "capture_optimizer"]
-
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -308,6 +306,7 @@ def _anywhere(_key: str, *, device: torch.device) -> torch.device:
 
 
 def is_ordinary(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer saves and loads as torch's base class does, without hooks."""
     kind = type(optimizer)
     own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
     return own and not any(getattr(optimizer, name, None) for name in _HOOKS)

@@ -13,8 +13,6 @@ from ckpt_tasks.tensors.sources import HeldTensors, Maker
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack, unpack
 
-__all__ = ["Captured", "GroupState", "Guard", "RestorePart", "Saved"]
-
 
 @dataclass(frozen=True)
 class GroupState:

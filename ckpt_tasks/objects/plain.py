@@ -47,8 +47,6 @@ from ckpt_tasks.tensors.values import (
     rebuilt,
 )
 
-__all__ = ["PlainPart", "belongs_to_another", "refuse_copies_of_state"]
-
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 _OF_OTHERS = {
     "a learning-rate schedule": frozenset({"last_epoch", "_last_lr"}),

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-__all__ = ["replaced_options", "replaced_settings"]
-
 _SCALARS = (bool, int, float, str)
 # Schedules change these options as they run: `initial_lr` has the original rate.
 _MOVED = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})

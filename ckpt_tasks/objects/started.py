@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-__all__ = ["Started", "note_changes", "outline_of"]
-
 _ROWS = 8  # Digest this many rows of a data set, from the first to the last.
 
 

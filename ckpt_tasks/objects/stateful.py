@@ -16,8 +16,6 @@ from ckpt_tasks.objects.started import Started, note_changes
 from ckpt_tasks.tensors.sources import Maker
 from ckpt_tasks.tensors.values import unpack
 
-__all__ = ["StatefulPart"]
-
 
 class StatefulPart:
     """Restore an object through its own load_state_dict."""

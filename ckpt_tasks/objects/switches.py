@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
-__all__ = ["are_switches", "begun_flags", "note_begun", "restore_modes", "switched_modes"]
-
 _CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules.
 # Keys: "" for the mode of the whole, a name for a module in another mode, "name:attribute" for a choice.
 Modes = dict[str, Any]

@@ -28,8 +28,6 @@ from prefect.states import AwaitingRetry, Crashed
 
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-__all__ = ["Abandoned", "Limits", "find_abandoned", "start_again"]
-
 _MOST_UNBEGUN = 10  # A flow run that never begins is resumed this often.
 _PAGE = 200  # The server's limit for one answer.
 _SKEW = timedelta(minutes=1)  # A time further in the future was written before the clock was set back.

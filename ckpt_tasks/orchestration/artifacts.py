@@ -40,8 +40,6 @@ from ckpt_tasks.report.words import clock, fine_span, number, printable
 from ckpt_tasks.session.session import TrainedRun
 from ckpt_tasks.upkeep.upkeep import plan_prune
 
-__all__ = ["RunPages", "artifact_key"]
-
 _PROGRESS_EVERY_S = 5.0  # One update takes 7 ms.
 _REPORT_EVERY_S = 120.0
 _REPORT_PART = 1 / 2000  # Reports take at most this share of the time: 15 ms of a batch of 30 s.

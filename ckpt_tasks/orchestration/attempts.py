@@ -43,8 +43,6 @@ from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
 from ckpt_tasks.tensors.streams import OwnStreams
 
-__all__ = ["PERMANENT", "Attempt", "AttemptHooks", "Attempts", "attempted_task", "is_retryable", "resumable_task"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]

@@ -23,8 +23,6 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
-__all__ = ["CheckpointStore", "RayCluster", "resolve"]
-
 _RUN_KEY = "{run_key}"
 _B = TypeVar("_B", bound=Block)
 _NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call

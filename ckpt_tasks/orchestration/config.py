@@ -11,8 +11,6 @@ from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.secrets import secret_options
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
-__all__ = ["BatchLength", "check_ranks", "config_of_run", "position_of_run"]
-
 _log = logging.getLogger("ckpt_tasks")
 _FIRST_STEPS = 10  # Before the first batch no step has been timed.
 _GROWTH = 8  # A batch is at most this many times the last one: the first steps after a start are slow.

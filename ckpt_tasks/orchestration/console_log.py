@@ -8,8 +8,6 @@ from prefect.logging.handlers import PrefectConsoleHandler
 
 from ckpt_tasks.logs import unread
 
-__all__ = ["UnreadConsole", "keep_log_readers_out"]
-
 
 class UnreadConsole(PrefectConsoleHandler):
     """Prefect's console, which continues when its reader has left: rich would end the process.

@@ -31,8 +31,6 @@ from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.session.session import TrainedRun
 
-__all__ = ["RESUMED", "EarlyStopping", "stay_as_decided"]
-
 # The state message of a flow run that was resumed automatically.
 RESUMED = "Crashed: it goes on from its newest good checkpoint."
 

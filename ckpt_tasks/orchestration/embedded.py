@@ -25,8 +25,6 @@ from prefect.settings import get_current_settings
 from ckpt_tasks.checkpoint.interrupt import stop_signals
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
-__all__ = ["start_embedded_server"]
-
 # Prefect's own 20 s are too short for a busy machine, and for the first start with its new database.
 _PATIENCE_S = 120
 

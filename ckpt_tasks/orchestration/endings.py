@@ -34,16 +34,6 @@ from ckpt_tasks.orchestration.attempts import is_retryable
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
-__all__ = [
-    "CrashError",
-    "crashes_for_its_launcher",
-    "crashes_while_the_api_is_away",
-    "crashes_while_the_store_is_away",
-    "end_flow_run",
-    "ends_quietly_for_a_sibling",
-    "skip_while_the_run_trains",
-]
-
 
 @contextmanager
 def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None) -> Iterator[None]:

@@ -34,18 +34,6 @@ from ckpt_tasks.state.groups import flat
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.streams import OwnStreams
 
-__all__ = [
-    "EvaluationResult",
-    "Evaluator",
-    "Promotion",
-    "Rounds",
-    "choose",
-    "evaluate_checkpoint",
-    "evaluation_watcher",
-    "export_best",
-    "recorded_evaluation",
-]
-
 # Called with the numbers of finished and known evaluations; the thread that runs the flow sets it.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None

@@ -30,8 +30,6 @@ from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import TrainedRun
 
-__all__ = ["announce", "announce_evaluation", "asset_key", "client_without_retries", "delivers_events"]
-
 _log = logging.getLogger("ckpt_tasks")
 _MOST_TEXT = 2000
 _END_S, _STOPPED_S = 20.0, 3.0

@@ -17,8 +17,6 @@ import threading
 from functools import cache
 from typing import Any
 
-__all__ = ["keep_prefect_out_of_forks", "keep_threads_out_of_streams"]
-
 _LIBRARIES = frozenset({"prefect", "websockets"})
 _OWN = random.Random()  # It has the module's functions, and a separate stream.
 

@@ -38,8 +38,6 @@ from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.events import absolute
 from ckpt_tasks.reading.reading import run_of
 
-__all__ = ["crash_lost_task_runs", "flow_run_to_go_on", "leave_to_follower", "logged_with_the_flow_run"]
-
 _PAGE = 200  # The server's limit for one answer.
 _log = logging.getLogger("ckpt_tasks")
 

@@ -13,8 +13,6 @@ from ckpt_tasks.orchestration.attempts import Attempts, attempted_task
 from ckpt_tasks.orchestration.config import BatchLength, position_of_run
 from ckpt_tasks.session.session import ProgramSession
 
-__all__ = ["BatchResult", "run_in_batches", "step_batch"]
-
 _MAX_STALLED_ATTEMPTS = 10
 
 

@@ -12,8 +12,6 @@ from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
-__all__ = ["Pruned", "Verified", "check_good", "prune_run", "verify_run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:

@@ -16,26 +16,6 @@ from dataclasses import dataclass, replace
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = [
-    "FIRST_INTERVAL_S",
-    "HYSTERESIS",
-    "OVERHEAD_CAP",
-    "PRIOR_FAILURES",
-    "PRIOR_MTBF_S",
-    "AutoCadence",
-    "Observed",
-    "Recommendation",
-    "SavePoint",
-    "SavePolicy",
-    "TradeOff",
-    "daly_interval_s",
-    "estimate_mtbf_s",
-    "goodput",
-    "recommend",
-    "trade_off",
-    "trade_off_at",
-]
-
 OVERHEAD_CAP = 0.03  # Training waits for saves at most this share of its time.
 PRIOR_MTBF_S = 86_400.0
 PRIOR_FAILURES = 0.1  # A prior of one whole failure would take days to unlearn.

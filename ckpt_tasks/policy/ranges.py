@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Span", "merge_spans"]
-
 
 class Span(NamedTuple):
     """The bytes from `begin` up to `end` of an object."""

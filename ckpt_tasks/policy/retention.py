@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["RULES", "Candidate", "RetentionPolicy", "Save", "Verdict", "plan_retention", "rank_best"]
-
 
 class Candidate(Protocol):
     """The facts of a checkpoint on which retention depends."""

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from ckpt_tasks.policy.retention import Candidate, RetentionPolicy
 
-__all__ = ["CheckpointSize", "Forecast", "forecast", "gib"]
-
 _FEW = 3  # Warn when the disk has room for only this many more saves.
 
 

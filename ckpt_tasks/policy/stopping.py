@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 from ckpt_tasks.errors import ConfigError
 
-__all__ = ["EarlyStop", "Standing", "kept", "standing"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:

@@ -36,18 +36,6 @@ from typing import Any, TypeVar
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
-__all__ = [
-    "NAMELESS",
-    "Process",
-    "close_descriptor",
-    "fill_standard_descriptors",
-    "finalize_here",
-    "in_threads",
-    "map_memory",
-    "open_descriptor",
-    "open_nameless",
-]
-
 _DONTFORK = 10  # MADV_DONTFORK; the mmap module of some Python builds lacks it.
 _FAILED = ctypes.c_void_p(-1).value
 # /proc/<pid>/fd shows this name for every file of open_nameless.

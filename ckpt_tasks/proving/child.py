@@ -31,8 +31,6 @@ from ckpt_tasks.tensors.placements import ALONE, World
 from ckpt_tasks.tensors.streams import preserved_rng
 from ckpt_tasks.tensors.values import has_state
 
-__all__ = ["recorded", "train"]
-
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
 _SUITE = "quick"  # Flows evaluate this suite by default.
 _DEEPEST = 3
@@ -65,7 +63,10 @@ def train(order: Mapping[str, Any]) -> None:
 
 
 def train_gang(order: Mapping[str, Any]) -> None:
-    """Train on many ranks to the last step; save at the ordered steps."""
+    """Train on many ranks to the last step; save at the ordered steps.
+
+    Raises StateError if the gang restores another step than it was to begin at.
+    """
     from ckpt_tasks.gang.session import GangSession
 
     config = CheckpointConfig(checkpoint_dir=order["run"], step_interval=order["steps"] + 1, memory_dir=None)

@@ -15,8 +15,6 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError, ProgramError
 
-__all__ = ["CAUSES", "FirstDifference", "Proof", "verify_resume"]
-
 _LEAST_STEPS = 6
 CAUSES = {
     "streams": "more or fewer numbers were drawn from a global random stream: by a loader that is not in the state, by "

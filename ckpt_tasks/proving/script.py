@@ -29,8 +29,6 @@ from ckpt_tasks.ledger.timeline import Moment, read_timeline
 from ckpt_tasks.proving.proof import CAUSES, FirstDifference, Proof
 from ckpt_tasks.reading.reading import Run, open_run
 
-__all__ = ["verify_script"]
-
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
 # A script that draws nothing from Python's and NumPy's streams seldom seeds them, so they differ in every process; a
 # draw would show in the weights. Several ranks have streams of their own. Trainer logs how long it took.

@@ -8,8 +8,6 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Connection"]
-
 _PROBE_S = 2.0
 
 

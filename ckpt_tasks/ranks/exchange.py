@@ -28,18 +28,6 @@ from ckpt_tasks.ranks.connection import Connection
 from ckpt_tasks.ranks.meeting import Meeting, StoreMeeting
 from ckpt_tasks.system import has_ended, host_name, process_start
 
-__all__ = [
-    "ALONE",
-    "SILENT",
-    "Alone",
-    "Exchange",
-    "StoreExchange",
-    "Together",
-    "all_or_none",
-    "find_exchange",
-    "from_first",
-]
-
 _PIECE_BYTES = 4 << 20  # The c10d store refuses a value of more than 8 MiB.
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0

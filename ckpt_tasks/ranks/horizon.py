@@ -13,8 +13,6 @@ import time
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.ranks.exchange import SILENT, Exchange
 
-__all__ = ["Horizon"]
-
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
 _MOST_AHEAD = 10_000

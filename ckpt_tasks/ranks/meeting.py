@@ -13,8 +13,6 @@ from ckpt_tasks.errors import CkptError, StateError
 if TYPE_CHECKING:
     from ckpt_tasks.ranks.exchange import StoreExchange
 
-__all__ = ["Meeting", "StoreMeeting"]
-
 _T = TypeVar("_T")
 
 

@@ -12,8 +12,6 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.layout.regions import Box, blocks_in_order, intersection
 from ckpt_tasks.tensors.placements import ALONE, local_of, place_of
 
-__all__ = ["Piece", "box_of", "in_order", "meets", "pieces", "within"]
-
 
 class Piece(NamedTuple):
     """A part of a target, its box in the whole tensor, and the region that holds its values."""

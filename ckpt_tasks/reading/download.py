@@ -26,8 +26,6 @@ from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import is_sharded
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-__all__ = ["DownloadedTensors", "Laid", "Read"]
-
 _IN_FLIGHT = 8
 _PAGE = 4096
 

@@ -34,8 +34,6 @@ from ckpt_tasks.tensors.memcpy import is_plain
 from ckpt_tasks.tensors.placements import local_of
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-__all__ = ["StoredTensors"]
-
 _READERS = max(2, min(8, os.cpu_count() or 2))
 _PIECE_BYTES = 2 << 20  # This stays in a core's cache between the read and the digest.
 _DIRECT_BYTES = 256 << 10  # Smaller tensors are read together and copied into place.

@@ -11,8 +11,6 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 
-__all__ = ["LEASE_S", "leased", "renewable", "renewed_lease"]
-
 LEASE_S = 3600.0  # A killed reader keeps a checkpoint at most this long.
 _COPY_LEASE_S = 1800.0  # Renewed after half of it; a killed copy keeps a checkpoint at most this long.
 

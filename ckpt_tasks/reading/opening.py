@@ -25,19 +25,6 @@ from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.storage.retrying import read_good
 
-__all__ = [
-    "READ_BYTES",
-    "Opened",
-    "SavedGroup",
-    "by_object",
-    "change",
-    "check_header",
-    "merge_runs",
-    "open_checkpoint",
-    "read_whole",
-    "verify_run",
-]
-
 READ_BYTES = REGION_BYTES  # One read: a large region, or several small ones.
 
 

@@ -17,8 +17,6 @@ from ckpt_tasks.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["RunSummary", "summaries_below"]
-
 _THREADS = 16
 _TIMEOUT_S = CheckpointConfig.owner_timeout_s  # The default: the ledger does not have a run's own timeout.
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.state.selection import Only
 
-__all__ = ["Run", "open_run", "put_pin", "run_of"]
-
 _LONGEST_LEASE_S = 3.2e9
 
 _log = logging.getLogger("ckpt_tasks")

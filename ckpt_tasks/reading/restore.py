@@ -39,8 +39,6 @@ from ckpt_tasks.system import system
 from ckpt_tasks.tensors.sources import TensorSource
 from ckpt_tasks.tensors.streams import seed_streams
 
-__all__ = ["RestoreReport", "of_checkpoints", "restore_newest", "restore_one"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -8,8 +8,6 @@ from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.policy.space import CheckpointSize, Forecast, forecast
 from ckpt_tasks.reading.reading import Run
 
-__all__ = ["forecast_run"]
-
 
 def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
     """Forecast the space that a run needs for checkpoints like its newest one; None if it has none.

@@ -29,8 +29,6 @@ from ckpt_tasks.reading.opening import READ_BYTES
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import host_name, system
 
-__all__ = ["ReadShare", "Readers", "divide", "share_reads"]
-
 _PAGE = 4096
 
 Spans = Mapping[str, npt.NDArray[np.int64]]  # Maps an object to where each of its regions begins and ends.

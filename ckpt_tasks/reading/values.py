@@ -14,8 +14,6 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.sources import Maker
 from ckpt_tasks.tensors.values import unpack
 
-__all__ = ["Values", "read_values"]
-
 
 class Values(NamedTuple):
     """The value of one group, with its tensors on the CPU; `kind` is its kind in the manifest."""

@@ -12,8 +12,6 @@ from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text, tick_labels
 from ckpt_tasks.report.words import count, number, printable
 
-__all__ = ["draw_curves"]
-
 _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # The axes of one picture.
 _MOST = 12

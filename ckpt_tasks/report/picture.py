@@ -18,8 +18,6 @@ from ckpt_tasks.ledger.goodput import SHARES, Course
 from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text, tick_labels
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 
-__all__ = ["draw_run", "main_metric", "sort_metrics"]
-
 _WIDTH, _HEIGHT = 900, 372
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The axes.
 _LEGEND = 22

@@ -25,17 +25,6 @@ from ckpt_tasks.report.curves import draw_curves
 from ckpt_tasks.report.picture import draw_run, sort_metrics
 from ckpt_tasks.report.words import count, fine_span, number, percent, printable, size, utc
 
-__all__ = [
-    "GENERATOR",
-    "SHARES_MEAN",
-    "Report",
-    "checkpoint_rows",
-    "in_markdown",
-    "make_report",
-    "to_html",
-    "to_markdown",
-]
-
 GENERATOR = '<meta name="generator" content="ckpt-tasks report">'
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",

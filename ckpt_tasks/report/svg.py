@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["FONTS", "INK", "PALE", "polyline", "round_ticks", "text", "tick_labels"]
-
 INK, PALE = "#333333", "#777777"
 FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 _MOST_TICKS = 50

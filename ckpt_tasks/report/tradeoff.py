@@ -10,8 +10,6 @@ from ckpt_tasks.policy.cadence import TradeOff
 from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
 from ckpt_tasks.report.words import fine_span, percent
 
-__all__ = ["draw_curve"]
-
 _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # The axes.
 _WAITING, _AGAIN, _TOGETHER = "#c77700", "#c0392b", "#1f4e79"

@@ -11,22 +11,6 @@ from ckpt_tasks.format.parsing import moment_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "HEADER_STYLE",
-    "age",
-    "clock",
-    "count",
-    "fine_span",
-    "number",
-    "percent",
-    "plain_table",
-    "printable",
-    "size",
-    "span",
-    "utc",
-    "when",
-]
-
 HEADER_STYLE = "dim"  # The style of every table's header.
 
 _LARGEST = sys.float_info.max  # An int can be larger.

@@ -22,8 +22,6 @@ from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.retiring import Retirement
 
-__all__ = ["commit", "discard", "write_index_and_manifest"]
-
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
     """Check every object's size, then write index and manifest: then all but the ledger entry is durable.

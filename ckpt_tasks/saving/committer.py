@@ -28,8 +28,6 @@ from ckpt_tasks.storage.locations import free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["Committer"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -12,8 +12,6 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.records import Compared
 from ckpt_tasks.snapshot.samples import Samples
 
-__all__ = ["compared", "refuse_differences"]
-
 _MOST_ITEMS = 32  # A container with more items has one digest.
 # A group with more leaves has one digest; if it has more tensors, several tensors share a digest.
 _MOST_LEAVES = _MOST_TENSORS = 256

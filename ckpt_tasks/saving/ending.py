@@ -17,13 +17,13 @@ from ckpt_tasks.logs import write_line
 from ckpt_tasks.saving.parts import Saving
 from ckpt_tasks.system import system
 
-__all__ = ["end_with_interpreter", "report_lost", "say_wait"]
-
 _SILENT_S = 20.0
 _log = logging.getLogger("ckpt_tasks")
 
 
 class Ending(Protocol):
+    """What ends with the interpreter."""
+
     def end(self) -> None: ...
 
 

@@ -15,8 +15,6 @@ from ckpt_tasks.layout.steps import StepMetrics
 if TYPE_CHECKING:
     from ckpt_tasks.reading.restore import RestoreReport
 
-__all__ = ["Listener", "Listeners"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -23,8 +23,6 @@ from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.storage.port import moved
 from ckpt_tasks.system import system
 
-__all__ = ["OneSave"]
-
 
 class OneSave:
     """Save one snapshot after another; `run` is called by one thread at a time."""

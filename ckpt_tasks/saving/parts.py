@@ -22,19 +22,6 @@ from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.snapshot.snapshot import Image
 
-__all__ = [
-    "RankPart",
-    "Saving",
-    "Stored",
-    "SupersededError",
-    "digest_image",
-    "encode_groups",
-    "joined",
-    "new_attempt",
-    "reuse",
-    "same_step",
-]
-
 _ALIGNMENT = 64  # The alignment of Arrow's columns.
 _LENGTH = struct.Struct("<Q")
 _REUSED_BYTES = 1 << 20  # Below this size, writing an object costs less than depending on an older checkpoint.

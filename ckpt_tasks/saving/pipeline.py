@@ -33,8 +33,6 @@ from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
 from ckpt_tasks.system import system
 
-__all__ = ["Committed", "Failed", "Outcome", "Pipeline", "Snapshot", "Superseded"]
-
 _LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.
 # After these errors no snapshot may follow: the run is lost, or the commit may have succeeded.
 _LAST = (FencedError, CommitUncertainError)

@@ -18,8 +18,6 @@ from ckpt_tasks.saving.parts import RankPart, Saving
 from ckpt_tasks.saving.provenance import provenance
 from ckpt_tasks.system import now_iso
 
-__all__ = ["PreparedCheckpoint", "prepare_checkpoint", "prepare_part"]
-
 
 @dataclass(frozen=True)
 class PreparedCheckpoint:

@@ -26,8 +26,6 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.secrets import without_secrets
 from ckpt_tasks.system import system
 
-__all__ = ["code_of", "command_of", "directory_of", "provenance"]
-
 _GIT_S = 2.0
 _LONGEST = 2000  # A longer command line is cut.
 _HIDDEN = "***"

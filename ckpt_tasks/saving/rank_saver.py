@@ -31,8 +31,6 @@ from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_sna
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system
 
-__all__ = ["RankSaver"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

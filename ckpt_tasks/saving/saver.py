@@ -31,8 +31,6 @@ from ckpt_tasks.storage.port import watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
-__all__ = ["Saver"]
-
 _END_S = 5.0  # The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
 _log = logging.getLogger("ckpt_tasks")
 

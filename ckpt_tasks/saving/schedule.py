@@ -18,8 +18,6 @@ from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.retention import Save
 from ckpt_tasks.system import system
 
-__all__ = ["Position", "SaveSchedule", "check_epoch", "check_step", "point"]
-
 _STEPS = 20
 
 

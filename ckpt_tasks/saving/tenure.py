@@ -19,8 +19,6 @@ from ckpt_tasks.storage.port import Store
 if TYPE_CHECKING:
     from ckpt_tasks.saving.committer import Committer
 
-__all__ = ["Line", "Tenure"]
-
 
 @dataclass
 class Line:

@@ -17,17 +17,6 @@ from ckpt_tasks.ledger.targets import split_target
 from ckpt_tasks.reading.reading import open_run, run_of
 from ckpt_tasks.storage.locations import Location
 
-__all__ = [
-    "check_program",
-    "fork_run",
-    "params_before_fork",
-    "params_of",
-    "record_program",
-    "recorded_params",
-    "roll_back",
-    "trains",
-]
-
 _ABSENT = object()
 _MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}  # Old runs have the first name.
 

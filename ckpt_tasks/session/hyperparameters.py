@@ -24,8 +24,6 @@ from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import children
 from ckpt_tasks.state.groups import flat
 
-__all__ = ["Settings", "alike", "apply_settings", "changed_settings", "settings_of"]
-
 _NOT_OPTIONS = ("params", "param_names")
 _ABSENT = object()
 

@@ -26,8 +26,6 @@ from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
 
-__all__ = ["LocalSession", "Program", "StateSession", "build_from_seed", "build_program", "find_named", "find_program"]
-
 _PACE_STEPS = 20
 _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 

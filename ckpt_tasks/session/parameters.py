@@ -15,8 +15,6 @@ from typing import Any
 
 from ckpt_tasks.errors import ProgramError
 
-__all__ = ["effective_params", "params_before"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -16,8 +16,6 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.saving.listening import Listener
 
-__all__ = ["ProgramSession", "Progress", "Session", "TrainedRun", "Watcher", "watcher"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:

@@ -43,8 +43,6 @@ from ckpt_tasks.tensors.placements import ALONE, World, local_pairs
 from ckpt_tasks.tensors.sources import TensorSource
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-__all__ = ["CachedSnapshot", "MappedTensors", "SnapshotCache", "usable"]
-
 _READERS = 2
 _log = logging.getLogger("ckpt_tasks")
 

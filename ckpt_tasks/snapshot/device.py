@@ -32,8 +32,6 @@ import torch
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.process.processes import finalize_here
 
-__all__ = ["DeviceCopy", "Devices"]
-
 _RELAXED = 2  # The value of cudaStreamCaptureModeRelaxed.
 _PORTABLE = 1  # The value of cudaHostRegisterPortable: pinned for every device of the process.
 _log = logging.getLogger("ckpt_tasks")

@@ -23,8 +23,6 @@ from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, Names, a
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
 from ckpt_tasks.storage.local import LocalStore
 
-__all__ = ["LocalCopies"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -39,18 +39,6 @@ from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
 from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
 
-__all__ = [
-    "SLOTS",
-    "Fill",
-    "MemoryDirectory",
-    "PrivateMemory",
-    "SlotFiles",
-    "SnapshotMemory",
-    "default_directory",
-    "private_root",
-    "sweep",
-]
-
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # This many times the size of the images must be free.

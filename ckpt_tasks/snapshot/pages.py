@@ -9,8 +9,6 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping
 
-__all__ = ["GaveWay", "advise_huge", "allocate", "is_whole", "touch"]
-
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23

@@ -27,8 +27,6 @@ from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import ALONE, place_of
 from ckpt_tasks.tensors.sources import TensorSource
 
-__all__ = ["Part", "RankSnapshot"]
-
 
 class Part(NamedTuple):
     """One rank's seal, and the store with its objects."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes"]
-
 _ROOT = Path("/")
 _V1_NO_LIMIT_BYTES = 1 << 62  # Version 1 writes "no limit" as the largest number of whole pages.
 

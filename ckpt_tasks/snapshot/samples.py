@@ -20,8 +20,6 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.snapshot import storable
 
-__all__ = ["Samples", "sample_values", "take_samples"]
-
 _TENSORS = 32  # About this many tensors are sampled in a save.
 _SAVES = 64  # All bytes are sampled in this many saves; more with over 2,048 tensors.
 _WHOLE_BYTES = 4096  # A smaller tensor is sampled whole.

@@ -36,8 +36,6 @@ from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.tensors.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.tensors.tensors import REAL_DTYPES, tensor_at
 
-__all__ = ["Image", "ImageSet", "SnapshotPlan", "plan_snapshot", "storable"]
-
 MAX_SHARD_BYTES = 2 << 30
 
 Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]

@@ -26,8 +26,6 @@ from ckpt_tasks.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.tensors.streams import current_streams, preserved_rng
 from ckpt_tasks.tensors.tensors import RankRule, TensorSet
 
-__all__ = ["capture"]
-
 _ORDER = [*KINDS]
 
 

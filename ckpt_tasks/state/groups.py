@@ -26,20 +26,6 @@ from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.tensors.values import in_place
 
-__all__ = [
-    "ByRank",
-    "by_rank_of",
-    "can_assign",
-    "checked_state",
-    "flat",
-    "held_in",
-    "items_of",
-    "modules_of",
-    "objects_of",
-    "refuse_fsdp1",
-]
-
-
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _MOST_LEVELS = 20

@@ -29,8 +29,6 @@ from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.sources import Maker, Stored, TensorSource, needed_keys
 from ckpt_tasks.tensors.streams import preserved_rng
 
-__all__ = ["RestorePlan", "plan_restore"]
-
 
 class RestorePlan:
     """A planned restore, before anything has changed.

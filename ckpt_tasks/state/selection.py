@@ -20,8 +20,6 @@ from ckpt_tasks.objects.optimizers import optimizer_names
 from ckpt_tasks.objects.parts import GroupState, Saved
 from ckpt_tasks.state.groups import modules_of
 
-__all__ = ["Chosen", "Only", "Selection", "choose"]
-
 Only = Iterable[str] | Mapping[str, str]
 
 _MISSING = ("error", "keep")

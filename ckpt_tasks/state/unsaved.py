@@ -34,8 +34,6 @@ from ckpt_tasks.objects.optimizers import is_ordinary
 from ckpt_tasks.state.groups import flat, held_in, modules_of, objects_of
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 
-__all__ = ["Unsaved", "warn_of_trained"]
-
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()

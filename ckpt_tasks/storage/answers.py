@@ -13,8 +13,6 @@ from typing import Any
 from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["answer_of", "as_ours", "is_expired", "of_listing"]
-
 _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
 _OVERLOADED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "ServerBusy"})

@@ -45,8 +45,6 @@ from ckpt_tasks.storage.local_fs import (
 from ckpt_tasks.storage.port import OneByOne, Store, moved
 from ckpt_tasks.storage.reserve import Reserve
 
-__all__ = ["LocalStore"]
-
 _PIECE_BYTES = 16 << 20
 _SYNCED_BYTES = 256 << 20  # Fsync after at most this many bytes in the page cache.
 _DIRECT_BYTES = 1 << 20  # Below this size, alignment costs more than it saves.

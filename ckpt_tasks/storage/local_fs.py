@@ -17,19 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 from ckpt_tasks.errors import CkptError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.system import system
 
-__all__ = [
-    "DAMAGED",
-    "HINTS",
-    "NO_LINKS",
-    "Calls",
-    "fsync_directory",
-    "link_above",
-    "our_errors",
-    "read_again",
-    "unlinked",
-    "write_at",
-]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -28,8 +28,6 @@ from ckpt_tasks.storage.local_fs import our_errors
 from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 
-__all__ = ["GROUP", "Location", "await_first_answer", "first_answer_s", "free_bytes", "location_of", "stores_below"]
-
 GROUP = "ckpt_tasks.places"
 # None: opening a store sends no request. The command line sets a limit while a command runs.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)

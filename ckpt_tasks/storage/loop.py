@@ -16,8 +16,6 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
-__all__ = ["each", "failed", "in_flight", "io_loop", "slices"]
-
 _BLOCKING_THREADS = 6
 # Requests at a time. For an upload in parts, their bytes are all the memory that it needs beside the image.
 _IN_FLIGHT = 8

@@ -32,8 +32,6 @@ from ckpt_tasks.storage.port import SCHEMES, Store, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
-__all__ = ["ObjectStore"]
-
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
 # Notice a stalled connection within seconds. The client must not retry: that hides failures and repeats commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.loop import each, failed, slices
 
-__all__ = ["OtherRequests", "drive"]
-
 _T = TypeVar("_T")
 
 

@@ -30,18 +30,6 @@ from typing import Protocol, TypeVar
 
 from ckpt_tasks.errors import CkptError
 
-__all__ = [
-    "SCHEMES",
-    "OneByOne",
-    "ReadableStore",
-    "Store",
-    "WatchedStore",
-    "WrappedStore",
-    "moved",
-    "unwrapped",
-    "watching",
-]
-
 # The schemes of object stores' URLs, each with fsspec's name of its file system. A scheme is a row here.
 SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
 

@@ -14,8 +14,6 @@ from contextlib import suppress
 from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["prove"]
-
 _RACERS = 8
 _ROUNDS = 5
 _TRIES = 5

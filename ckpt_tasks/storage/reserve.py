@@ -25,8 +25,6 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import is_live_list, parse_ledger_name
 from ckpt_tasks.storage.local_fs import unlinked
 
-__all__ = ["Reserve"]
-
 _NAMES = tuple(f".ckpt-reserve/{n:02d}" for n in range(16))
 _FILE_BYTES = 64 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT)

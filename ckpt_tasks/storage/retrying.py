@@ -21,8 +21,6 @@ from ckpt_tasks.errors import CkptError, IntegrityError, ObjectExistsError, Obje
 from ckpt_tasks.storage.port import ReadableStore, Store, WrappedStore
 from ckpt_tasks.system import system
 
-__all__ = ["RetryingStore", "is_transient", "read_good", "tried_again", "wait_s"]
-
 _T = TypeVar("_T")
 
 _DEADLINE_S = (

@@ -22,8 +22,6 @@ from ckpt_tasks.storage.loop import each, failed, in_flight, slices
 from ckpt_tasks.storage.port import moved
 from ckpt_tasks.storage.retrying import is_transient, tried_again
 
-__all__ = ["S3Requests", "send_part", "sending_once"]
-
 _log = logging.getLogger("ckpt_tasks")
 
 PART_BYTES = 16 << 20

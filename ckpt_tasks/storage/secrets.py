@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-__all__ = ["SECRET_OPTIONS", "ClientError", "Redactor", "secret_options", "without_secrets"]
-
 SECRET_OPTIONS = frozenset({
     "account_key",
     "aws_secret_access_key",

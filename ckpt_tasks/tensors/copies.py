@@ -17,8 +17,6 @@ from ckpt_tasks.tensors.placements import is_sharded
 from ckpt_tasks.tensors.sources import HeldTensors, Stored, TensorSource
 from ckpt_tasks.tensors.tensors import expanded, identity, may_overlap, same_bits
 
-__all__ = ["Copies"]
-
 _ALIGNED = 16
 
 

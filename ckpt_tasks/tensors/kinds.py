@@ -24,8 +24,6 @@ from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedSta
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import NUMBERS, Typed
 
-__all__ = ["KINDS", "ValueKind", "build", "kind_of_value"]
-
 _PATHS: dict[str, type[PurePath]] = {
     "PosixPath": Path,
     "WindowsPath": Path,

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-__all__ = ["LARGE_BYTES", "THREADS", "Move", "copy_tensors", "is_plain"]
-
 LARGE_BYTES = 64 << 10  # Smaller tensors are not worth their own call.
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20

@@ -26,22 +26,6 @@ from torch import nn
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.layout.regions import Box
 
-__all__ = [
-    "ALONE",
-    "Place",
-    "Share",
-    "Shares",
-    "World",
-    "cut_beside_data",
-    "is_sharded",
-    "like",
-    "local_of",
-    "local_pairs",
-    "place_of",
-    "reshard",
-    "share",
-]
-
 _ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
 _CUT_BYTES = 1 << 18  # Below this size one rank writes a replicated box; a larger box is cut among the replicas.
 

@@ -12,8 +12,6 @@ from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.tensors.placements import is_sharded, like, local_of
 from ckpt_tasks.tensors.tensors import allocate, copy_all
 
-__all__ = ["HeldTensors", "Maker", "Stored", "TensorSource", "needed_keys"]
-
 
 class TensorSource(Protocol):
     """The tensors of one checkpoint by full key.

@@ -14,21 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-__all__ = [
-    "GENERATORS",
-    "OwnStreams",
-    "current_streams",
-    "generator_type",
-    "preserved_rng",
-    "process_streams",
-    "same_state",
-    "scratch_generator",
-    "seed_streams",
-    "set_stream",
-    "set_streams",
-    "stream_state",
-]
-
 _BITS = (np.random.Generator, np.random.BitGenerator)  # Both have a bit generator, and the seeds of their children.
 GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.random.SeedSequence)
 

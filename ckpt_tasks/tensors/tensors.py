@@ -25,23 +25,6 @@ from ckpt_tasks.layout.image import STORED_DTYPES
 from ckpt_tasks.tensors.memcpy import copy_tensors
 from ckpt_tasks.tensors.placements import ALONE, Shares, World, local_of, place_of
 
-__all__ = [
-    "DTYPES",
-    "REAL_DTYPES",
-    "RankRule",
-    "TensorSet",
-    "allocate",
-    "copy_all",
-    "difference",
-    "expanded",
-    "identity",
-    "may_overlap",
-    "refuse",
-    "same_bits",
-    "strides",
-    "tensor_at",
-]
-
 # The dtypes that can be stored and that this version of torch has.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
 

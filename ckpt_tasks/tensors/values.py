@@ -31,22 +31,6 @@ from ckpt_tasks.format.tree import (
 from ckpt_tasks.tensors.kinds import KINDS, build, kind_of_value
 from ckpt_tasks.tensors.tensors import TensorSet
 
-__all__ = [
-    "REFILLED",
-    "array_view",
-    "finished",
-    "has_memory",
-    "has_state",
-    "in_place",
-    "inside",
-    "is_scalar",
-    "live_parts",
-    "pack",
-    "parts_of",
-    "rebuilt",
-    "unpack",
-]
-
 REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objects and get new contents.
 
 

@@ -38,8 +38,6 @@ from ckpt_tasks.upkeep.upkeep import (
     verify_checkpoint,
 )
 
-__all__ = ["Background", "CancelledWorkError", "Pruner"]
-
 _MOST_ORPHANS = 20_000  # An entry takes this many, of 100 bytes each; the next prune takes more.
 _MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all.
 _log = logging.getLogger("ckpt_tasks")

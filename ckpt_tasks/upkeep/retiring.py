@@ -23,8 +23,6 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.port import Store
 
-__all__ = ["Retirement", "delete_retired", "retire"]
-
 _DELETED_AT_ONCE = 1000  # One request to S3 names as many.
 
 

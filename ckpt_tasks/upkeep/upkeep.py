@@ -33,17 +33,6 @@ from ckpt_tasks.reading.opening import (
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 
-__all__ = [
-    "RunFaults",
-    "missing_metric",
-    "newest_good",
-    "orphans",
-    "plan_prune",
-    "plan_removal",
-    "verify_checkpoint",
-    "verify_run_directory",
-]
-
 _FAR_REQUESTS = 8
 
 _T = TypeVar("_T")
