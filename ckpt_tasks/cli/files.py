@@ -62,7 +62,7 @@ def export(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as files of safetensors, torch.save or DCP.
+    """Write a checkpoint as safetensors, torch.save or DCP.
 
     Reading the files needs neither this package nor the run. In safetensors files a single module has the names of its
     state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or several
