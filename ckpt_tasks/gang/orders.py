@@ -135,22 +135,25 @@ class Orders:
                     return RankError(f"rank {names} has ended", hint="The launcher's log says how.")
                 time.sleep(_POLL_S)
         except StoreError:
-            return RankError(
-                "the process that holds the store of the ranks has ended", hint="It is rank 0, or torchrun."
-            )
+            return _store_has_ended()
         return None
 
     def _watch(self, end_waits: Callable[[], None]) -> None:
-        failed = False
-        while not failed and not self._over.wait(_WATCH_S):
+        why: CkptError | None = None
+        while why is None and not self._over.wait(_WATCH_S):
             try:
-                failed = self._exchange.look("failed") is not None
+                word = self._exchange.look("failed")
+                why = None if word is None else _read(word)
             except StoreError:
-                failed = True
-        if failed:
+                why = _store_has_ended()
+        if why is not None:
             end_waits()
             if not self._over.wait(_GRACE_S if self._exchange.first else 0):
-                os._exit(1)
+                self.end_process(why)  # The main thread may hang in gloo, so it cannot say why.
+
+
+def _store_has_ended() -> RankError:
+    return RankError("the process that holds the store of the ranks has ended", hint="It is rank 0, or torchrun.")
 
 
 def _read(word: bytes) -> CkptError:

@@ -127,7 +127,7 @@ def test_a_script_that_makes_no_run_there_is_told_how() -> None:
         verify_script(["sh", "-c", "echo no such step; exit 3"])
     done = CliRunner().invoke(app, ["verify-resume", "--steps", "9", "--", "python", "train.py"])
     assert done.exit_code == 1
-    assert "--steps and --set are for a program" in done.output
+    assert "--steps, --set and --ranks are for a program" in done.output
 
 
 @pytest.mark.slow
