@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED, parse_json
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, text
 from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
@@ -210,7 +210,8 @@ def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
     prefix = file.read(0, min(8 + length, file.size_bytes)).tobytes()
     try:
         entries = parse_header(prefix, file.size_bytes)
-        metadata = parse_json(prefix[8:], encoding="utf-8").get("__metadata__") or {}
+        told = parse_json(prefix[8:], encoding="utf-8").get("__metadata__")
+        metadata = {} if told is None else {name: text(value) for name, value in told.items()}
         ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
         tied, dtypes = _about(metadata, ours)
     except IntegrityError as error:
@@ -225,10 +226,10 @@ def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
     return _with_views(values, tied, dtypes, file.name), {}
 
 
-def _about(metadata: Mapping[str, Any], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
+def _about(metadata: dict[str, str], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return tied names (name → stored name) and the dtypes of views (name → dtype), as an export wrote them."""
     if ours is None:
-        return {str(name): value for name, value in metadata.items() if isinstance(value, str)}, {}
+        return metadata, {}
     return {str(n): str(kept) for n, kept in ours["tied"].items()}, {str(n): str(d) for n, d in ours["dtypes"].items()}
 
 

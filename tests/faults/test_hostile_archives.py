@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import struct
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -104,6 +106,17 @@ def test_a_zip_file_that_contradicts_itself(place: Path, data: bytes) -> None:
 def test_a_header_that_contradicts_itself(place: Path, data: bytes) -> None:
     """P21: a drawn safetensors file is refused in an error of ours, or is what safetensors reads."""
     answer(place, {"a.safetensors": data})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "good"), [({"a": "b"}, True), (None, True), ({"a": 0}, False), ({"a": None}, False), ([], False)]
+)
+def test_metadata_are_texts(place: Path, metadata: object, good: bool) -> None:
+    """P21: what safetensors does not take for metadata is refused here too."""
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"w": tensor, "__metadata__": metadata}).encode()
+    told = answer(place, {"a.safetensors": struct.pack("<Q", len(header)) + header + bytes(4)})
+    assert ("malformed" not in told) is good
 
 
 @given(files=directories())
