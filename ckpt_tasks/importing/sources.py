@@ -210,8 +210,8 @@ def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
     prefix = file.read(0, min(8 + length, file.size_bytes)).tobytes()
     try:
         entries = parse_header(prefix, file.size_bytes)
-        told = parse_json(prefix[8:], encoding="utf-8").get("__metadata__")
-        metadata = {} if told is None else {name: text(value) for name, value in told.items()}
+        texts = parse_json(prefix[8:], encoding="utf-8").get("__metadata__")
+        metadata = {} if texts is None else {name: text(value) for name, value in texts.items()}
         ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
         tied, dtypes = _about(metadata, ours)
     except IntegrityError as error:

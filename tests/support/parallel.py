@@ -48,7 +48,10 @@ class Parallel:
         net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1))
         self.model: nn.Module = net
         if dist.is_initialized() and kind == "ddp":
-            self.model = nn.parallel.DistributedDataParallel(net)
+            # After its first step it lays out its buckets anew, so more than two ranks sum in another order then; this
+            # keeps them as they are, and a restart is bit-equal.
+            kept = dist.get_world_size() > 2
+            self.model = nn.parallel.DistributedDataParallel(net, find_unused_parameters=kept)
         elif dist.is_initialized() and kind == "fsdp":
             fully_shard(net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
