@@ -30,19 +30,24 @@ def join(rank: int, size: int, local_rank: int, local_size: int) -> None:
 
     Raises RankError if the ranks do not meet.
     """
-    devices = torch.cuda.device_count() >= local_size
-    if devices:
-        torch.cuda.set_device(local_rank)
+    backend = take_device(local_rank, local_size)
     try:
         store = _open_store(rank, size)
         name = meet(store, rank, size)
-        backend = "cuda:nccl,cpu:gloo" if devices else "gloo"
         dist.init_process_group(backend, store=_named(name, store), rank=rank, world_size=size)
     except (KeyError, RuntimeError, ValueError) as error:  # torch's, and a variable that is not set
         raise RankError(
             f"rank {rank} does not reach the others: {error!s:.300}",
             hint="The launcher sets MASTER_ADDR and MASTER_PORT, where rank 0 is to be reached.",
         ) from error
+
+
+def take_device(local_rank: int, local_size: int) -> str:
+    """Take this rank's device if each rank of the host has one; return torch's backend: NCCL then, else Gloo."""
+    if torch.cuda.device_count() < local_size:
+        return "gloo"
+    torch.cuda.set_device(local_rank)
+    return "cuda:nccl,cpu:gloo"
 
 
 def meet(store: Any, rank: int, size: int) -> str:

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -28,6 +27,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.gang.joining import join
 from ckpt_tasks.gang.orders import Orders
 from ckpt_tasks.gang.parallel import check_parallel
+from ckpt_tasks.gang.rank import StoppedError, raise_stopped
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import StoreExchange, find_exchange
 from ckpt_tasks.session.forked import recorded_params
@@ -101,17 +101,17 @@ class Place:
         with taking_stop_signals():
             for number in (signal.SIGTERM, signal.SIGINT):
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, _stopped)
+                    signal.signal(number, raise_stopped)
             try:
                 with Checkpointer(config) as ckpt:
                     try:
                         self._carry_out(orders, ckpt, program, params)
-                    except _StoppedError:
+                    except StoppedError:
                         raise
                     except BaseException as error:  # noqa: BLE001 (also a program's own exit)
                         orders.end_process(orders.failed(error, ckpt.position))
                 dist.destroy_process_group()
-            except _StoppedError as stop:
+            except StoppedError as stop:
                 return 128 + int(stop.args[0])
         return 0
 
@@ -190,11 +190,3 @@ class _Patience:
             return False
         self._told_s = self._told_s or time.monotonic()
         return time.monotonic() - self._told_s > _PATIENCE_S
-
-
-class _StoppedError(BaseException):
-    """A signal was delivered: the step is committed, and the run released."""
-
-
-def _stopped(number: int, frame: FrameType | None) -> NoReturn:
-    raise _StoppedError(number)

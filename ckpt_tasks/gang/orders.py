@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -33,7 +32,6 @@ _WATCH_S = 0.2
 _LOOK_S = 1.0
 _GRACE_S = 20.0  # rank 0 records a failure; a launcher's own patience is 30 s
 _CAUSE_S = 0.3
-_log = logging.getLogger("ckpt_tasks")
 
 
 class Given(NamedTuple):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import go_back
 from ckpt_tasks.format.records import checkpoint_item
+from ckpt_tasks.gang.joining import take_device
 from ckpt_tasks.gang.messages import (
     Begin,
     Channel,
@@ -51,8 +52,13 @@ _SIOCGIFADDR = 0x8915  # The number of the ioctl on Linux.
 _log = logging.getLogger("ckpt_tasks")
 
 
-class _StoppedError(BaseException):
+class StoppedError(BaseException):
     """A signal was delivered: the step is committed, and the run released."""
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise StoppedError with a signal's number, as its handler."""
+    raise StoppedError(number)
 
 
 def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = None) -> None:
@@ -75,7 +81,7 @@ class _Rank:
     def be(self, listening_fd: int | None) -> None:
         """Carry out orders; send an exception to the agent, which then kills this process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The agent handles a terminal's Ctrl-C.
-        signal.signal(signal.SIGTERM, _stopped)
+        signal.signal(signal.SIGTERM, raise_stopped)
         [begin, *more] = self._channel.receive()
         assert isinstance(begin, Begin)
         watcher.set(self._watch)
@@ -89,14 +95,14 @@ class _Rank:
                     ckpt.listen(self._listener())
                 self._serve(LocalSession(ckpt, begin.program, begin.params), begin.size)
             dist.destroy_process_group()
-        except _StoppedError:
+        except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001 (told to the agent; also a program's own exit)
             self._fail(error, 0)
         self._channel.send(Done(position=0))
 
     def _serve(self, session: LocalSession, size: int) -> None:
-        """Carry out orders until the order to close; raises _StoppedError then if the memory is to be kept."""
+        """Carry out orders until the order to close; raises StoppedError then if the memory is to be kept."""
         carried_out: dict[str, Callable[..., object]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
@@ -107,12 +113,12 @@ class _Rank:
             order = self._orders.get()
             if order.name == "close":
                 if order.arguments["keep"]:
-                    raise _StoppedError
+                    raise StoppedError
                 return
             stopped, began = None, (time.perf_counter(), time.thread_time())
             try:
                 carried_out[order.name](**order.arguments)
-            except _StoppedError as stop:
+            except StoppedError as stop:
                 stopped = int(stop.args[0])
             except BaseException as error:  # noqa: BLE001 (told to the agent)
                 # Fail here: the end of the Checkpointer's block would wait for the other ranks.
@@ -142,7 +148,7 @@ class _Rank:
         """Send the error to the agent, and wait until it ends this process."""
         self._channel.send(Failed.of(error, step))
         while True:
-            with suppress(_StoppedError):
+            with suppress(StoppedError):
                 signal.pause()
 
     def _listen(self, messages: list[Any]) -> None:
@@ -196,10 +202,6 @@ class _Forward(logging.Handler):
             self._channel.send(Logged(logger=record.name, level=record.levelno, text=text))
 
 
-def _stopped(number: int, frame: FrameType | None) -> NoReturn:
-    raise _StoppedError(number)
-
-
 def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     """Join the process group of the ranks: NCCL if each of them has a device, else Gloo."""
     local = {"LOCAL_RANK": rank - begin.first_rank, "LOCAL_WORLD_SIZE": begin.local_size}
@@ -209,9 +211,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # A host's name may stand for another interface.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
-    devices = torch.cuda.device_count() >= begin.local_size
-    if devices:
-        torch.cuda.set_device(rank - begin.first_rank)
+    backend = take_device(rank - begin.first_rank, begin.local_size)
     store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
         begin.host,
         begin.port,
@@ -221,7 +221,6 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
         timeout=timedelta(seconds=_JOIN_S),
         wait_for_workers=False,
     )
-    backend = "cuda:nccl,cpu:gloo" if devices else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=begin.size)
 
 
