@@ -30,6 +30,7 @@ BOUND_ONLY = {"aiohttp", "fastapi", "sqlalchemy", "websockets"}
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
     "huggingface": {"accelerate", "transformers"},
+    "jax": {"jax"},
     "ray": {"ray"},
     "trackers": {"mlflow-skinny", "wandb"},
 }

@@ -1,0 +1,76 @@
+"""Named arrays of other frameworks as a part of a state: tensors that share their memory, and back.
+
+A dtype that torch lacks (of ml_dtypes: int4, float8_e4m3 and others of one byte) is kept as bytes beside its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
+from ckpt_tasks.tensors.tensors import DTYPES
+
+Array = np.ndarray[Any, Any]
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class _Writable:
+    """Show the memory of a read-only array as writable: torch takes no other, and a save only reads it."""
+
+    def __init__(self, array: Array):
+        self._array = array  # Keeps the memory alive.
+        shown = array.__array_interface__
+        self.__array_interface__ = {**shown, "data": (shown["data"][0], False)}
+
+
+def tensor_of(array: Array, key: str) -> Any:
+    """Return a tensor that shares an array's memory, or bytes with the dtype's name.
+
+    Raises UnsupportedStateError with the key for an array of something else than numbers.
+    """
+    dtype, narrow = _TORCH.get(array.dtype.name), _is_of_ml_dtypes(array.dtype)
+    if dtype is None and not (narrow and array.dtype.itemsize == 1):
+        raise UnsupportedStateError(f"an array of {array.dtype} cannot be stored", key=key)
+    bits = array.view(f"u{array.dtype.itemsize}") if narrow else array
+    tensor = torch.from_numpy(np.asarray(_Writable(bits)))
+    return {"dtype": array.dtype.name, "data": tensor} if dtype is None else tensor.view(dtype)
+
+
+def array_of(saved: Any) -> Array:
+    """Return an array that shares the memory of what `tensor_of` has returned."""
+    name, tensor = (saved["dtype"], saved["data"]) if isinstance(saved, Mapping) else (DTYPES[saved.dtype], saved)
+    dtype = np.dtype(name)
+    if not _is_of_ml_dtypes(dtype):
+        return np.asarray(tensor.numpy())
+    return np.asarray(tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}")).numpy()).view(dtype)
+
+
+def _is_of_ml_dtypes(dtype: np.dtype[Any]) -> bool:
+    return dtype.isbuiltin == 2  # A dtype that a package has added to NumPy's; every framework imports ml_dtypes.
+
+
+def compared(
+    saved: Mapping[str, Any], live: Iterable[str], what: str, *, different: Iterable[str] = (), hint: str | None = None
+) -> None:
+    """Raise StateMismatchError if a checkpoint has other names than the program, or if something is `different`."""
+    here = {*live}
+    missing, unexpected, different = sorted(here - saved.keys()), sorted(saved.keys() - here), tuple(different)
+    if missing or unexpected or different:
+        raise StateMismatchError(
+            f"{what} is another one than the checkpoint's",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            different=different,
+            hint=hint,
+        )
+
+
+def difference(name: str, array: Any, live: Any) -> str | None:
+    """Return how shape or dtype of an array differ from the program's; None if they do not."""
+    here, there = ((tuple(one.shape), str(one.dtype)) for one in (live, array))
+    return None if here == there else f"{name}: {here[1]}{[*here[0]]} here, {there[1]}{[*there[0]]} in the checkpoint"
