@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.saving.listening import Listener
     from ckpt_tasks.state.groups import ByRank
     from ckpt_tasks.storage.locations import Location
+    from ckpt_tasks.tables.table import LookupTable
 
 __version__ = "0.1.0.dev0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "Gradients",
     "Listener",
     "Location",
+    "LookupTable",
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
@@ -65,6 +67,7 @@ _MODULES = {
     "Listener": "ckpt_tasks.saving.listening",
     "Location": "ckpt_tasks.storage.locations",
     "RestoreReport": "ckpt_tasks.reading.restore",
+    "LookupTable": "ckpt_tasks.tables.table",
     "ResumableLoader": "ckpt_tasks.data.loader",
     "ResumableSampler": "ckpt_tasks.data.sampler",
     "export_checkpoint": "ckpt_tasks.copying.export",

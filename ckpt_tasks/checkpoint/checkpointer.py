@@ -302,7 +302,7 @@ class Checkpointer(HeldRun):
             if not self._unsaved.has_looked:
                 _refuse_wrong(state)
             with gc_paused():
-                captured = capture(state, world=self._ranks.world)
+                captured = capture(state, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # Raises for an unsupported value before anything is written.
                 self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)

@@ -31,7 +31,8 @@ MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
-_SHARD = re.compile(rf"{_GROUP.pattern}-[0-9]{{5,9}}-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors", re.ASCII)
+_OF_RANKS = r"-of-[0-9]{5,9}-[0-9]{1,9}\.(?:safetensors|arrow)"
+_SHARD = re.compile(rf"{_GROUP.pattern}-[0-9]{{5,9}}{_OF_RANKS}", re.ASCII)
 _EVALUATION = re.compile(rf"evals/([0-9]{{12}})-({_GROUP.pattern})-[0-9a-f]{{16}}\.arrow", re.ASCII)
 _STEPS = re.compile(r"steps/([0-9]{12})-e(?:[0-9]{6}|[1-9][0-9]{6,8})-[0-9a-f]{16}\.arrow", re.ASCII)
 _LIVE_LIST = re.compile(r"live/[0-9a-f]{32}\.json", re.ASCII)
@@ -72,6 +73,16 @@ def parse_attempt(name: str) -> Attempt | None:
 def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
     """Name one safetensors file of a group: rank r of n, part p."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{part}.safetensors"
+
+
+def table_name(group: str, rank: int, world_size: int, number: int) -> str:
+    """Name one Arrow file of a lookup table; its number is never used again in the files that follow it."""
+    return f"{group}-{rank:05d}-of-{world_size:05d}-{number}.arrow"
+
+
+def is_table(name: str) -> bool:
+    """Return True if a shard's name, plain or folded, is that of a lookup table's file."""
+    return name.endswith(".arrow") and "-of-" in name
 
 
 def ledger_name(n: int) -> str:
@@ -158,9 +169,9 @@ def is_live_list(name: str) -> bool:
 MAX_FOLDED = 1 << 20
 MAX_RETIRED = 4 * MAX_FOLDED  # The most names that one ledger entry gives up.
 
-_NUMBERED = re.compile(r"(.*-)([0-9]{5,9})(-of-[0-9]{5,9}-[0-9]{1,9}\.safetensors)", re.ASCII)
+_NUMBERED = re.compile(rf"(.*-)([0-9]{{5,9}})({_OF_RANKS})", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"
-_FOLDED = re.compile(rf"(.*-)\[({_RUN}(?:,{_RUN})*)\](-of-[0-9]{{5,9}}-[0-9]{{1,9}}\.safetensors)", re.ASCII)
+_FOLDED = re.compile(rf"(.*-)\[({_RUN}(?:,{_RUN})*)\]({_OF_RANKS})", re.ASCII)
 
 _Key = tuple[str, str]  # The texts before and after the rank.
 _Run = tuple[int, int]  # The first and the last rank.

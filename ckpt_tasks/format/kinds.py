@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import MALFORMED, text, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
+from ckpt_tasks.format.versions import TABLES_VERSION
 
 RNG = "rng"  # The group of the process's random streams.
 
@@ -81,6 +82,16 @@ def _check_generator(tree: Any) -> None:
             whole(value, _POSITIONS[name])
 
 
+def _check_table(tree: Any) -> None:
+    whole(tree["dim"])
+    for name in ("seed", "updates", "count", "shards"):
+        whole(tree[name])
+    text(tree["rule"])
+    _ = [text(name) for name in (*_list(tree["slots"]), *_dict(tree["options"]))]
+    if not all(type(ref) is TensorRef for ref in _list(tree["files"])):
+        raise TypeError("a table has files")
+
+
 def _named(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -118,5 +129,6 @@ KINDS = {
     "stateful": SavedKind(1),
     "generator": SavedKind(1, _check_generator, exports=False),
     "plain": SavedKind(1),
+    "table": SavedKind(TABLES_VERSION, _check_table),
     RNG: SavedKind(1, _check_streams, exports=False),
 }

@@ -39,7 +39,7 @@ from ckpt_tasks.format.records import (
     read_params,
     read_rollback,
 )
-from ckpt_tasks.format.versions import RANKS_VERSION, check_version
+from ckpt_tasks.format.versions import TABLES_VERSION, check_version
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
@@ -244,7 +244,7 @@ class Entry:
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the ledger entry's bytes are not what was written", key=name)
-            check_version(body["version"], name, newest=RANKS_VERSION)
+            check_version(body["version"], name, newest=TABLES_VERSION)
             if body["event"]["kind"] not in EVENTS:
                 raise FormatVersionError(
                     f"the ledger holds the unknown event {body['event']['kind']!r:.40}",

@@ -17,10 +17,10 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import is_live_list, live_list_name
+from ckpt_tasks.format.keys import is_live_list, is_table, live_list_name
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
-from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
+from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, TABLES_VERSION, check_version
 
 MAX_INLINE_CHECKPOINTS = 128
 _SEGMENT = 64  # A segment has this many checkpoints; the tail has at most twice as many.
@@ -73,8 +73,10 @@ def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
 
 
 def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
-    """Return the format version for an object with these names: 2 if any is folded, else 1."""
-    names = chain(retired, *(checkpoint.reuses for checkpoint in live))
+    """Return the format version for an object with these names: 4 with a lookup table's file, 2 with a folded name."""
+    names = [*chain(retired, *(checkpoint.reuses for checkpoint in live))]
+    if any(map(is_table, names)):
+        return TABLES_VERSION
     return RANKS_VERSION if any("[" in name for name in names) else FORMAT_VERSION
 
 
@@ -84,7 +86,7 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:
         body = parse_json(data, max_depth=_MAX_DEPTH)
-        check_version(body["version"], name, newest=RANKS_VERSION)
+        check_version(body["version"], name, newest=TABLES_VERSION)
         checkpoints = tuple(read_checkpoint(item) for item in body["live"])
         if not checkpoints:
             raise ValueError("an empty list")

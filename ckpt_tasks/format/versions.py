@@ -10,6 +10,7 @@ FORMAT_VERSION = 1
 # Version 2 adds manifests of more than one rank and ledger objects with folded names. The rows of values (tree.py) and
 # groups (kinds.py) add later versions.
 RANKS_VERSION = 2
+TABLES_VERSION = 4  # Version 4 adds lookup tables: a kind of group, and the names of its files.
 
 
 def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:

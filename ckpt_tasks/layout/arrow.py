@@ -33,7 +33,7 @@ _GOES_ON = 0xFFFFFFFF  # This mark begins every message.
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8
 _MAX_METRICS = 1 << 20
-_NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float64(): np.float64}
+_NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
 _METRICS = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 
 
@@ -61,6 +61,10 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
     if pa.types.is_list(kind):
         buffers.append(_ends(values))
         children.append(array([*chain.from_iterable(values)], kind.value_type))
+    elif pa.types.is_fixed_size_list(kind):
+        children.append(array(np.reshape(values, -1), kind.value_type))
+    elif pa.types.is_boolean(kind):
+        buffers.append(pa.py_buffer(np.packbits(values, bitorder="little")))
     elif pa.types.is_string(kind):
         texts = [value.encode() for value in values]
         buffers += [_ends(texts), pa.py_buffer(b"".join(texts))]
@@ -180,6 +184,11 @@ class _Batch:
         if length < 0 or nulls:
             raise ValueError("a column is missing, or a value in one")
         self._buffer()  # Skip the bitmap of missing values: no value is missing.
+        if pa.types.is_fixed_size_list(kind):
+            values = self._take(kind.value_type)
+            if len(values) != length * kind.list_size:
+                raise ValueError("lists of another size")
+            return pa.Array.from_buffers(kind, length, [None], null_count=0, children=[values])
         buffers = [None, self._buffer()]
         children = []
         if pa.types.is_string(kind):

@@ -152,6 +152,11 @@ def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) ->
     return ImageLayout(header, slots, start + begin, region_bytes)
 
 
+def plan_bytes(name: str, size_bytes: int) -> ImageLayout:
+    """Lay out a file that is one tensor of bytes and has no header."""
+    return ImageLayout(b"", (Slot(TensorSpec(name, "uint8", (size_bytes,)), 0, size_bytes),), size_bytes)
+
+
 def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Cut a group into files of at most `max_shard_bytes` and half the largest header; a larger tensor stands alone."""
     parts: list[list[TensorSpec]] = []

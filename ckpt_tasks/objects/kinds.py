@@ -20,6 +20,8 @@ from ckpt_tasks.objects.optimizers import OptimizerPart, capture_optimizer, is_o
 from ckpt_tasks.objects.parts import RestorePart
 from ckpt_tasks.objects.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.objects.stateful import StatefulPart
+from ckpt_tasks.objects.tables import TablePart, capture_table
+from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.streams import GENERATORS
 from ckpt_tasks.tensors.tensors import RankRule, TensorSet
@@ -27,9 +29,19 @@ from ckpt_tasks.tensors.values import has_state, pack
 
 
 class Scope:
-    """The surroundings of a group: the state without containers, its modules, and the names of all parameters."""
+    """The surroundings of a group: the state without containers, its modules, and the names of all parameters.
 
-    def __init__(self, state: Mapping[str, Any], modules: Mapping[str, nn.Module], can_assign: Callable[[str], bool]):
+    `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        modules: Mapping[str, nn.Module],
+        can_assign: Callable[[str], bool],
+        home: str | None = None,
+    ):
+        self.home = home
         self.state = state
         self.modules = modules
         self.can_assign = can_assign
@@ -48,7 +60,8 @@ class GroupKind(NamedTuple):
     `has` says whether an object is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
     `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` says
     how its plain tensors relate among many ranks. `draws`: reading the state runs foreign code, which may draw random
-    numbers. `resizes`: another number of ranks can restore what each rank saved as its own.
+    numbers. `resizes`: another number of ranks can restore what each rank saved as its own. `gathers`: that needs the
+    trees of all ranks, and `part` gets a list of them.
     """
 
     has: Callable[[Any], bool]
@@ -57,6 +70,7 @@ class GroupKind(NamedTuple):
     rule: RankRule
     draws: Callable[[Any], bool] = lambda value: False
     resizes: bool = False
+    gathers: bool = False
 
 
 def kind_of(value: Any) -> str:
@@ -82,6 +96,14 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
 # In the order of capture: memory that two groups share belongs to the first of them, so that a module is restored from
 # its own files. A data loader may draw from a generator in its state_dict(), so generators come after it.
 KINDS = {
+    "table": GroupKind(
+        lambda v: isinstance(v, LookupTable),
+        lambda v, name, at, to, draws: capture_table(v, name, to, at.home),
+        lambda v, name, trees, at, copies, kept: TablePart(v, name, trees, at.home),
+        RankRule.BY_RANK,
+        resizes=True,
+        gathers=True,
+    ),
     "module": GroupKind(
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ckpt_tasks.format.keys import table_name
 from ckpt_tasks.objects.differences import Differences
+from ckpt_tasks.tables.files import Chain, FileBytes, TableFile
+from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.sources import HeldTensors, Maker
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack, unpack
@@ -26,6 +29,46 @@ class GroupState:
     by_rank: bool = False
     buffers: tuple[str, ...] = ()
 
+    @property
+    def trees(self) -> list[Any]:
+        """The trees of all ranks that this process knows."""
+        return [self.tree]
+
+
+class TableFileCapture(NamedTuple):
+    """A file of a captured lookup table: its name, its key, and its contents if no commit is known to have them."""
+
+    group: str
+    name: str
+    key: str
+    file: TableFile
+    contents: FileBytes | None
+
+
+class TableCapture(NamedTuple):
+    """A captured lookup table: the files that a save has, the last of which may not have its rows yet."""
+
+    group: str
+    table: LookupTable
+    chain: Chain
+
+    def take(self) -> list[TableFileCapture]:
+        """Copy the changed rows into the new file, from which the next save goes on; list all files."""
+        self.chain.take(self.table.store, self.table.rule.slots)
+        self.table.chain = self.chain
+        shards = self.table.shards
+        of_rank = f"{shards.rank:05d}/" if shards.size > 1 else ""
+        return [
+            TableFileCapture(
+                self.group,
+                table_name(self.group, shards.rank, shards.size, file.number),
+                f"{of_rank}{file.number}",
+                file,
+                file.contents,
+            )
+            for file in self.chain.files
+        ]
+
 
 class Saved(Protocol):
     """One group of a checkpoint; `tree` may be decoded on access, and raises IntegrityError if it is malformed."""
@@ -34,6 +77,8 @@ class Saved(Protocol):
     def kind(self) -> str: ...
     @property
     def tree(self) -> Any: ...
+    @property
+    def trees(self) -> Sequence[Any]: ...
     @property
     def by_rank(self) -> bool: ...
 
@@ -54,6 +99,7 @@ class Captured:
     places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
     one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tables: Sequence[TableCapture] = ()
 
 
 class RestorePart(Protocol):

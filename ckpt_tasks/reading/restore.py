@@ -32,7 +32,7 @@ from ckpt_tasks.ranks.exchange import ALONE, Exchange, Together, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
-from ckpt_tasks.state.restoring import plan_restore
+from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.selection import Selection
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
@@ -216,10 +216,7 @@ def restore_one(
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     with _naming(checkpoint.step):
-        others = opened.manifest.world_size if world_size != opened.manifest.world_size else None
-        plan = plan_restore(
-            state, opened.groups, opened.tensors, partial=partial, rng=not partial, selection=selection, of_ranks=others
-        )
+        plan = _plan(opened, checkpoint, state, world_size, partial=partial, selection=selection)
     wanted = opened.index.of_tensors(plan.keys).rows
     names = {row.object for row in wanted} if partial or selection is not None else None
     headers = [record for record in opened.manifest.objects if names is None or record.name in names]
@@ -245,6 +242,28 @@ def restore_one(
         left=plan.chosen.left,
         new=plan.chosen.new,
         replaced=plan.replaced,
+    )
+
+
+def _plan(
+    opened: Opened,
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    world_size: int,
+    *,
+    partial: bool,
+    selection: Selection | None,
+) -> RestorePlan:
+    saved_by = opened.manifest.world_size
+    return plan_restore(
+        state,
+        opened.groups,
+        opened.tensors,
+        partial=partial,
+        rng=not partial,
+        selection=selection,
+        of_ranks=None if saved_by == world_size else saved_by,
+        home=checkpoint.manifest_digest if checkpoint.n >= 0 else None,  # None: storage does not have it yet.
     )
 
 

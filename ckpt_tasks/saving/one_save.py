@@ -125,6 +125,8 @@ class OneSave:
     def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
         """Continue from the new checkpoint: call listeners, learn its cost, and prune what it replaces."""
         tenure = snapshot.tenure
+        for file in snapshot.files:
+            file.file.committed(checkpoint.manifest_digest)
         tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
         self._cache.forget_left()
         self._listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)

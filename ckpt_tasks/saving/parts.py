@@ -10,16 +10,18 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import StateError, StoreError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.keys import Attempt, attempt_prefix
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, is_table
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Compared, Owner
 from ckpt_tasks.format.tree import encode
+from ckpt_tasks.layout.image import plan_bytes
 from ckpt_tasks.layout.index import Index, parse_index, write_index
 from ckpt_tasks.layout.steps import StepMetrics
-from ckpt_tasks.objects.parts import Captured
+from ckpt_tasks.objects.parts import Captured, TableFileCapture
 from ckpt_tasks.snapshot.snapshot import Image
 
 _ALIGNMENT = 64  # The alignment of Arrow's columns.
@@ -65,6 +67,13 @@ class RankPart:
         objects = tuple(ObjectRecord(*record) for record in body.pop("objects"))
         index = parse_index(memoryview(data)[begin:], f"the part of rank {body['rank']}")
         return cls(index=index, objects=objects, **body)
+
+
+class Digested(NamedTuple):
+    """The part of one file, and its bytes; None for a lookup table's file that only storage has."""
+
+    part: RankPart
+    bytes: memoryview | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +136,30 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     return encoded
 
 
+def digest_file(
+    attempt: Attempt, file: TableFileCapture, given_up: Callable[[], bool], stored: Stored | None, rank: int
+) -> Digested:
+    """Digest a lookup table's file, or find it in the checkpoint before this one; raise as `digest_image` does.
+
+    Raises StoreError if neither the process nor that checkpoint has it.
+    """
+    if given_up():
+        raise SupersededError
+    if file.contents is not None:
+        data = file.contents.bytes
+        image = Image(file.group, file.name, plan_bytes(file.key, len(data)), data, {})
+        return Digested(digest_image(attempt, image, given_up, rank), data)
+    record = stored.records.get(file.name) if stored is not None else None
+    if stored is None or record is None:
+        raise _lost(file.name)
+    return Digested(RankPart(rank, stored.index.of_object(record.name), (record,)), None)
+
+
+def _lost(name: str) -> StoreError:
+    hint = "The next save writes the table whole."
+    return StoreError(f"the last checkpoint, which has {name}, cannot be read or has been removed", hint=hint)
+
+
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
     """Digest one image of a snapshot; raise SupersededError as soon as `given_up()` is true."""
     name, header = attempt_prefix(attempt) + image.name, image.layout.header
@@ -136,7 +169,8 @@ def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], r
             raise SupersededError
         digests.append(digest_bytes(image.bytes[begin:end]))
     index = image.regions.placed(name, digests)
-    return RankPart(rank, index, (ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header)),))
+    record = ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header))
+    return RankPart(rank, index, (record,))
 
 
 def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
@@ -156,15 +190,23 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
     return RankPart(rank, index, tuple(record for part in parts for record in part.objects))
 
 
-def reuse(part: RankPart, stored: Stored | None) -> RankPart:
-    """Return the part with stored objects in place of those new ones whose header, regions and digests are equal."""
+def reuse(digested: Digested, stored: Stored | None) -> RankPart:
+    """Return the part of a file, or that of the stored object whose header, regions and digests are equal.
+
+    Raises StoreError if there is no such object, and only storage had the file.
+    """
+    part, data = digested
     (record,) = part.objects
     name = _last(record.name)
     old = stored.records.get(name) if stored else None
-    if stored is None or old is None or old != record._replace(name=old.name) or old.size_bytes < _REUSED_BYTES:
-        return part
-    regions = stored.index.of_object(old.name)
-    return RankPart(part.rank, regions, (old,)) if regions.same_regions(part.index) else part
+    if stored is not None and old is not None and old == record._replace(name=old.name):
+        regions = stored.index.of_object(old.name)
+        is_worth = old.size_bytes >= _REUSED_BYTES or is_table(name)
+        if is_worth and regions.same_regions(part.index):
+            return RankPart(part.rank, regions, (old,))
+    if data is None:
+        raise _lost(name)
+    return part
 
 
 def _last(name: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
+from ckpt_tasks.objects.parts import TableFileCapture
 from ckpt_tasks.saving.ending import say_wait
-from ckpt_tasks.saving.parts import RankPart, Saving
+from ckpt_tasks.saving.parts import Digested, Saving
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.device import DeviceCopy
@@ -61,12 +62,12 @@ Outcome = Committed | Superseded | Failed
 class Snapshot:
     """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer snapshot may replace it. `digested` yields the part of each image, and then None; then `known` is
+    `keep`: no newer snapshot may replace it. `digested` yields each file, and then None; then `known` is
     set, and `error` says why digesting may have ended early. `sealed` is the index and manifest that the snapshot has
     in memory. `copy` runs on devices: call its wait() before reading the images. `given_up` asks the threads to drop
     the snapshot; `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended.
     `patience`: the flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory
-    directory could not take its seal. `compared` returns what is compared between ranks.
+    directory could not take its seal. `compared` returns what is compared between ranks. `files`: of tables.
     """
 
     slot: str
@@ -78,6 +79,7 @@ class Snapshot:
     observed: Mapping[str, Any]
     copy: DeviceCopy | None = None
     compared: Callable[[], Compared] = dict
+    files: Sequence[TableFileCapture] = ()
     taken_s: float = field(default_factory=lambda: system().monotonic())
     sealed: PreparedCheckpoint | None = None
     error: BaseException | None = None
@@ -87,7 +89,7 @@ class Snapshot:
     superseded: tuple[int, ...] = ()
     outcome: Outcome | None = None
     known: threading.Event = field(default_factory=lambda: system().event())
-    digested: SimpleQueue[RankPart | None] = field(default_factory=lambda: system().queue())
+    digested: SimpleQueue[Digested | None] = field(default_factory=lambda: system().queue())
 
     @property
     def lacks_seal(self) -> bool:

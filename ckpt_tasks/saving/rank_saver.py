@@ -6,7 +6,7 @@ This module does not read or write the ledger. The committer gets a RankPart fro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 
@@ -17,7 +17,17 @@ from ckpt_tasks.layout.steps import steps_file
 from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.saving.differences import compared
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, SupersededError, digest_image, joined, reuse
+from ckpt_tasks.saving.parts import (
+    Digested,
+    RankPart,
+    Saving,
+    Stored,
+    SupersededError,
+    digest_file,
+    digest_image,
+    joined,
+    reuse,
+)
 from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.saving.prepared import prepare_part
 from ckpt_tasks.snapshot.cache import SnapshotCache
@@ -134,16 +144,28 @@ class RankSaver:
 
         `before` is the older snapshot that storage may lack. Logs a warning if memory cannot take the seal.
         """
-        saving, parts = snapshot.saving, []
+        saving, digested = snapshot.saving, list[Digested]()
         for image in snapshot.images.images:
-            parts.append(digest_image(saving.attempt, image, lambda: snapshot.given_up, self._rank))
-            snapshot.digested.put(parts[-1])
+            part = digest_image(saving.attempt, image, lambda: snapshot.given_up, self._rank)
+            digested.append(Digested(part, image.bytes))
+            snapshot.digested.put(digested[-1])
+        stored = (
+            snapshot.tenure.line.reusable(self._cache.store)
+            if any(file.contents is None for file in snapshot.files)
+            else None
+        )
+        for file in snapshot.files:
+            digested.append(digest_file(saving.attempt, file, lambda: snapshot.given_up, stored, self._rank))
+            snapshot.digested.put(digested[-1])
         if not self._cache.outlives and self._world_size > 1:
             snapshot.unsealed = self._cache.left is not None
             return
-        prepared = snapshot.sealed = prepare_part(saving, joined(parts, self._rank))
+        prepared = snapshot.sealed = prepare_part(saving, joined([one.part for one in digested], self._rank))
         in_flight = attempt_prefix(before.saving.attempt) + MANIFEST_NAME if before is not None else None
-        files = {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
+        files: dict[str, bytes | memoryview] = {
+            file.name: file.contents.bytes for file in snapshot.files if file.contents is not None
+        }
+        files |= {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
         files[STEPS_NAME] = steps_file(saving.steps)
         try:
             self._cache.memory.seal(snapshot.slot, files, snapshot.seal_of(prepared, in_flight).to_bytes())
@@ -167,30 +189,41 @@ class RankSaver:
         there first; a failure of that is logged.
         """
         attempt = snapshot.saving.attempt
-        digested: Iterable[RankPart] = iter(snapshot.digested.get, None)
+        digested: Iterable[Digested] = iter(snapshot.digested.get, None)
         try:
             if (copies := self._cache.copies) is not None:
                 digested = [*digested]
                 snapshot.wait_digested()
-                self._copy(copies, snapshot, joined([reuse(one, stored) for one in digested], self._rank))
+                self._copy(copies, snapshot, [(reuse(one, stored), one.bytes) for one in digested], store)
             parts = []
-            for image, written in zip(snapshot.images.images, digested, strict=False):
+            for one in digested:
                 moved()
-                part = reuse(written, stored)
-                if part is written:
-                    store.put(attempt_prefix(attempt) + image.name, [image.bytes])
+                part = reuse(one, stored)
+                if part is one.part and one.bytes is not None:
+                    store.put(part.objects[0].name, [one.bytes])
                 parts.append(part)
             snapshot.wait_digested()
         except SupersededError:
             return None
         return joined(parts, self._rank).with_groups(attempt.step, snapshot.saving.groups, snapshot.compared())
 
-    def _copy(self, copies: LocalCopies, snapshot: Snapshot, part: RankPart) -> None:
+    def _copy(
+        self,
+        copies: LocalCopies,
+        snapshot: Snapshot,
+        files: Sequence[tuple[RankPart, memoryview | None]],
+        store: Store,
+    ) -> None:
+        part = joined([part for part, _ in files], self._rank)
         prepared = prepare_part(snapshot.saving, part, snapshot.sealed)
-        by_name = {image.name: image.bytes for image in snapshot.images.images}
-        objects = {record.name: by_name[record.name.rpartition("/")[2]] for record in prepared.manifest.objects}
         index = prepared.manifest.index.name, prepared.index_bytes
         try:
+            objects = dict[str, memoryview | bytes]()
+            for (record,), data in ((part.objects, data) for part, data in files):
+                if data is not None:
+                    objects[record.name] = data
+                elif not copies.has(record.name):
+                    objects[record.name] = store.get(record.name, record.size_bytes)
             copies.write(objects, index, prepared.manifest_bytes, snapshot.seal_of(prepared, None))
         except StoreError as error:
             _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)

@@ -125,6 +125,7 @@ class Saver:
             self._plan(captured)
             compared = self._rank.sample(captured, saving)
             images, copy = self._rank.fill(slot, captured)
+            files = [file for table in captured.tables for file in table.take()]
         except StoreError as error:
             self.refuse(tenure, error, saving.number)
         self._early = saving.attempt.step == 0
@@ -140,6 +141,7 @@ class Saver:
             observed=observed,
             copy=copy,
             compared=compared,
+            files=files,
         )
         self._warn_if_stuck(saving.attempt.step)
         try:

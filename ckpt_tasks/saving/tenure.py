@@ -42,6 +42,11 @@ class Line:
         return self.parent.manifest_digest if self.parent is not None else None
 
     @property
+    def known_parent(self) -> str | None:
+        """The identity of `parent`, if all ranks know the same one: then the next save may reuse its objects."""
+        return None if self.unsure else self.digest
+
+    @property
     def step(self) -> int:
         """The step of `parent`; -1 without a parent."""
         return self.parent.step if self.parent is not None else -1

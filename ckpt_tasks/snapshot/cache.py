@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.fetch import StoredTensors
-from ckpt_tasks.reading.opening import Opened, change, open_checkpoint
+from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import (
     SLOTS,
@@ -38,12 +35,11 @@ from ckpt_tasks.snapshot.memory import (
     sweep,
 )
 from ckpt_tasks.snapshot.rank_snapshot import Part, RankSnapshot
+from ckpt_tasks.snapshot.slot import MappedTensors, SlotStore
 from ckpt_tasks.storage.port import ReadableStore, Store
-from ckpt_tasks.tensors.placements import ALONE, World, local_pairs
+from ckpt_tasks.tensors.placements import ALONE, World
 from ckpt_tasks.tensors.sources import TensorSource
-from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-_READERS = 2
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -90,7 +86,7 @@ class SnapshotCache:
         self.memory: SnapshotMemory = PrivateMemory()
         self.copies = LocalCopies(_of_rank(local_dir, world.rank, world)) if local_dir is not None else None
         self._local_dir = local_dir
-        self._store = store
+        self.store = store
         self._memory_dir = memory_dir
         self._world = world
         self._root = Path()
@@ -113,14 +109,14 @@ class SnapshotCache:
         """Take the run's memory directory; if none can be used, take private memory and log a warning."""
         self._run_key = run_key
         if self.copies is not None:
-            self.copies.open(self._store.get(FORMAT_NAME, 1 << 20))
+            self.copies.open(self.store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
         if directory is None or isinstance(self.memory, MemoryDirectory) or self.left is not None:
             return
-        self._run = _name_of(self._store.url, self._store.get(FORMAT_NAME, 1 << 20))
+        self._run = _name_of(self.store.url, self.store.get(FORMAT_NAME, 1 << 20))
         try:
             self._root = private_root(directory)
-            self.memory = MemoryDirectory(self._root, self._name(self._world.rank), self._store.url)
+            self.memory = MemoryDirectory(self._root, self._name(self._world.rank), self.store.url)
             sweep(self._root, _is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
@@ -146,7 +142,7 @@ class SnapshotCache:
         memory = self.left or self.memory
         if not isinstance(memory, MemoryDirectory):
             return []
-        sealed = [(slot, part) for slot, part in _sealed(memory) if self._belongs(part.seal, live)]
+        sealed = [(slot, part) for slot, part in _sealed(memory, self.store) if self._belongs(part.seal, live)]
         # If storage lacks two of them, the older one was there when the newer one was taken.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
@@ -168,7 +164,7 @@ class SnapshotCache:
     def _remembered(self, rank: int) -> Iterator[Part]:
         memory = SlotFiles(self._root / self._name(rank))
         if memory.path.is_dir():
-            yield from (part for _, part in _sealed(memory))
+            yield from (part for _, part in _sealed(memory, self.store))
 
     def _copied(self, rank: int) -> Iterator[Part]:
         assert self._local_dir is not None
@@ -289,100 +285,16 @@ def _identities(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset((checkpoint.manifest_digest, checkpoint.manifest))
 
 
-def _sealed(memory: SlotFiles) -> Iterator[tuple[str, Part]]:
+def _sealed(memory: SlotFiles, storage: ReadableStore) -> Iterator[tuple[str, Part]]:
     """Yield the complete slots, with their parts."""
     for slot in SLOTS:
         data = memory.sealed(slot)
         if data is None:
             continue
         try:
-            yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot))
+            yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot, storage))
         except CkptError as error:
             _log.warning("A snapshot in memory is not used: %s", error)
-
-
-class SlotStore:
-    """A slot as a readable store: its files under the names that they have, or would have, in storage."""
-
-    near = True
-    gap_bytes = 0
-
-    def __init__(self, memory: SlotFiles, slot: str):
-        self.url = memory.url
-        self._memory = memory
-        self._slot = slot
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        """Return a file's bytes; raise IntegrityError if there are more than `max_bytes`."""
-        data = self.map(name)
-        if len(data) > max_bytes:
-            raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
-        return bytes(data)
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a buffer from a file; raise IntegrityError if it ends early."""
-        data = self.map(name)
-        if begin + into.nbytes > len(data):
-            raise IntegrityError(f"the file ends at byte {len(data)}", key=name)
-        into[:] = data[begin : begin + into.nbytes]
-
-    def size(self, name: str) -> int:
-        """Return a file's size in bytes."""
-        return len(self.map(name))
-
-    def map(self, name: str) -> memoryview:
-        """Map a file; raises ObjectNotFoundError and IntegrityError."""
-        try:  # Any attempt may have written it: a slot holds a whole snapshot, including reused objects.
-            return self._memory.open(self._slot, name.rpartition("/")[2])
-        except FileNotFoundError as error:
-            raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
-        except OSError as error:
-            raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error
-
-
-class MappedTensors:
-    """The tensors of `rows` in a slot, verified and copied in place; a TensorSource."""
-
-    def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
-        self._rows = list(rows)
-        self._first: dict[str, IndexRow] = {}
-        for row in sorted(self._rows, key=lambda row: (row.object, row.begin)):
-            self._first.setdefault(row.full_key, row)
-        self._maps = {name: store.map(name) for name in {row.object for row in self._rows}}
-        self._fills: list[tuple[torch.Tensor, str]] = []
-
-    def like(self, key: str) -> torch.Tensor:
-        row = self._first[key]
-        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
-
-    def read(self, key: str) -> torch.Tensor:
-        _verify([row for row in self._rows if row.full_key == key], self._maps)
-        return self._at(key)
-
-    def fill(self, into: torch.Tensor, key: str) -> None:
-        self._fills.append((into, key))
-
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        share = -(-len(self._rows) // (4 * _READERS)) or 1
-        shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
-        in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")
-        fills, self._fills = self._fills, []
-        self.copy(fills)
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        copy_all([(into, self._at(key)) for into, key in local_pairs(pairs)])
-
-    def _at(self, key: str) -> torch.Tensor:
-        row = self._first[key]
-        return tensor_at(self._maps[row.object], row.dtype, row.tensor_shape, row.begin)
-
-
-def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
-    for row in rows:
-        if row.end > len(maps[row.object]):
-            raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
-        if digest_bytes(maps[row.object][row.begin : row.end]) != row.digest:
-            raise IntegrityError(change(row))
 
 
 def _name_of(url: str, format_json: bytes) -> str:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, StoreError
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, Names, attempt_prefix, parse_attempt
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
 from ckpt_tasks.storage.local import LocalStore
@@ -43,7 +43,9 @@ class LocalCopies:
                     f"local_dir {self.store.url} holds copies of another run", hint="Give every run one of its own."
                 ) from None
 
-    def write(self, objects: Mapping[str, memoryview], index: tuple[str, bytes], manifest: bytes, seal: Seal) -> None:
+    def write(
+        self, objects: Mapping[str, memoryview | bytes], index: tuple[str, bytes], manifest: bytes, seal: Seal
+    ) -> None:
         """Write a snapshot durably: objects by name, (name, bytes) of the index, manifest, seal; raise StoreError."""
         prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
         for name, body in objects.items():
@@ -54,6 +56,13 @@ class LocalCopies:
         self.store.put(prefix + MANIFEST_NAME, [manifest])
         self.store.put(prefix + SEAL_NAME, [seal.to_bytes()])
         self._newest = prefix
+
+    def has(self, name: str) -> bool:
+        """Return True if an older copy has this object."""
+        try:
+            return self.store.size(name) >= 0
+        except ObjectNotFoundError:
+            return False
 
     def unseal(self, attempt: Attempt) -> None:
         """Delete the seal of a copy, so that it is never read; raise StoreError if that fails."""

@@ -68,8 +68,8 @@ class SnapshotMemory(Protocol):
     def unseal(self, slot: str) -> None:
         """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
 
-    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
-        """Mark a slot as complete: write its index and manifest, then the seal; raise StoreError if that fails."""
+    def seal(self, slot: str, files: Mapping[str, bytes | memoryview], seal: bytes) -> None:
+        """Mark a slot as complete: write files (index, manifest …), then the seal; raise StoreError if that fails."""
 
     def close(self, *, keep: bool) -> None:
         """Release the memory; `keep` sealed snapshots for the next process of this host, if the memory can."""
@@ -98,7 +98,7 @@ class PrivateMemory:
     def unseal(self, slot: str) -> None:
         """Do nothing: no other process can see private memory."""
 
-    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
+    def seal(self, slot: str, files: Mapping[str, bytes | memoryview], seal: bytes) -> None:
         """Do nothing: no other process can see private memory."""
 
     def close(self, *, keep: bool) -> None:
@@ -225,9 +225,11 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             raise StoreError(f"the seal in {directory} cannot be taken away: {error.strerror}") from error
 
-    def seal(self, slot: str, files: dict[str, bytes], seal: bytes) -> None:
+    def seal(self, slot: str, files: Mapping[str, bytes | memoryview], seal: bytes) -> None:
         directory = self._slot(slot)
         try:
+            for left in directory.glob("*-of-*.arrow"):
+                left.unlink()  # Lookup tables of the snapshot that the slot had before.
             for name, data in files.items():
                 _write_new(directory / name, data)
             # Renaming makes the seal appear whole or not at all. It needs no fsync: it need not survive the host.
@@ -339,7 +341,7 @@ def _opened(path: Path) -> Iterator[int]:
         close_descriptor(fd)
 
 
-def _write_new(path: Path, data: bytes) -> None:
+def _write_new(path: Path, data: bytes | memoryview) -> None:
     fd = _open_new(path)
     try:
         write_at(fd, data, 0)

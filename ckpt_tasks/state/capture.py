@@ -29,12 +29,13 @@ from ckpt_tasks.tensors.tensors import RankRule, TensorSet
 _ORDER = [*KINDS]
 
 
-def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE) -> Captured:
+def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE, parent: str | None = None) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
     Draws no random number and changes nothing. A user's own state_dict() may draw: only the streams that it moved are
     put back, because other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are
-    stored once, even across groups. In a `world` of many ranks the tensors are those that this rank writes. Raises
+    stored once, even across groups. `parent` is the identity of the checkpoint that a save of it would follow. In a
+    `world` of many ranks the tensors are those that this rank writes. Raises
     UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
@@ -44,7 +45,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
     captured: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
-        scope = Scope(state, modules_of(state), partial(can_assign, state))
+        scope = Scope(state, modules_of(state), partial(can_assign, state), parent)
         kinds = {name: kind_of(value) for name, value in state.items()}
         for name in sorted(state, key=lambda name: _ORDER.index(kinds[name])):
             kind, value = KINDS[kinds[name]], state[name]
@@ -67,4 +68,6 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
         )
     still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
     frozen = frozenset(still.intersection(tensors.tensors))
-    return Captured(groups, tensors.tensors, frozen, tensors.places, tensors.replicated, tensors.one_for_all)
+    return Captured(
+        groups, tensors.tensors, frozen, tensors.places, tensors.replicated, tensors.one_for_all, tensors.tables
+    )

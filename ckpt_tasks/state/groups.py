@@ -240,4 +240,4 @@ def refuse_fsdp1(state: Mapping[str, Any]) -> None:
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the modules of a state by group."""
-    return {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    return {name: value for name, value in state.items() if kind_of(value) == "module"}

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -125,13 +125,15 @@ def plan_restore(
     rng: bool = True,
     selection: Selection | None = None,
     of_ranks: int | None = None,
+    home: str | None = None,
 ) -> RestorePlan:
     """Compare a target with a checkpoint and plan the restore; change nothing and draw no random number.
 
     `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
     `state` names, and no random streams. `selection`: a loose restore takes this part. `of_ranks`: the number of ranks
-    that saved it, if it differs. Raises StateMismatchError with every difference, UnsupportedStateError if the target
-    itself could not be saved, IntegrityError if a tree is malformed, FormatVersionError for a group of an unknown kind.
+    that saved it, if it differs. `home`: the identity of the checkpoint, if it is committed. Raises StateMismatchError
+    with every difference, UnsupportedStateError if the target itself could not be saved, IntegrityError if a tree is
+    malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
     differences = Differences(tensors)
@@ -151,11 +153,15 @@ def plan_restore(
             differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
             foreign.append(name)
             differences.hint = f"To begin it anew: restore(state, leave={foreign})"
-    keys = frozenset(key for name, group in wanted.items() for key in needed_keys(name, group.tree, tensors))
+    trees = {
+        name: group.trees if of_ranks is not None and KINDS[group.kind].gathers else [group.tree]
+        for name, group in wanted.items()
+    }
+    keys = frozenset(key for name, some in trees.items() for tree in some for key in needed_keys(name, tree, tensors))
     copies = Copies()
     with _preserved(draws), gc_paused():
         try:
-            parts = _parts(state, chosen, differences, copies)
+            parts = _parts(state, chosen, trees, differences, copies, home=home)
         except UnsupportedStateError as error:
             error.message = error.message.replace("cannot be stored", "cannot be restored into")
             raise
@@ -188,9 +194,15 @@ def _wanted(
 
 
 def _parts(
-    state: Mapping[str, Any], chosen: Chosen, differences: Differences, copies: Copies
+    state: Mapping[str, Any],
+    chosen: Chosen,
+    trees: Mapping[str, Sequence[Any]],
+    differences: Differences,
+    copies: Copies,
+    *,
+    home: str | None,
 ) -> dict[str, RestorePart]:
-    scope = Scope(state, modules_of(state), partial(can_assign, state))
+    scope = Scope(state, modules_of(state), partial(can_assign, state), home)
     parts: dict[str, RestorePart] = {}
     for name, group in chosen.groups.items():
         value = state.get(name)
@@ -200,5 +212,6 @@ def _parts(
             differences.differ(name, why)
             continue
         kept = chosen.kept.get(name, frozenset())
-        parts[name] = KINDS[kind].part(value, name, group.tree, scope, copies, kept)
+        tree = trees[name] if KINDS[kind].gathers else trees[name][0]
+        parts[name] = KINDS[kind].part(value, name, tree, scope, copies, kept)
     return parts

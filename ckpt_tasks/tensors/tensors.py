@@ -62,6 +62,7 @@ class TensorSet:
         self.replicated: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self.one_for_all: dict[str, torch.Tensor] = {}
         self.buffers: list[str] = []
+        self.tables: list[Any] = []  # Each lookup table's TableCapture (objects/parts.py).
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}

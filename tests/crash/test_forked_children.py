@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.fetch import StoredTensors
-from ckpt_tasks.snapshot.cache import MappedTensors
 from ckpt_tasks.snapshot.memory import MemoryDirectory
+from ckpt_tasks.snapshot.slot import MappedTensors
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.tensors.tensors import same_bits
 from ckpt_tasks.upkeep.pruning import Pruner

@@ -17,7 +17,7 @@ import pytest
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.records import Seal
-from ckpt_tasks.saving.parts import digest_image
+from ckpt_tasks.saving.parts import Digested, digest_image
 from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory
@@ -95,7 +95,8 @@ class Life:
         attempt = snapshot.saving.attempt
         fate = self._calls.fates.get(attempt.step, FATES[0])
         if fate.seal == "unread":
-            snapshot.digested.put(digest_image(attempt, snapshot.images.images[0], lambda: False))
+            image = snapshot.images.images[0]
+            snapshot.digested.put(Digested(digest_image(attempt, image, lambda: False), image.bytes))
             raise StoreError("the second image cannot be read, on purpose")
         in_the_way = [slot / "manifest.json" for slot in self._memory.glob(f"*/*/{snapshot.slot}")]
         for path in in_the_way if fate.seal == "full" else ():

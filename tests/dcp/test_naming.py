@@ -26,6 +26,10 @@ class Group(NamedTuple):
     tree: Any
     by_rank: bool = False
 
+    @property
+    def trees(self) -> list[Any]:
+        return [self.tree]
+
 
 @given(states)
 def test_names_are_told_from_the_groups_again(state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from ckpt_tasks.errors import CkptError, FormatVersionError, IntegrityError, Sta
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER
 from ckpt_tasks.format.ledger import Entry, State, lineage
 from ckpt_tasks.format.records import Lease
-from ckpt_tasks.format.versions import FORMAT_VERSION
+from ckpt_tasks.format.versions import TABLES_VERSION
 from tests.support.ledgers import evaluation_of, made, owner_of, resealed
 
 OWNER = owner_of(1)
@@ -195,7 +195,7 @@ def sealed(change: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body.update(version=FORMAT_VERSION + 2),
+        lambda body: body.update(version=TABLES_VERSION + 1),
         lambda body: body["event"].update(kind="teleport"),
         lambda body: body["event"].update(kind=["note"]),
     ],

@@ -17,7 +17,7 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.versions import FORMAT_VERSION
+from ckpt_tasks.format.versions import TABLES_VERSION
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.ledgers import ME, commit, made, owned, resealed, steps
@@ -192,7 +192,7 @@ def test_a_segment_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
 
 def test_a_segment_of_a_newer_version_is_refused() -> None:
     """P59: the list of checkpoints has a version too."""
-    data = json.dumps({"version": FORMAT_VERSION + 2, "live": []}).encode()
+    data = json.dumps({"version": TABLES_VERSION + 1, "live": []}).encode()
     with pytest.raises(FormatVersionError):
         read_segment(data, digest=digest_hex(data), name="x")
 

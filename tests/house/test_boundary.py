@@ -92,6 +92,7 @@ class World:
             "Location": (lambda **given: Location(**given).open(), {"url": str(self.place / "free")}),
             "Location.resolve": (Location(str(self.place)).resolve, {"run_key": None}),
             "Listener": (Listener, {}),
+            "LookupTable": (ckpt_tasks.LookupTable, {"dim": 4}),
             "Gradients": (lambda **given: Gradients(**given).state_dict(), {"module": model}),
             "Gradients.load_state_dict": (Gradients(model).load_state_dict, {"state": {}}),
             "ResumableLoader": (

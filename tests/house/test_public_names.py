@@ -21,6 +21,7 @@ PUBLIC = [
     "Gradients",
     "Listener",
     "Location",
+    "LookupTable",
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",

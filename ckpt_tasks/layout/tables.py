@@ -1,0 +1,80 @@
+"""The files of a lookup table: Arrow files of rows by id, which any Arrow reader opens.
+
+One column has the ids, one the rows, one each slot of the optimizer (lists of `dim` numbers), one the number of the
+table's update that changed the row last, and one says that an id was deleted: then its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.layout.arrow import FAULTS, array, numbers_of, read_arrow
+from ckpt_tasks.layout.columns import whole_column
+
+_MAX_ROWS = 1 << 40
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class TableRows(NamedTuple):
+    """Rows of a table: `values` has for the rows, and then for each slot, one line of `dim` numbers for each id."""
+
+    ids: Ids
+    values: tuple[Floats, ...]
+    steps: Ids
+    deleted: npt.NDArray[np.bool_]
+
+
+def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
+    """Return rows as the bytes of an uncompressed Arrow IPC file; `slots` names the values after the rows."""
+    schema = _schema(rows.values[0].shape[1], slots)
+    columns: list[npt.NDArray[Any]] = [rows.ids, *rows.values, rows.steps, rows.deleted]
+    arrays = [array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    size = pa.MockOutputStream()
+    _write(size, batch)
+    data = np.empty(size.size(), np.uint8)  # The size is known, so that nothing is copied twice.
+    _write(pa.FixedSizeBufferWriter(pa.py_buffer(data)), batch)
+    return data.data
+
+
+def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> TableRows:
+    """Read a file as views of its verified bytes; raise IntegrityError if it is malformed."""
+    schema = _schema(dim, slots)
+    try:
+        table = read_arrow(data, schema, _MAX_ROWS)
+        columns = [whole_column(table.column(n), field) for n, field in enumerate(schema)]
+        ids, *values, steps, deleted = columns
+        bits = deleted.buffers()[1] if len(deleted) else b""
+        return TableRows(
+            numbers_of(ids),
+            tuple(numbers_of(column.values).reshape(-1, dim) for column in values),
+            numbers_of(steps),
+            np.unpackbits(np.frombuffer(bits, np.uint8), count=len(deleted), bitorder="little").astype(np.bool_),
+        )
+    except FAULTS as error:
+        raise IntegrityError(f"a file of the table is malformed: {error!s:.200}", key=name) from error
+
+
+def _write(sink: pa.NativeFile, batch: pa.RecordBatch) -> None:
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def _schema(dim: int, slots: Sequence[str]) -> pa.Schema:
+    numbers = pa.list_(pa.field("item", pa.float32(), nullable=False), dim)
+    kinds = {
+        "id": pa.int64(),
+        "row": numbers,
+        **dict.fromkeys(slots, numbers),
+        "step": pa.int64(),
+        "deleted": pa.bool_(),
+    }
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])
