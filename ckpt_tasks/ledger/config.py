@@ -24,7 +24,7 @@ BestMode = Literal["min", "max"]
 class CheckpointConfig:
     """Say where a run's checkpoints live, when to save and what to keep.
 
-    The text below each option is its row in docs/OPTIONS.md: `python -m tests.house.options` writes the table there.
+    The text below each option is its row in docs/OPTIONS.md: `python -m tools.pages.options` writes the table there.
 
     Raises ConfigError, a ValueError. `checkpoint_dir`, `max_num_checkpoints`, `epoch_interval`, `step_interval` and
     `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.

@@ -13,9 +13,9 @@ from torch import nn
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StateMismatchError
-from tests.house.mistakes import PAGE, WIDTH, folded, texts_of
-from tests.support.mistake_list import MISTAKES
-from tests.support.mistakes import Mistake, config, printed, run, stepped, training
+from tools.pages.mistake_list import MISTAKES
+from tools.pages.mistaken import Mistake, config, printed, run, stepped, training
+from tools.pages.mistakes import PAGE, WIDTH, folded, texts_of
 
 CASES = [pytest.param(one, marks=[pytest.mark.slow] * one.slow, id=one.name) for one in MISTAKES]
 
@@ -28,7 +28,7 @@ def test_a_mistake_is_told(one: Mistake, tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(one.says, text, re.DOTALL), text
     assert re.search(one.do, text, re.DOTALL), text
     assert texts_of(PAGE.read_text(encoding="utf-8")).get(one.words) == folded(text), (
-        "this message has changed: run `python -m tests.house.mistakes`"
+        "this message has changed: run `python -m tools.pages.mistakes`"
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.house.commands import PAGE, form, forms, plain, transcripts, written
+from tools.pages.commands import PAGE, form, forms, plain, transcripts, written
 
 
 def test_the_page_is_what_the_verbs_print() -> None:
     """Every verb has its help, and its examples print the same, for people and as JSON, but for times and sizes."""
     page = PAGE.read_text(encoding="utf-8")
-    assert plain(written(transcripts(), forms())) == plain(page), "run `python -m tests.house.commands`"
+    assert plain(written(transcripts(), forms())) == plain(page), "run `python -m tools.pages.commands`"
     assert page.count("\n### ckpt ") >= 20
 
 

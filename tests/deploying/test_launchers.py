@@ -16,9 +16,9 @@ import yaml  # type: ignore[import-untyped]
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CkptError
-from tests.house.sources import ROOT
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, left
+from tools.sources import ROOT
 
 SBATCH = ROOT / "deployments" / "train.sbatch"
 # As Slurm's: a process for each task, which gets the signals that srun gets; a bad exit kills the others.

@@ -18,9 +18,9 @@ from prefect.client.schemas.objects import FlowRun
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CkptError
-from tests.house.sources import ROOT
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, left, trained
+from tools.sources import ROOT
 
 pytestmark = pytest.mark.usefixtures("harness")
 

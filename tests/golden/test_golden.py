@@ -29,8 +29,8 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.golden.kinds import kinds_at
-from tests.house.sources import ROOT
 from tests.support.roundtrip import assert_same
+from tools.sources import ROOT
 
 HERE = Path(__file__).parent
 RUNS = sorted(HERE.glob("v*/run"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import ROOT, files, parse, where
 from tests.support.children import Child
+from tools.sources import ROOT, files, parse, where
 
 README = ROOT / "README.md"
 PAGES = files(suffix=".md")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_tasks import errors
-from tests.house.sources import ROOT, files, parse, where
+from tools.sources import ROOT, files, parse, where
 
 OURS = {*errors.__all__, "ValueError", "NotImplementedError"}
 CLI = ROOT / "ckpt_tasks" / "cli"  # a verb's docstring is its help; what it raises is printed as one line

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_tasks import errors
 from ckpt_tasks.errors import CkptError
-from tests.house.sources import files, parse
+from tools.sources import files, parse
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, CkptError)]
 # What a class has beyond message, key, step and hint, with a value that an empty default cannot pass for.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.floors import ROWS, behind
-from tests.house.sources import ROOT, files, imports, module_name, parse, where
+from tools.pages.floors import ROWS, behind
+from tools.sources import ROOT, files, imports, module_name, parse, where
 
 LEVELS = {floor: level for level, floor in ROWS}
 TOP = max(LEVELS.values()) + 1  # what a checkout has above the package

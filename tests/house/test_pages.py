@@ -12,13 +12,13 @@ import ckpt_tasks
 from benchmarks.comparison import table
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.ledger.config import option_texts
-from tests.house import floors, options, pitfalls, reference
+from tools.pages import floors, options, pitfalls, reference
 
 MADE: list[tuple[Path, str, Callable[[str], str]]] = [
-    (options.PAGE, "tests.house.options", options.written),
-    (reference.PAGE, "tests.house.reference", lambda _: reference.written()),
-    (pitfalls.PAGE, "tests.house.pitfalls", pitfalls.written),
-    (floors.PAGE, "tests.house.floors", floors.written),
+    (options.PAGE, "tools.pages.options", options.written),
+    (reference.PAGE, "tools.pages.reference", lambda _: reference.written()),
+    (pitfalls.PAGE, "tools.pages.pitfalls", pitfalls.written),
+    (floors.PAGE, "tools.pages.floors", floors.written),
     (table.README, "benchmarks.comparison.table", lambda _: table.written(table.README)),
     (table.PAGE, "benchmarks.comparison.table", lambda _: table.written(table.PAGE)),
 ]

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.sources import files, parse
+from tools.sources import files, parse
 
 # Bounds and sizes, made small: what is beyond them would take gigabytes, or minutes.
 SMALL = {

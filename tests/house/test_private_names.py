@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.house.sources import ROOT, files, parse
 from tests.house.test_pyproject import DIRECT, pinned
+from tools.sources import ROOT, files, parse
 
 PAGE = (ROOT / "docs" / "PRIVATE.md").read_text(encoding="utf-8")
 FOUND = PAGE.partition("## Found by the test")[2].partition("## Kept by hand")[0]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import ckpt_tasks
-from tests.house.sources import ROOT, parse
+from tools.sources import ROOT, parse
 
 PUBLIC = [
     "AttemptHooks",

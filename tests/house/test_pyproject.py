@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import ckpt_tasks
-from tests.house.sources import ROOT, files, imports, parse, where
+from tools.sources import ROOT, files, imports, parse, where
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 RUNTIME = [Requirement(line) for line in PROJECT["project"]["dependencies"]]

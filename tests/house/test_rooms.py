@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import testing
-from tests.house.sources import ROOT, files, imports, module_name, parse, where
 from tests.house.test_private_names import is_private
+from tools.sources import ROOT, files, imports, module_name, parse, where
 
 SOURCES = files("ckpt_tasks")
 

@@ -14,8 +14,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.config.defaults import MkDocsConfig
 
-from tests.house.site import OUTSIDE, site_links
-from tests.house.sources import ROOT, files
+from tools.pages.site import OUTSIDE, site_links
+from tools.sources import ROOT, files
 
 PAGES = [*files("docs", suffix=".md"), *(ROOT / source for source in OUTSIDE)]
 _SHOWN = re.compile(r"<(h[1-6]|li|ol|ul|table|tr|td|th|pre|blockquote|img|a)\b(?! class=\"headerlink\"| id=\"__code)")

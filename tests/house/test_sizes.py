@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import ROOT, files, parse, where
+from tools.sources import ROOT, files, parse, where
 
 MODULE_LINES = 400
 FUNCTION_LINES = 60

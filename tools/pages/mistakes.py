@@ -1,4 +1,4 @@
-"""`python -m tests.house.mistakes` writes docs/MISTAKES.md from what is printed when each mistake is really made."""
+"""`python -m tools.pages.mistakes` writes docs/MISTAKES.md from what is printed when each mistake is really made."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.house.sources import ROOT
-from tests.support.mistake_list import MISTAKES
-from tests.support.mistakes import printed
+from tools.pages.mistake_list import MISTAKES
+from tools.pages.mistaken import printed
+from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "MISTAKES.md"
 WIDTH = 88

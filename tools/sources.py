@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_tasks.process.gc_pause import gc_paused
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # What `make` and the tests leave in a checkout.
 _MADE = {"build", "dist", "runs", "__pycache__"}
 

@@ -1,4 +1,4 @@
-"""`python -m tests.house.pitfalls` writes the third column of docs/PITFALLS.md from the docstrings of tests."""
+"""`python -m tools.pages.pitfalls` writes the third column of docs/PITFALLS.md from the docstrings of tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tests.house.sources import ROOT, files, parse
+from tools.sources import ROOT, files, parse
 
 PAGE = ROOT / "docs" / "PITFALLS.md"
 _ROW = re.compile(r"^\| P(\d+) \|([^|]*)\|[^|]*\|([^|]*)\|$", flags=re.MULTILINE)

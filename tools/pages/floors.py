@@ -1,11 +1,11 @@
-"""`python -m tests.house.floors` draws the picture of the floors in docs/ARCHITECTURE.md from the imports."""
+"""`python -m tools.pages.floors` draws the picture of the floors in docs/ARCHITECTURE.md from the imports."""
 
 from __future__ import annotations
 
 import re
 
 import ckpt_tasks
-from tests.house.sources import ROOT, files, imports, module_name, parse
+from tools.sources import ROOT, files, imports, module_name, parse
 
 # The table of floors is written once, on the page that people read.
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"

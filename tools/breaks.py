@@ -1,4 +1,4 @@
-"""`python -m tests.house.breaks SEED COUNT DIRECTORY` draws protections of `ckpt_tasks`; a patch takes each one out."""
+"""`python -m tools.breaks SEED COUNT DIRECTORY` draws protections of `ckpt_tasks`; a patch takes each one out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.house.sources import ROOT, files, parse
+from tools.sources import ROOT, files, parse
 
 _ORDER = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _GUARDING = (

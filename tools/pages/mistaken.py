@@ -1,7 +1,7 @@
 """How mistakes that people make are made really (mistake_list.py), and what is printed of them.
 
 `printed` makes one and returns what a person sees. docs/MISTAKES.md is written from it (`python -m
-tests.house.mistakes`), so that the page says what is printed today.
+tools.pages.mistakes`), so that the page says what is printed today.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.house.reference` writes docs/REFERENCE.md from the docstrings of every exported name."""
+"""`python -m tools.pages.reference` writes docs/REFERENCE.md from the docstrings of every exported name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import ckpt_tasks
 from ckpt_tasks import testing
-from tests.house.sources import ROOT
+from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "REFERENCE.md"
 _HEAD = """# Reference
 
 Every name that `ckpt_tasks` exports, with its docstring; the classes that exported functions return follow at the end,
 and then `ckpt_tasks.testing`.
-`python -m tests.house.reference` writes this page. The errors are drawn at the head of
+`python -m tools.pages.reference` writes this page. The errors are drawn at the head of
 [errors.py](../ckpt_tasks/errors.py), the options of `CheckpointConfig` are in [OPTIONS.md](OPTIONS.md), and
 `ckpt --help` lists the verbs of the command.
 """

@@ -1,4 +1,4 @@
-"""The mistakes, each made really; see mistakes.py for what is looked at."""
+"""The mistakes, each made really; see mistaken.py for what is looked at."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import ckpt as command
-from tests.support.mistakes import (
+from tests.support.owner_child import OwnerChild
+from tools.pages.mistaken import (
     MISTAKES,
     Careless,
     Failing,
@@ -29,7 +30,6 @@ from tests.support.mistakes import (
     stepped,
     training,
 )
-from tests.support.owner_child import OwnerChild
 
 __all__ = ["MISTAKES"]
 

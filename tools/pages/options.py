@@ -1,4 +1,4 @@
-"""`python -m tests.house.options` writes the table of docs/OPTIONS.md from `CheckpointConfig` and its fields' texts."""
+"""`python -m tools.pages.options` writes the table of docs/OPTIONS.md from `CheckpointConfig` and its fields' texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields
 
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.ledger.config import option_texts
-from tests.house.sources import ROOT
+from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "OPTIONS.md"
 _TABLE = re.compile(r"(?<=^\| option \| default \| what it does \|\n\|---\|---\|---\|\n)(?:\|.*\n)*", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`python -m tests.house.commands` writes docs/COMMANDS.md from the help of `ckpt` and from what its verbs print.
+"""`python -m tools.pages.commands` writes docs/COMMANDS.md from the help of `ckpt` and from what its verbs print.
 
 The examples are run in order, in one directory, each once for people and once with --json. Of what differs from run to
 run (times, sizes, digests, this machine) the page has what was printed when it was written; `plain` leaves that out.
@@ -22,16 +22,16 @@ from typer.main import get_command
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.cli import app
-from tests.house.sources import ROOT
 from tests.support.cli_runs import Answer, ckpt, config, save_steps, some_state
 from tests.support.histories import LOST, Told, trained
+from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "COMMANDS.md"
 _LINK = re.compile(r"\bdocs/(\w+\.md)")
 _HEAD = """# The command `ckpt`
 
 What `ckpt --help` and `ckpt VERB --help` print, and what the verbs answer, on one page.
-`python -m tests.house.commands` writes it, and a test compares it with what is printed today.
+`python -m tools.pages.commands` writes it, and a test compares it with what is printed today.
 
 With `--json` a verb prints one object. Its form stands below the example: `text`, `number`, `yes` (true or false)
 and `null` stand for values. A verb that fails prints `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
