@@ -14,6 +14,7 @@ from ckpt_tasks.logs import guard_log
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+    from ckpt_tasks.checkpoint.resumable import resumable
     from ckpt_tasks.copying.export import export_checkpoint
     from ckpt_tasks.copying.syncing import plan_sync, run_sync
     from ckpt_tasks.data.loader import ResumableLoader
@@ -52,6 +53,7 @@ __all__ = [
     "export_checkpoint",
     "open_run",
     "plan_sync",
+    "resumable",
     "resumable_task",
     "run_sync",
 ]
@@ -73,6 +75,7 @@ _MODULES = {
     "export_checkpoint": "ckpt_tasks.copying.export",
     "open_run": "ckpt_tasks.reading.reading",
     "plan_sync": "ckpt_tasks.copying.syncing",
+    "resumable": "ckpt_tasks.checkpoint.resumable",
     "resumable_task": "ckpt_tasks.orchestration.attempts",
     "run_sync": "ckpt_tasks.copying.syncing",
 }

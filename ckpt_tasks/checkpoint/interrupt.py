@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError
@@ -43,6 +43,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.pending: int | None = None
         self.is_failing = False  # True while an exception ends the `with` block.
+        self.within: CodeType | None = None  # If set, signals are held back only while a frame of this code runs.
         self._previous: dict[int, Any] = {}
         self._handler = self._note  # Keep one object: Prefect compares by identity.
         self._seen: set[int] = set()  # Signals seen until one is delivered.
@@ -105,6 +106,10 @@ class Interrupt:
         _installed.remove(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.within is not None and not _runs(self.within, frame):
+            self.pending = number
+            self.deliver()
+            return
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
             return  # A second SIGTERM changes nothing before the first is delivered; after that, it is a new one.
@@ -117,6 +122,13 @@ class Interrupt:
             self.deliver()
         elif number == signal.SIGALRM:
             signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_GRACE_S)
+
+
+def _runs(code: CodeType, frame: FrameType | None) -> bool:
+    """Return True if a frame, or one that called it, runs this code."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _prefects_lock() -> AbstractContextManager[object]:

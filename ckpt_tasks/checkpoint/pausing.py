@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from types import CodeType
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.ledger.metrics import GoingBack
@@ -26,6 +27,11 @@ def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
     else:
         ckpt._interrupt.uninstall()
         ckpt._interrupt.deliver()
+
+
+def hold_within(ckpt: Checkpointer, loop: CodeType) -> None:
+    """Hold signals back only while a frame of this code runs: nobody says when an exception has left a loop."""
+    ckpt._interrupt.within = loop
 
 
 def is_told_to_end(ckpt: Checkpointer) -> bool:

@@ -40,6 +40,10 @@ _TOO_MANY = (
 )
 # A loop with a `break` or a `return` may end early.
 _WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
+_FROM_NOUGHT = (
+    "enumerate begins at 0, and the restored epoch goes on with batch %d: write enumerate(loader, loader.batch), or a "
+    "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
+)
 _STEP = "samples in a step"
 _OURS = {"batch_sampler", "sampler", "generator"}
 
@@ -136,6 +140,21 @@ class ResumableLoader(Started):
         yield from range(self.sampler.epoch, count)
 
     @property
+    def batch(self) -> int:
+        """The number of the next batch, from the epoch's first one on: ``enumerate(loader, loader.batch)``."""
+        return -(-self.sampler.samples // (self.batch_size * self.sampler.world_size))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the epoch's last batch has been handed out, and its iterator has not ended."""
+        return self._ending is not None
+
+    def end_epoch(self) -> None:
+        """Move the position to the start of the next epoch, for a loop that has left an epoch before its end."""
+        self._ending = None
+        self.sampler.begin_epoch()
+
+    @property
     def batch_size(self) -> int:
         """The number of samples in a batch of one rank."""
         return self.sampler.batch_size
@@ -156,8 +175,12 @@ class ResumableLoader(Started):
             return iter(())
         if not self._restored:
             self.sampler.begin_epoch()
-        elif self.sampler.epoch and not self._asked and _counts_anew(inspect.currentframe()):
-            _log.warning(_TOO_MANY, self.sampler.epoch)
+        else:
+            loops = _loops_around(inspect.currentframe())
+            if self.sampler.epoch and not self._asked and _counts_anew(loops):
+                _log.warning(_TOO_MANY, self.sampler.epoch)
+            if self.batch and loops and _numbers_from_nought(loops[-1]):
+                _log.warning(_FROM_NOUGHT, self.batch)
         self._ending = None
         return self._hand_out(self.sampler.iterate(self._loader))
 
@@ -229,21 +252,37 @@ def check_dealt(state: Mapping[str, Any]) -> None:
                 )
 
 
-def _counts_anew(iterating: FrameType | None) -> bool:
-    """Return True if a `for` over the loader is only inside loops over range(N): a restore does not shorten these."""
+def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
+    """Return the loops around the statement that begins to iterate the loader; it is the last of them, or there are
+    none.
+    """
     caller = iterating and iterating.f_back
-    while caller is not None and caller.f_globals.get("__name__", "").startswith("tqdm"):
+    while caller is not None and caller.f_globals.get("__name__", "").startswith(("tqdm", "ckpt_tasks.checkpoint.")):
         caller = caller.f_back
     if caller is None:
-        return False
+        return []
     try:
         source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
     except (SyntaxError, ValueError):  # The source is not plain Python.
-        return False
+        return []
     statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
     loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
-    around = [ast.unparse(loop) for loop in loops[:-1]]
-    return around != [] and loops[-1].lineno == caller.f_lineno and all(map(_WHOLE_RANGE.match, around))
+    return loops if loops and loops[-1].lineno == caller.f_lineno else []
+
+
+def _counts_anew(loops: list[ast.For | ast.While]) -> bool:
+    """Return True if a `for` over the loader is only inside loops over range(N): a restore does not shorten these."""
+    return len(loops) > 1 and all(_WHOLE_RANGE.match(ast.unparse(loop)) for loop in loops[:-1])
+
+
+def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
+    """Return True if a loop numbers what it iterates by `enumerate`, from 0 on."""
+    calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
+    return any(
+        ast.unparse(call.func) == "enumerate" and len(call.args) + len(call.keywords) == 1
+        for call in calls
+        if isinstance(loop, ast.For)
+    )
 
 
 class _Batches(Dataset[Any]):

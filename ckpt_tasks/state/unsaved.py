@@ -90,6 +90,11 @@ class Unsaved:
         _warn_of_empty(state)
 
 
+def stands_in_for(loader: DataLoader[Any]) -> None:
+    """Never warn of this loader: another one is iterated in its place."""
+    _warned.add(loader)
+
+
 def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield what the loop's variables have and the state lacks: its name, the object, and the part that training moves.
 

@@ -107,11 +107,11 @@ class World:
 
 
 _ELSEWHERE = {  # without arguments, values that are only read, and what other tests give hostile arguments
-    "AttemptHooks", "Checkpoint", "CheckpointStore", "RestoreReport", "errors", "resumable_task",
+    "AttemptHooks", "Checkpoint", "CheckpointStore", "RestoreReport", "errors", "resumable", "resumable_task",
     "Checkpointer.acquire",
     "Checkpointer.checkpoints", "Checkpointer.close", "Checkpointer.wait", "Run.checkpoints", "Run.curve",
     "Run.evaluations", "Run.head", "Run.notes", "Gradients.state_dict",
-    "ResumableLoader.state_dict", "Location.open",
+    "ResumableLoader.end_epoch", "ResumableLoader.state_dict", "Location.open",
 }  # fmt: skip
 _OF_USERS = {("ResumableLoader", "dataset"), ("ResumableLoader", "collate_fn")}  # they raise what they raise
 

@@ -92,6 +92,20 @@ def test_the_readme_has_an_example() -> None:
     assert python_blocks(README)
 
 
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "LOOP.md"], ids=lambda page: page.stem)
+def test_two_lines_make_a_plain_loop_resumable(page: Path) -> None:
+    """Without the import, the new line and the changed one, the first example is a PyTorch program that trains."""
+    text = page.read_text(encoding="utf-8")
+    example = re.sub(r"^from ckpt_tasks.*\n", "", text.split("```python\n")[1].partition("```")[0], flags=re.MULTILINE)
+    without, new = re.subn(r"^[^#\n]*resumable\((?:  # new\n.*\n\)|.*# new)\n", "", example, flags=re.MULTILINE)
+    without, changed = re.subn(r"in epochs:  # was: (.*)", r"in \1:", without)
+    assert (new, changed) == (1, 1)
+    exec(
+        compile(re.sub(r"^ +epochs\.log.*\n", "", without, flags=re.MULTILINE), str(page), "exec"),
+        {"__name__": "__main__"},
+    )
+
+
 @pytest.mark.parametrize(
     "page",
     sorted({README, *(page for page in PAGES if python_blocks(page))}),

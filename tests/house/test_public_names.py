@@ -29,6 +29,7 @@ PUBLIC = [
     "export_checkpoint",
     "open_run",
     "plan_sync",
+    "resumable",
     "resumable_task",
     "run_sync",
 ]

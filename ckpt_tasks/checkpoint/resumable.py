@@ -1,0 +1,294 @@
+"""Two lines in any loop: a loader and epochs that save and restore by themselves.
+
+Invariants
+
+1. A step ends when the loop asks for what comes next: its next batch or, after an epoch's last batch, its next epoch.
+   So everything that belongs to the step has happened, and what the loop does at the end of an epoch as well.
+2. A batch counts as a step if an optimizer of the state has stepped since it was handed out.
+3. A signal is held back only while the loop runs. After an exception has left it, Ctrl-C acts at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ckpt_tasks.checked import checked
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.pausing import hold_within
+from ckpt_tasks.data.loader import ResumableLoader
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.state.unsaved import stands_in_for
+from ckpt_tasks.storage.locations import Location
+
+_log = logging.getLogger("ckpt_tasks")
+_DATA = "data"
+_UNSAVED = (
+    "The loop was left before its epochs were over, and steps %d to %d are not saved: no save was due. Call "
+    "epochs.save() before a `break`, or let the epochs end"
+)
+_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+_BY_HAND = "Write the loop with a Checkpointer, which is told of each step."
+
+
+@checked
+def resumable(
+    checkpoint: str | Location | CheckpointConfig,
+    loader: DataLoader[Any] | ResumableLoader,
+    epochs: int | range,
+    /,
+    **state: Any,
+) -> tuple[Any, Epochs]:
+    """Restore the newest good checkpoint into the objects of a loop; return a loader and epochs that save its steps.
+
+    ::
+
+        loader, epochs = resumable("runs/first", loader, range(3), model=model, optimizer=optimizer)
+        for epoch in epochs:
+            for batch in loader:
+                ...
+
+    `checkpoint` is a directory, a URL or a CheckpointConfig; `state` names what is saved, as for `Checkpointer`.
+    A DataLoader becomes a ResumableLoader over the same data set, with the same options; its order is another one, and
+    depends on the seed of its generator, or else on that of torch. A batch after which no optimizer of the state has
+    stepped belongs to the step after it. SIGTERM and Ctrl-C end the loop after the current step, with a commit. The
+    last step is committed when the epochs are over; a loop that is left by a `break` does not save what was not due.
+
+    Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
+    """
+    if _DATA in state:
+        raise ConfigError(f"the name {_DATA!r} is the loader's", key=_DATA, hint="Give your object another name.")
+    count = epochs if isinstance(epochs, int) else epochs.stop
+    if not isinstance(epochs, int) and epochs != range(count):
+        raise ConfigError(f"the epochs are {epochs!r}, and have to begin at 0, in steps of 1", key="epochs")
+    ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
+    config = checkpoint if isinstance(checkpoint, CheckpointConfig) else CheckpointConfig(checkpoint_dir=checkpoint)
+    for former in [*_open]:  # A cell of a notebook that runs again.
+        if former.ckpt.config.checkpoint_dir == config.checkpoint_dir:
+            former.leave()
+    loop = Epochs(Checkpointer(config), ours, count, {**state, _DATA: ours})
+    return StepLoader(ours, loop), loop
+
+
+class Epochs(Iterator[int]):
+    """The numbers of the epochs that are left; `resumable` makes them.
+
+    Asking for the next one ends the epoch before; after the last one the last step is committed, and the run released.
+    """
+
+    def __init__(self, ckpt: Checkpointer, loader: ResumableLoader, count: int, state: dict[str, Any]):
+        self.ckpt = ckpt
+        self._loader, self._count, self._state = loader, count, state
+        self._metrics: dict[str, Any] = {}
+        self._numbers: Iterator[int] | None = None
+        self._epoch = 0
+        optimizers = [getattr(value, "optimizer", value) for value in state.values()]
+        optimizers = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+        self._steps = _Steps(ckpt.restore(state), counts_batches=not optimizers)
+        hooks = [one.register_step_post_hook(self._steps.note) for one in optimizers]
+        self._left = weakref.finalize(self, _leave, ckpt, self._steps, hooks)
+        _open.add(self)
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps."""
+        return self._steps.number
+
+    def log(self, **metrics: Any) -> None:
+        """Give metrics of the current step: numbers, or tensors of one element."""
+        self._metrics.update(metrics)
+
+    def save(self) -> None:
+        """Count the batch that the loop is at, and commit now. Raises what `Checkpointer.save` raises."""
+        self._end_step(last=True)
+
+    def leave(self) -> None:
+        """Wait for saves under way and release the run, before the epochs are over; does nothing after that."""
+        self._left()
+
+    def __next__(self) -> int:
+        if not self._left.alive:
+            raise StopIteration
+        with self._leaving():
+            if self._numbers is None:
+                self._numbers = self._loader.epochs(self._count)
+                self.ckpt.__enter__()
+                self._hold_signals(inspect.currentframe())
+            else:
+                self._end_epoch()
+            epoch = next(self._numbers, None)
+            self._end_step(last=epoch is None)
+            if epoch is not None:
+                self._epoch = epoch
+                return epoch
+        self._finish(over=True)
+        raise StopIteration
+
+    def _hold_signals(self, here: FrameType | None) -> None:
+        if here is not None and here.f_back is not None:
+            hold_within(self.ckpt, here.f_back.f_code)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of an epoch. Raises ConfigError outside of the loop over the epochs."""
+        if self._numbers is None:
+            raise ConfigError(
+                "the epochs have not begun", hint="Write `for epoch in epochs:` around the loader's loop."
+            )
+        for batch in self._loader:
+            self._steps.handed_out()
+            yield batch
+            if not self._loader.is_ending:  # The last step of an epoch ends with the epoch.
+                with self._leaving():
+                    self._end_step()
+
+    def _end_epoch(self) -> None:
+        """Begin the next epoch in the data; raise ConfigError if this one was not a loop over the loader's batches."""
+        self._loader.end_epoch()
+        times = self._loader.epoch - self._epoch
+        if times > 1 or (not times and self._steps.has_stepped):
+            raise ConfigError(
+                f"epoch {self._epoch} iterated the loader {times} times",
+                key="loader",
+                hint="Write one loop in each epoch, over the loader that resumable() returned.",
+            )
+
+    def _end_step(self, *, last: bool = False) -> None:
+        """Report the step that has ended, if one has; `last` commits the steps that no save was due for."""
+        steps, epoch = self._steps, self._loader.epoch
+        stepped = steps.end()
+        if not stepped and not (last and steps.unsaved):
+            return
+        metrics, self._metrics = self._metrics, {}
+        if last:
+            self.ckpt.save(steps.number, self._state, metrics=metrics, epoch=epoch)
+            steps.saved = steps.number
+        elif self.ckpt.step(steps.number, self._state, metrics=metrics, epoch=epoch):
+            steps.saved = steps.number
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Leave the run if the block raises: the loop is not told of it."""
+        try:
+            yield
+        except BaseException as error:
+            self._finish(error=error)
+            raise
+
+    def _finish(self, **how: Any) -> None:
+        if left := self._left.detach():
+            _leave(*left[2], **how)
+
+
+class StepLoader:
+    """The loader of a loop that `resumable` saves; it has the attributes of its ResumableLoader."""
+
+    def __init__(self, loader: ResumableLoader, epochs: Epochs):
+        self._loader, self._epochs = loader, epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epochs.batches()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Steps:
+    """Count the batches after which an optimizer has stepped."""
+
+    def __init__(self, number: int, *, counts_batches: bool):
+        self.number = self.saved = number
+        self._counts_batches = counts_batches
+        self.has_stepped = False
+
+    @property
+    def unsaved(self) -> bool:
+        return self.number > self.saved
+
+    def note(self, *_: Any) -> None:
+        """Note that an optimizer has stepped: its hook."""
+        self.has_stepped = True
+
+    def handed_out(self) -> None:
+        self.has_stepped = self.has_stepped or self._counts_batches
+
+    def end(self) -> bool:
+        """Count a step if there was one."""
+        stepped, self.has_stepped = self.has_stepped, False
+        self.number += stepped
+        return stepped
+
+
+def _leave(
+    ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
+) -> None:
+    """End the loop as the end of a `with` block does; neither `error` nor `over`: it was left, nobody knows how."""
+    for hook in hooks:
+        hook.remove()
+    if over:
+        ckpt.__exit__(None, None, None)
+        return
+    if error is None:
+        error = GeneratorExit()
+        steps.end()
+        if steps.unsaved and getattr(sys, "last_value", None) is None:
+            _log.warning(_UNSAVED, steps.saved + 1, steps.number)
+    ckpt.__exit__(type(error), error, None)
+
+
+def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:
+    """Return a loader over the same data with the same options; raise ConfigError if its order is its own."""
+    sampler = loader.sampler
+    if loader.batch_size is None or type(loader).__iter__ is not DataLoader.__iter__ or type(sampler) not in _SHUFFLES:
+        own = "batches" if loader.batch_size is None else type(sampler).__name__
+        raise ConfigError(
+            f"the loader's order is its own ({type(loader).__name__}, {own})", key="loader", hint=_BY_HAND
+        )
+    shuffle = _SHUFFLES[type(sampler)](sampler)
+    if shuffle is None:
+        raise ConfigError("the loader draws samples more than once, or not all", key="loader", hint=_BY_HAND)
+    stands_in_for(loader)
+    generator = getattr(sampler, "generator", None) or loader.generator
+    return ResumableLoader(
+        loader.dataset,
+        loader.batch_size,
+        shuffle,
+        seed=(generator or torch).initial_seed() % 2**64,
+        drop_last=loader.drop_last,
+        **{name: getattr(loader, name) for name in _OPTIONS},
+    )
+
+
+def _drawn_once(sampler: RandomSampler) -> bool | None:
+    return None if sampler.replacement or sampler.num_samples != len(sampler.data_source) else True
+
+
+_SHUFFLES: dict[type, Callable[[Any], bool | None]] = {
+    SequentialSampler: lambda _: False,
+    RandomSampler: _drawn_once,
+    DistributedSampler: lambda sampler: sampler.shuffle,
+}
+_open: weakref.WeakSet[Epochs] = weakref.WeakSet()

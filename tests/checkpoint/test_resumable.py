@@ -1,0 +1,306 @@
+"""Two lines in any loop: what `resumable` saves, when, and what ends it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckpt_tasks import CheckpointConfig, ResumableLoader, open_run, resumable
+from ckpt_tasks.copying.compare import compare_checkpoints
+from ckpt_tasks.errors import ConfigError
+from tests.support.children import Child
+
+Death = tuple[int, int | None, str]
+EPOCHS, BATCHES, ACCUMULATED = 3, 7, 2
+# Where a process dies: (epoch, batch, place in the loop); batch None: at the end of the epoch.
+DEATHS: list[Death] = [
+    (0, 0, "batch"),
+    (0, 5, "backward"),
+    (0, 6, "stepped"),
+    (0, None, "end"),
+    (1, None, "ended"),
+    (2, 6, "stepped"),
+]
+
+
+def train(run: Path, at: Callable[[int, int | None, str], None] = lambda *_: None, **options: Any) -> list[float]:
+    """A loop with accumulation over two of seven batches, dropout, and a schedule that steps where an epoch ends."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 (its stream is compared)
+    torch.manual_seed(0)
+    loader: Any = DataLoader(TensorDataset(torch.randn(7 * 4, 8)), batch_size=4, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    config = CheckpointConfig(checkpoint_dir=run, **{"step_interval": 2, "keep_every_n_steps": 1, **options})
+    loader, epochs = resumable(config, loader, range(EPOCHS), model=model, optimizer=optimizer, schedule=schedule)
+    for epoch in epochs:
+        for number, (x,) in enumerate(loader, loader.batch):
+            at(epoch, number, "batch")
+            loss = model(x).square().mean() / ACCUMULATED
+            loss.backward()
+            at(epoch, number, "backward")
+            if number % ACCUMULATED or number == BATCHES - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            epochs.log(loss=loss.item())
+            at(epoch, number, "stepped")
+        at(epoch, None, "end")
+        schedule.step()
+        at(epoch, None, "ended")
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def job(arguments: Sequence[str]) -> None:
+    run, epoch, batch, place = arguments
+    death = (int(epoch), None if batch == "None" else int(batch), place)
+    train(Path(run), lambda *here: os.kill(os.getpid(), signal.SIGKILL) if here == death else None)
+
+
+def last(run: Path) -> Any:
+    return open_run(run).checkpoints()[0]
+
+
+def differences(one: Path, other: Path) -> list[Any]:
+    """What the last checkpoints of two runs differ in."""
+    a, b = open_run(one).history.store, open_run(other).history.store
+    compared = compare_checkpoints(a, last(one), b, last(other))
+    assert last(one).step == last(other).step
+    return [*compared.differences]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train(run)
+    return run
+
+
+@pytest.mark.parametrize("deaths", [*([death] for death in DEATHS), DEATHS], ids=str)
+def test_a_loop_of_two_lines_goes_on_bit_for_bit(deaths: list[Death], whole: Path, run_dir: Path) -> None:
+    """Killed anywhere in an epoch or at its end, once or again and again, it ends as one that nobody killed."""
+    for number, death in enumerate(deaths):
+        with Child(job, [str(run_dir), *map(str, death)], run_dir.with_name(f"said{number}")) as child:
+            assert child.wait(120) == -signal.SIGKILL, child.said()
+    assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+    assert differences(whole, run_dir) == []
+
+
+def test_a_step_is_a_batch_after_which_the_optimizer_has_stepped(whole: Path) -> None:
+    """Accumulated batches belong to the step after them, and the last step is committed though no save was due."""
+    assert [checkpoint.step for checkpoint in open_run(whole).checkpoints()] == [12, 10, 8, 6, 4, 2]
+    curve = open_run(whole).curve()
+    assert [(one.step, [*one.metrics]) for one in curve.steps] == [(n, ["loss"]) for n in range(1, 4 * EPOCHS + 1)]
+
+
+def test_the_last_step_of_an_epoch_ends_with_the_epoch(run_dir: Path) -> None:
+    """What the loop does after an epoch's last batch is in the checkpoint of its last step."""
+
+    def at(epoch: int, batch: int | None, place: str) -> None:
+        if epoch == 1:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(run_dir, at, step_interval=4)
+    assert (last(run_dir).step, last(run_dir).epochs) == (4, 1)
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 1.0), 1, 0.5)
+    state: dict[str, Any] = {"schedule": schedule}
+    open_run(run_dir).restore(last(run_dir), state, partial=True)
+    assert schedule.last_epoch == 1
+
+
+def test_a_loop_that_an_exception_leaves_releases_the_run(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After the exception another start goes on at once, and the steps that no save was due for are named."""
+
+    def at(epoch: int, batch: int | None, place: str) -> None:
+        if (epoch, batch, place) == (0, 6, "batch"):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(run_dir, at)
+    gc.collect()
+    assert "steps 3 to 3 are not saved" in caplog.text
+    owner = open_run(run_dir).history.head().state.owner
+    assert owner is not None
+    assert owner.released
+    assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+
+
+def test_ctrl_c_ends_the_loop_after_the_step_with_a_commit(run_dir: Path, whole: Path) -> None:
+    """A signal in the loop waits for the end of the step, is committed, and the next start goes on bit for bit."""
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, lambda *here: os.kill(os.getpid(), signal.SIGINT) if here == (1, 1, "batch") else None)
+    assert last(run_dir).step == 5
+    assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+    assert differences(whole, run_dir) == []
+
+
+def test_ctrl_c_acts_at_once_after_an_exception_has_left_the_loop(run_dir: Path) -> None:
+    """A cell whose loop has raised still has its names: no Ctrl-C of a later cell is held back."""
+    loop = cell(run_dir)
+    with pytest.raises(InterruptedError):
+        left_at_once(loop)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    loop.epochs.leave()
+
+
+def test_a_cell_that_runs_again_takes_the_run_from_the_loop_before(run_dir: Path) -> None:
+    """The names of the cell hold the loop before: a second `resumable` of the same run ends it first."""
+    before = cell(run_dir)
+    with pytest.raises(InterruptedError):
+        left_at_once(before)
+    again = cell(run_dir)
+    assert [epoch for epoch in again.epochs for _ in again.loader] == [0] * 4 + [1] * 4
+    assert [*before.epochs] == []
+
+
+def test_an_epoch_that_a_break_leaves_is_over(run_dir: Path) -> None:
+    """The next epoch begins with its first batch, also after a resume at the last step of the epoch that was left."""
+
+    def seen(epochs: int) -> list[tuple[int, float]]:
+        loop, batches = cell(run_dir / "again", epochs=epochs), []
+        for epoch in loop.epochs:
+            for (x,) in loop.loader:
+                batches.append((epoch, x.item()))
+                if len(batches) % 2 == 0:
+                    break
+        return batches
+
+    with_a_break = seen(2) + seen(3)
+    loop, batches = cell(run_dir, epochs=3), []
+    for epoch in loop.epochs:
+        batches += [(epoch, x.item()) for (x,) in loop.loader][:2]
+    assert with_a_break == batches
+
+
+def test_a_loop_that_saves_before_it_breaks_loses_nothing(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`save` counts the batch that the loop is at, and the next start goes on behind it."""
+    for first in (0, 1):
+        loader, epochs = resumable(str(run_dir), DataLoader(TensorDataset(torch.arange(4.0))), 1)
+        for _ in epochs:
+            for number, (x,) in enumerate(loader, loader.batch):
+                assert (number, x.item()) == (first, first)
+                epochs.save()
+                break
+            break
+        epochs.leave()
+    assert (last(run_dir).step, caplog.text) == (2, "")
+
+
+def test_without_an_optimizer_every_batch_is_a_step(run_dir: Path) -> None:
+    """A state of other objects alone counts batches."""
+    loop = cell(run_dir)
+    for _ in loop.epochs:
+        for _ in loop.loader:
+            pass
+    assert (loop.epochs.step, last(run_dir).step, last(run_dir).epochs) == (8, 8, 2)
+
+
+def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a restored epoch `enumerate` begins at 0 behind the batches before it; with the loader's batch it is right."""
+    with pytest.raises(InterruptedError):
+        left_at_once(cell(run_dir), batches=3)
+    numbers, loop = [], cell(run_dir)
+    for _ in loop.epochs:
+        numbers += [number for number, _ in enumerate(loop.loader, loop.loader.batch)]
+        break
+    assert (numbers, caplog.text.count("enumerate begins")) == ([2, 3], 0)
+    loop = cell(run_dir)
+    for _ in loop.epochs:
+        for number, _ in enumerate(loop.loader):
+            numbers.append(number)
+    assert (numbers, caplog.text.count("enumerate begins")) == ([2, 3, 0, 0, 1, 2, 3], 1)
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (lambda data: DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
+        (lambda data: DataLoader(data, sampler=RandomSampler(data, replacement=True)), "more than once"),
+        (lambda data: DataLoader(data, batch_size=None), "batches"),
+        (lambda data: DataLoader(Stream()), "_InfiniteConstantSampler"),
+        (StatefulDataLoader, "StatefulDataLoader"),
+    ],
+)
+def test_a_loader_whose_order_is_its_own_is_refused(loader: Callable[[Any], Any], says: str, run_dir: Path) -> None:
+    """Nothing is guessed of an order that cannot be resumed, and nothing is written."""
+    with pytest.raises(ConfigError, match=says):
+        resumable(str(run_dir), loader(TensorDataset(torch.arange(4.0))), range(2))
+    assert not run_dir.exists()
+
+
+def test_other_arguments_that_would_train_something_else_are_refused(run_dir: Path) -> None:
+    """Epochs that do not begin at 0, a name that is the loader's, and a loader without its epochs."""
+    loader = ResumableLoader(TensorDataset(torch.arange(4.0)))
+    with pytest.raises(ConfigError, match="begin at 0"):
+        resumable(str(run_dir), loader, range(1, 3))
+    with pytest.raises(ConfigError, match="is the loader's"):
+        resumable(str(run_dir), loader, range(3), data=1)
+    wrong: list[tuple[Any, Any, Any]] = [(1, loader, 1), (str(run_dir), [1], 1), (str(run_dir), loader, "3")]
+    for arguments in wrong:
+        with pytest.raises(ConfigError, match="got"):
+            resumable(*arguments)
+    assert not run_dir.exists()
+    loader_again, epochs = resumable(str(run_dir), loader, 3)
+    with pytest.raises(ConfigError, match="for epoch in epochs"):
+        next(iter(loader_again))
+    epochs.leave()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_an_epoch_over_another_loader_is_refused(times: int, run_dir: Path) -> None:
+    """Batches from the loader as it was before, or two passes in an epoch, would begin elsewhere after a resume."""
+    data: Any = DataLoader(TensorDataset(torch.arange(4.0)))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    loader, epochs = resumable(str(run_dir), data, 2, optimizer=optimizer)
+    assert next(epochs) == 0
+    for one in (data, *[loader] * times):
+        for _ in one:
+            optimizer.step()
+    with pytest.raises(ConfigError, match=f"epoch 0 iterated the loader {times} times"):
+        next(epochs)
+
+
+def test_a_right_loop_is_told_nothing(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trained to the end, started again with more epochs, with the DataLoader still in a name: no warning."""
+    data = DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True)
+    for count in (1, 2):
+        loader, epochs = resumable(CheckpointConfig(checkpoint_dir=run_dir, step_interval=2), data, count)
+        assert [x.numel() for _ in epochs for (x,) in loader] == [1] * 4
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+def left_at_once(loop: Loop, batches: int = 1) -> None:
+    for _ in loop.epochs:
+        for number, _ in enumerate(loop.loader, 1):
+            if number == batches:
+                raise InterruptedError
+
+
+class Loop(NamedTuple):
+    loader: Any
+    epochs: Any
+
+
+def cell(run: Path, epochs: int = 2) -> Loop:
+    """A loop over four numbers that saves every step."""
+    data = DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True)
+    return Loop(*resumable(CheckpointConfig(checkpoint_dir=run, step_interval=1), data, range(epochs)))
