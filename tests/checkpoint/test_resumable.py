@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, ResumableLoader, open_run, resumable
 from ckpt_tasks.copying.compare import compare_checkpoints
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, NonFiniteError
 from tests.support.children import Child
 
 Death = tuple[int, int | None, str]
@@ -136,6 +136,22 @@ def test_a_loop_that_an_exception_leaves_releases_the_run(run_dir: Path, caplog:
     assert owner is not None
     assert owner.released
     assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+
+
+def test_a_step_that_fails_releases_the_run_while_its_traceback_is_held(run_dir: Path) -> None:
+    """What a step's end raises reaches the loop after the run is released, though the traceback holds the loop."""
+    config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, on_non_finite="error")
+    loader, epochs = resumable(config, DataLoader(TensorDataset(torch.arange(4.0))), 1)
+    assert next(epochs) == 0
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    epochs.log(loss=float("nan"))
+    with pytest.raises(NonFiniteError):
+        next(batches)
+    owner = open_run(run_dir).history.head().state.owner
+    assert owner is not None
+    assert owner.released
 
 
 def test_ctrl_c_ends_the_loop_after_the_step_with_a_commit(run_dir: Path, whole: Path) -> None:
