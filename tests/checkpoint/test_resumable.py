@@ -140,7 +140,7 @@ def test_a_loop_that_an_exception_leaves_releases_the_run(run_dir: Path, caplog:
 
 def test_a_step_that_fails_releases_the_run_while_its_traceback_is_held(run_dir: Path) -> None:
     """What a step's end raises reaches the loop after the run is released, though the traceback holds the loop."""
-    config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, on_non_finite="error")
+    config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, on_non_finite="stop")
     loader, epochs = resumable(config, DataLoader(TensorDataset(torch.arange(4.0))), 1)
     assert next(epochs) == 0
     batches = iter(loader)
