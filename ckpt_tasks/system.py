@@ -48,6 +48,11 @@ class System:
         thread.start()
         return thread
 
+    def age_s(self) -> float:
+        """Return for how long this process has run; 0 if the system does not tell."""
+        start = process_start(os.getpid())
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK") if start else 0.0
+
     def lower_priority(self) -> None:
         """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
         if sys.platform == "linux":  # Elsewhere niceness belongs to the whole process, not to the thread.

@@ -148,9 +148,9 @@ class Checkpointer(HeldRun):
         `missing="keep"` values that the checkpoint lacks stay as they are. Raises ConfigError for a name that matches
         nothing.
         """
-        selection = Selection.of(only, missing, leave)
+        selection, began_s = Selection.of(only, missing, leave), system().monotonic()
         _refuse_wrong(state)
-        self._own()
+        resume = self._own().resume
         self._be_idle(state)
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
         self._left_out.check(rollback, state)
@@ -173,7 +173,7 @@ class Checkpointer(HeldRun):
         rollback = self._note(chosen, report, state, newest=step is None) or rollback
         self._log_restored(chosen, report)
         self.last_restore, self._restored, self._knows_line = report, state, True
-        self._at.restored(chosen.step, chosen.epochs)
+        self._at.restored(chosen.step, chosen.epochs, resume.restored(report, state, began_s))
         self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)

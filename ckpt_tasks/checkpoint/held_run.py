@@ -29,7 +29,7 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.system import gang_rank
+from ckpt_tasks.system import gang_rank, system
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
@@ -132,6 +132,7 @@ class HeldRun:
                 flow_run_id=self._flow_run_id,
                 world_size=self._ranks.world.size,
             )
+            began_s = system().monotonic()
             try:
                 self._tenure = self._ranks.tenure(take, self._line, self.config.owner_timeout_s, self._cache)
             except OwnedError as error:
@@ -140,7 +141,7 @@ class HeldRun:
                 if error.same_flow_run:
                     leave_flow_run(self._flow_run_id, error)
                 raise
-            self._damaged = self._tenure.damaged
+            self._damaged, self._tenure.resume.owner_s = self._tenure.damaged, system().monotonic() - began_s
             self._knows_line = False
             self._take_over = False  # Only once: this process does not fence a later owner.
             self._saver.tenure = self._tenure

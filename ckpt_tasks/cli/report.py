@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.report.report import Report
 
+_RETURNS = 8
 # The number of characters that stand for all the time.
 _BAR = 36
 
@@ -83,7 +84,7 @@ def _is_report(head: bytes) -> bool:
 
 
 def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
-    from ckpt_tasks.report.report import SHARES_MEAN
+    from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN
 
     yield title(run)
     yield made.summary, "bold"
@@ -99,6 +100,11 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
             column("means", lambda share: SHARES_MEAN[share[0]]),
         )
         yield listing(columns, made.shares, lambda share: "bold" if share[0] == "useful" else "")
+    if returns := made.returns():
+        yield ("From a death to the first step, and the step of the first commit:", "bold")
+        yield listing(
+            [column(name, itemgetter(n), numbers=True) for n, name in enumerate(RETURNS_HEAD)], returns[:_RETURNS]
+        )
     yield from ((caveat, "yellow") for caveat in made.caveats())
     yield ["Report: ", (str(place), "bold")]
 

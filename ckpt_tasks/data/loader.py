@@ -28,6 +28,7 @@ from ckpt_tasks.data.sampler import ResumableSampler, SampleId, own_random_numbe
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.objects.started import Started, outline_of
 from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.system import system
 from ckpt_tasks.tensors.placements import cut_beside_data
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class ResumableLoader(Started):
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._ends_again = self._asked = False
-        self._restored = True
+        self._restored, self.found_s = True, None
         self._moves += 1
 
     def skip_batches(self, count: int) -> None:
@@ -214,10 +215,11 @@ class ResumableLoader(Started):
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch, moves = self.sampler.epoch, self._moves
+        epoch, moves, began_s = self.sampler.epoch, self._moves, system().monotonic()
         while True:
             for batch in batches:
-                self._restored = False
+                if self._restored:
+                    self._restored, self.found_s = False, system().monotonic() - began_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch

@@ -28,9 +28,11 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-from ckpt_tasks.ledger.timeline import Moment
+from ckpt_tasks.ledger.timeline import RESUMED, Moment
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
+# The parts of a return in the order of time; "noticed_s": from the last entry of the owner before to the process.
+RETURNED = ("noticed_s", *RESUMED)
 _OWNERS = ("taken", "lost")
 _CLOCK = (*_OWNERS, "commit", "failure", "released")  # Kinds that only the owner at that time writes.
 
@@ -81,6 +83,25 @@ class Course:
     def resumes(self) -> list[Placed]:
         """The moments at which the run got a new owner, after the first one."""
         return self.of(*_OWNERS)[1:]
+
+    @property
+    def returns(self) -> list[tuple[Moment, dict[str, float]]]:
+        """The first commit after each restore, and where the time went before it: seconds by the names in RETURNED."""
+        returns: list[tuple[Moment, dict[str, float]]] = []
+        before, gap_s = None, None
+        for moment in (place.moment for place in self.of(*_CLOCK)):
+            if moment.kind in _OWNERS:
+                gap_s = max(0.0, moment.at_s - before.at_s) if before else None
+            elif moment.resumed:
+                parts = dict(moment.resumed)
+                if gap_s is not None and "start_s" in parts:
+                    parts["owner_s"] = min(parts.get("owner_s", 0.0), gap_s)
+                    # A process may be older than the run's last owner: a notebook, or a worker.
+                    parts["start_s"] = min(parts["start_s"], gap_s - parts["owner_s"])
+                    parts["noticed_s"] = round(gap_s - parts["owner_s"] - parts["start_s"], 6)
+                returns.append((moment, parts))
+            before = moment
+        return returns
 
     @property
     def deaths(self) -> list[Placed]:

@@ -18,6 +18,8 @@ from ckpt_tasks.process.processes import in_threads
 MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 _LONGEST_TEXT = 300
+# The parts of a resume in the order of time: docs/FORMAT.md, "Events".
+RESUMED = ("start_s", "owner_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
 _MOST_S = 1e9  # Thirty years.
 # How ownership.py describes a lost owner; one that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
@@ -33,7 +35,8 @@ class Moment:
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned" or
     "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
     what failed, which suite. Identities and seconds are those of a commit: how long training waited, the time from
-    snapshot to commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps.
+    snapshot to commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps;
+    `resumed` says where the time of the resume before it went, by RESUMED.
     """
 
     kind: str
@@ -50,6 +53,7 @@ class Moment:
     flush_s: float = 0.0
     step_s: float | None = None
     steps: tuple[str, str] | None = None
+    resumed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +149,13 @@ def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
         flush_s=cost_s if flush_s is None else flush_s,
         step_s=_seconds(event, "step_s"),
         steps=steps_of(event, made.step) if made else None,
+        resumed=_resumed(event.get("resumed")),
     )
+
+
+def _resumed(parts: Any) -> dict[str, float]:
+    read = {name: _seconds(parts, name) for name in RESUMED} if isinstance(parts, dict) else {}
+    return {name: part_s for name, part_s in read.items() if part_s is not None}
 
 
 def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:

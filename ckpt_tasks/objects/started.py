@@ -34,6 +34,8 @@ class Started:
     effects: ClassVar[Mapping[str, str]] = {}
     # True if this start has no steps left to train: the end of a Checkpointer's block warns of that.
     nothing_left = False
+    # The seconds until the first batch after a restore, of an object that hands out batches.
+    found_s: float | None = None
 
 
 class Noting(Protocol):

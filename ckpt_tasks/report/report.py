@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.curve import Curve
-from ckpt_tasks.ledger.goodput import Course, follow
+from ckpt_tasks.ledger.goodput import RETURNED, Course, follow
 from ckpt_tasks.ledger.ownership import NEVER_OWNED
 from ckpt_tasks.ledger.timeline import Moment, Timeline
 from ckpt_tasks.report.curves import draw_curves
@@ -44,6 +44,8 @@ _SAID = {
     "gang": "a gang of ranks began",
     "copied": "copied",
 }
+# The parts of RETURNED in words; the step is that of the first commit after the restore.
+RETURNS_HEAD = ("saved at", "noticed", "start", "owner", "read", "verify", "copy", "data", "first step", "together")
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
@@ -121,6 +123,17 @@ class Report:
         moments = [moment.moment for moment in self.course.of(*_SAID)]
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
+    def returns(self) -> list[list[str]]:
+        """Return a row of texts for each of the newest restores, newest first: its step, and where its time went."""
+        return [
+            [
+                f"{moment.step or 0:,}",
+                *(fine_span(parts[name]) if name in parts else "" for name in RETURNED),
+                fine_span(sum(parts.values())),
+            ]
+            for moment, parts in reversed(self.course.returns[-_HAPPENINGS_SHOWN:])
+        ]
+
     def data(self) -> dict[str, Any]:
         """Return the facts as JSON data."""
         course = self.course
@@ -136,6 +149,7 @@ class Report:
             "failed_attempts": len(course.of("failure")),
             "deaths": len(course.deaths),
             "evaluations": len(course.of("evaluation")),
+            "resumes": [{"step": moment.step, **parts} for moment, parts in course.returns],
             "copied": self.timeline.copied,
             "entries": {"damaged": self.timeline.damaged, "older": self.timeline.older},
         }
@@ -225,6 +239,11 @@ def to_markdown(report: Report) -> str:
             *report.caveats(),
             "### Where the time went",
             _markdown_table(("", "", "time", "part"), shares, right=2),
+            *(
+                ["### From a death to the first step", _markdown_table(RETURNS_HEAD, report.returns(), right=0)]
+                if report.returns()
+                else []
+            ),
             "### In numbers",
             "\n".join(f"- {name}: {in_markdown(value[:_TEXT_SHOWN])}" for name, value in report.facts()),
             *(
@@ -287,6 +306,9 @@ def to_html(report: Report) -> str:
         f'<div class="wide">{draw_run(report.course, heading=report.run_key, curve=report.curve)}</div>',
         f'<div class="wide">{curves}</div>' if curves else "",
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
+        _html_table(
+            "From a death to the first step", RETURNS_HEAD, report.returns(), numbers={*range(len(RETURNS_HEAD))}
+        ),
         _html_table("In numbers", (), report.facts(), texts={1}),
         _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={2}),
         _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),

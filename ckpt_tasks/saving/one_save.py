@@ -105,7 +105,10 @@ class OneSave:
         observed = {**snapshot.observed, "flush_s": round(system().monotonic() - snapshot.taken_s, 6)}
         if snapshot.superseded:
             observed["superseded"] = [*snapshot.superseded]
+        if resumed := snapshot.tenure.resume.parts:
+            observed["resumed"] = resumed
         entry, steps = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
+        snapshot.tenure.resume.parts = {}
         if steps:
             self._listeners.measured(steps)
         return entry

@@ -16,6 +16,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.policy.retention import Save
+from ckpt_tasks.saving.tenure import Resume
 from ckpt_tasks.system import system
 
 _STEPS = 20
@@ -47,10 +48,10 @@ class Position:
         """
         return f"{self.saved_step + 1} to {self.step}" if self.step > self.saved_step else ""
 
-    def restored(self, step: int, epoch: int | None) -> None:
-        """Continue from a checkpoint, or from the beginning."""
+    def restored(self, step: int, epoch: int | None, resume: Resume | None = None) -> None:
+        """Continue from a checkpoint, or from the beginning; the next step ends the `resume`."""
         self.step = self.saved_step = step
-        self.last = point(step, epoch)
+        self.last, self._resume = point(step, epoch), resume
 
     def saves(self, now: SavePoint) -> tuple[Save, Save]:
         """Return the save at `now` and the previous one, as a retention rule sees them."""
@@ -60,6 +61,9 @@ class Position:
     def stepped(self, now: SavePoint) -> None:
         """Record a completed step."""
         self.step = now.step
+        if self._resume is not None:
+            self._resume.stepped()
+            self._resume = None
         if self._since is not None and now.step > self._since.step:
             self._seconds.append((now.clock_s - self._since.clock_s) / (now.step - self._since.step))
         self._since = now

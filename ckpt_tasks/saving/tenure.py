@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.errors import CkptError
@@ -12,11 +12,15 @@ from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.metrics import checked_metrics
 from ckpt_tasks.ledger.ownership import Heartbeat
+from ckpt_tasks.objects.started import Started
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import Saving, Stored, new_attempt
+from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
+    from ckpt_tasks.reading.restore import RestoreReport
     from ckpt_tasks.saving.committer import Committer
 
 
@@ -78,6 +82,40 @@ class Line:
         self.known_n = checkpoint.n
 
 
+class Resume:
+    """Where the time of a resume goes, from the start of the process until the end of its first step.
+
+    The next commit has it in its event, in seconds by part: docs/FORMAT.md, "Events".
+    """
+
+    def __init__(self) -> None:
+        self.owner_s: float | None = None  # How long the process waited for the run directory; None after a restore.
+        self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
+        self._at_s = system().monotonic()
+        self._state: Mapping[str, object] = {}
+        self._parts: dict[str, float] = {}
+
+    def restored(self, report: RestoreReport, state: Mapping[str, object], began_s: float) -> Resume:
+        """Begin with a restore that was called at `began_s`; the first one in a tenure also has its start."""
+        now_s = system().monotonic()
+        rest_s = now_s - max(began_s, self._at_s)
+        parts = {"read_s": rest_s - report.verify_s - report.copy_s, "verify_s": report.verify_s}
+        self._parts = {**parts, "copy_s": report.copy_s}
+        if self.owner_s is not None:
+            self._parts |= {"start_s": system().age_s() - self.owner_s - rest_s, "owner_s": self.owner_s}
+        self.owner_s, self._at_s, self._state, self.parts = None, now_s, state, {}
+        return self
+
+    def stepped(self) -> None:
+        """End with the first step."""
+        step_s = system().monotonic() - self._at_s
+        data = [value.found_s for value in objects_of(self._state) if isinstance(value, Started)]
+        data_s = sum(found_s for found_s in data if found_s is not None)
+        self._parts |= {"data_s": data_s} if any(data) else {}
+        self._parts["step_s"] = step_s - data_s
+        self.parts, self._state = {name: round(max(0.0, part), 6) for name, part in self._parts.items()}, {}
+
+
 @dataclass(eq=False)
 class Tenure:
     """One ownership of a run directory, as each rank of its training knows it.
@@ -96,6 +134,7 @@ class Tenure:
     heartbeat: Heartbeat | None = None
     fenced: bool = False
     saves: int = 0
+    resume: Resume = field(default_factory=Resume)
 
     def new_saving(
         self,

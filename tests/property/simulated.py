@@ -48,6 +48,9 @@ class SimulatedSystem(System):
     def monotonic(self) -> float:
         return self._schedule.now_s
 
+    def age_s(self) -> float:
+        return self._schedule.now_s
+
     def sleep(self, seconds: float) -> None:
         self._schedule.sleep(seconds)
 
