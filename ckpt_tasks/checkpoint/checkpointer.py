@@ -31,7 +31,7 @@ from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import objects_of, refuse_fsdp1
+from ckpt_tasks.state.groups import objects_of, refuse_fsdp1, refuse_hidden_tables
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
 from ckpt_tasks.system import system
@@ -393,4 +393,5 @@ class Checkpointer(HeldRun):
 def _refuse_wrong(state: Mapping[str, Any]) -> None:
     """Raise an error for values that a restore cannot bring back, and for loaders that deal wrong samples."""
     refuse_fsdp1(state)
+    refuse_hidden_tables(state)
     check_dealt(state)

@@ -24,6 +24,7 @@ from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.objects.kinds import kind_of
+from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.values import in_place
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
@@ -236,6 +237,17 @@ def refuse_fsdp1(state: Mapping[str, Any]) -> None:
                 key=name,
                 hint="Shard it with torch.distributed.fsdp.fully_shard(model), which keeps each parameter by its name.",
             )
+
+
+def refuse_hidden_tables(state: Mapping[str, Any]) -> None:
+    """Raise UnsupportedStateError for a LookupTable inside of a module that is not a group of its own."""
+    groups = flat(state)
+    named = {id(value) for value in groups.values()}
+    for name, module in modules_of(groups).items():
+        for path, inner in module.named_modules():
+            if isinstance(inner, LookupTable) and id(inner) not in named:
+                hint = f'Name it in the state: {{"{name}": model, "rows": model.{path}}}.'
+                raise UnsupportedStateError("a LookupTable is a group of its own", key=f"{name}/{path}", hint=hint)
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
