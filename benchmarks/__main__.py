@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, dcp, gang, ledger, loop, many, ranks, reuse, save_restore, scale, stall
+from benchmarks import cadence, dcp, gang, ledger, loop, many, ranks, reuse, save_restore, scale, stall, tables
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -33,6 +33,7 @@ _TABLES = {
     "ranks": ranks,
     "dcp": dcp,
     "scale": scale,
+    "tables": tables,
 }
 _NAMES = [*_TABLES, "gang", "cadence", "prefect"]
 _CHOICES = [*_NAMES, "s3"]  # needs a server: `make bench-s3`

@@ -1,0 +1,101 @@
+"""A lookup table of a million rows, of which a hundredth changes between two saves; and its restore from nine files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.apart import summary
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
+from ckpt_tasks.tables.files import Chain
+from ckpt_tasks.tables.rules import Adam
+
+__all__ = ["measure"]
+
+_DIM = 32
+_DELTAS = 8
+
+
+def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
+    """Time durable saves of all rows and of a hundredth, one after the other, `rounds` times; weigh what they write.
+
+    Rows have 32 numbers and Adam's two slots. Beside them torch.save, durable, writes the same arrays. The restore is
+    that of a base and eight deltas, equal to the table bit for bit.
+    """
+    count, users = 10_000 if tiny else 1_000_000, _table()
+    state: dict[str, Any] = {"users": users}
+    users(torch.arange(count))
+    users.step()
+    times: dict[str, list[float]] = {}
+    stalls: dict[str, list[float]] = {}
+    sizes: dict[str, list[int]] = {}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "run"), memory_dir=None)) as ckpt:
+        ckpt.restore(state)
+        step = 0
+        for number in range(rounds):
+            for what in ("torch.save, all rows", "ckpt-tasks, all rows", *["ckpt-tasks, 1 % of the rows"] * _DELTAS):
+                _change(users, np.random.default_rng(step).choice(count, count // 100, replace=False))
+                if what.startswith("torch"):
+                    times.setdefault(what, []).append(_torch_save_s(users, directory / "saved.pt"))
+                    continue
+                if what.endswith("all rows"):
+                    users.chain = Chain()
+                step += 1
+                started = perf_counter()
+                saved = ckpt.save(step, state)
+                if number or rounds == 1:  # The first round makes the memory of the process.
+                    times.setdefault(what, []).append(perf_counter() - started)
+                    stalls.setdefault(what, []).append(saved.cost_s)
+                    new = directory / "run" / Path(saved.manifest).parent
+                    sizes.setdefault(what, []).append(sum(path.stat().st_size for path in new.iterdir()))
+    restores = _restore_s(directory / "run", users, rounds)
+    whole, part = "ckpt-tasks, all rows", "ckpt-tasks, 1 % of the rows"
+    return {
+        "size_bytes": median(sizes[whole]),
+        "rounds": rounds,
+        "device": device,
+        "ratios": {
+            "1 % of the rows against all, time": median(times[part]) / median(times[whole]),
+            "1 % of the rows against all, bytes": median(sizes[part]) / median(sizes[whole]),
+            "1 % of the rows, milliseconds that training waited": 1000 * median(stalls[part]),
+        },
+        "rows": {
+            "durable saves of a lookup table": {name: summary(some) for name, some in times.items()},
+            "restore of a base and eight deltas": {"ckpt-tasks": summary(restores)},
+        },
+    }
+
+
+def _table() -> LookupTable:
+    return LookupTable(_DIM, slots=Adam(lr=0.01))
+
+
+def _change(users: LookupTable, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    users(torch.from_numpy(ids)).sum().backward()
+    users.step()
+
+
+def _torch_save_s(users: LookupTable, path: Path) -> float:
+    started = perf_counter()
+    with path.open("wb") as file:
+        torch.save([torch.from_numpy(one) for one in (users.store.ids, *users.store.values, users.store.steps)], file)
+        file.flush()
+        os.fsync(file.fileno())
+    return perf_counter() - started
+
+
+def _restore_s(place: Path, users: LookupTable, rounds: int) -> list[float]:
+    run, times = open_run(str(place)), []
+    for _ in range(rounds):
+        again = _table()
+        started = perf_counter()
+        run.restore(run.checkpoints()[0], {"users": again})
+        times.append(perf_counter() - started)
+        assert again.store.bytes_by_id() == users.store.bytes_by_id()
+    return times
