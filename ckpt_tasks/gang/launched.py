@@ -29,7 +29,6 @@ from ckpt_tasks.gang.orders import Orders
 from ckpt_tasks.gang.parallel import check_parallel
 from ckpt_tasks.gang.rank import StoppedError, raise_stopped
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ranks.exchange import StoreExchange, find_exchange
 from ckpt_tasks.session.forked import recorded_params
 from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
@@ -134,10 +133,7 @@ class Place:
                 session.save(order.step)
 
     def _join(self, config: CheckpointConfig) -> Orders:
-        join(self.rank, self.size, self.local_rank, self.local_size)
-        exchange = find_exchange(None, config.flush_timeout_s)
-        assert isinstance(exchange, StoreExchange)
-        return Orders(exchange)
+        return Orders(join(self.rank, self.size, self.local_rank, self.local_size, config.flush_timeout_s))
 
 
 # The place of this process, for the flow that it runs: a flow's parameters are the same on every start.

@@ -6,7 +6,9 @@ Invariants
 2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
 4. Every request to that store has a time limit: the process that holds the store may hang.
-5. If a rank ends, all waits for its word end within seconds, provided that another rank is left on its host.
+5. If a rank ends, all waits for its word end within seconds, provided that another rank is left on its host. (Before
+   the first meeting: if it ended after the waiting rank had come.)
+6. No rank takes a word of an earlier start: torchrun gives restarted ranks the store that has them (torch 2.13).
 
 One process is the case of one rank: it sends nothing.
 """
@@ -17,8 +19,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from queue import Empty
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -26,7 +29,7 @@ from typing import Any, Protocol, Self, TypeVar
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.ranks.connection import Connection
 from ckpt_tasks.ranks.meeting import Meeting, StoreMeeting
-from ckpt_tasks.system import has_ended, host_name, process_start
+from ckpt_tasks.system import has_ended, host_name, process_start, system
 
 _PIECE_BYTES = 4 << 20  # The c10d store refuses a value of more than 8 MiB.
 _POLL_S = 0.002
@@ -121,29 +124,71 @@ ALONE = Alone()
 
 
 class StoreExchange(Exchange):
-    """Ranks that share a c10d store; `name` stands for one Checkpointer, and is the same in all ranks."""
+    """Ranks that share a c10d store; `name` stands for one Checkpointer, and is the same in all ranks.
+
+    If the store may hold words of an earlier start (`shared`), their keys begin with a name of this start. Rank 0 draws
+    it, each rank answers with a number that it has drawn, and rank 0 repeats these numbers. The first use waits for it.
+    """
 
     patience = 2
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S):
+    def __init__(
+        self, store: Any, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S, *, shared: bool = False
+    ):
         self.rank = rank
         self.size = size
         self.first = rank == 0
         self._store = store
-        self._name = name
+        self._drawn = system().token_hex(8)
+        self._shared = name
+        self._name = f"{name}/{self._drawn}" if shared and self.first else name
+        self._met = not shared
+        self._meeting = threading.Lock()
         self._timeout_s = timeout_s
         # Returns True when this process must end, and may wait for no other rank.
         self.must_end: Callable[[], bool] = bool
         self._clients = threading.local()
         self._answers: dict[int, set[str]] = {}  # In rank 0: the keys of each thread's newest agreement.
         self._processes = f"{name}/processes/{host_name()}"
-        if start := process_start(os.getpid()):
-            with _reaching(name):
+        self._earlier: set[str] = set()
+        with _reaching(name):
+            if shared and self.first:
+                self._request("set", f"{name}/name", self._name)
+            if start := process_start(os.getpid()):
                 self._request("append", self._processes, f"{rank} {os.getpid()} {start}\n")
+                # What has ended before this rank came may be of an earlier start.
+                self._earlier = {line for line, _ in self._ended_here()} if shared else set()
 
     def meeting(self, topic: str, deadline_s: float) -> StoreMeeting:
         """Meet the other ranks by way of the store."""
-        return StoreMeeting(self, f"{self._name}/{topic}", deadline_s)
+        return StoreMeeting(self, f"{self.name(deadline_s)}/{topic}", deadline_s)
+
+    def name(self, deadline_s: float) -> str:
+        """Return what all keys of this start begin with, the same in all ranks; wait for them if they have not met."""
+        if not self._met:
+            with self._meeting, _reaching(self._shared):
+                if self.first:
+                    answered = [f"{self._name}/here/{rank}" for rank in range(1, self.size)]
+                    self._await_all(answered, deadline_s)
+                    self._request("set", f"{self._name}/all", b" ".join(self._request("get", key) for key in answered))
+                else:
+                    self._await(self._is_answered, 0, _MARGIN * deadline_s, self._shared)
+                self._met = True
+        return self._name
+
+    def _is_answered(self) -> bool:
+        """Answer the newest name that rank 0 has drawn; return True if rank 0 has answered this very process."""
+        if not self._has(f"{self._shared}/name"):
+            return False
+        newest = bytes(self._request("get", f"{self._shared}/name")).decode(errors="replace")
+        if newest != self._name:
+            self._request("set", f"{newest}/here/{self.rank}", self._drawn)
+            self._name = newest
+        answers = f"{newest}/all"
+        return self._has(answers) and self._drawn.encode() in bytes(self._request("get", answers)).split()
+
+    def _has(self, key: str) -> bool:
+        return bool(self._request("check", [key]))
 
     def drain(self, timeout_s: float) -> None:
         """Wait until the others have read their answers."""
@@ -151,19 +196,19 @@ class StoreExchange(Exchange):
         with suppress(StoreError), _reaching("drain"):
             waiting = {key for keys in self._answers.values() for key in keys}
             while waiting and time.monotonic() < end_s:
-                waiting = {key for key in waiting if self._request("check", [key]) and not self._has_ended(key)}
+                waiting = {key for key in waiting if self._has(key) and not self._has_ended(key)}
                 time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
         """Set a key."""
         with _reaching(topic):
-            self._request("set", f"{self._name}/{topic}", data)
+            self._request("set", f"{self.name(self._timeout_s)}/{topic}", data)
 
     def look(self, topic: str) -> bytes | None:
         """Get a key, None if it is not set."""
         with _reaching(topic):
-            key = f"{self._name}/{topic}"
-            return bytes(self._request("get", key)) if self._request("check", [key]) else None
+            key = f"{self.name(self._timeout_s)}/{topic}"
+            return bytes(self._request("get", key)) if self._has(key) else None
 
     def send(self, topic: str, word: bytes) -> None:
         """Send this rank's word to rank 0."""
@@ -172,10 +217,10 @@ class StoreExchange(Exchange):
 
     def collect(self, topic: str, deadline_s: float) -> list[bytes]:
         """Return the words of the other ranks in rank 0."""
-        end_s = time.monotonic() + deadline_s
+        keys = [f"{topic}/{rank}" for rank in range(1, self.size)]
         with _reaching(topic):
-            left_s = (max(0.0, end_s - time.monotonic()) for _ in range(1, self.size))
-            return [self._get(f"{topic}/{rank}", for_s, rank) for rank, for_s in enumerate(left_s, start=1)]
+            self._await_all(keys, deadline_s)
+            return [self._get(key) for key in keys]
 
     def tell(self, topic: str, answer: bytes) -> None:
         """Send rank 0's answer to the other ranks."""
@@ -186,8 +231,10 @@ class StoreExchange(Exchange):
 
     def hear(self, topic: str, deadline_s: float) -> bytes:
         """Return rank 0's answer."""
+        key = f"{topic}/answer/{self.rank}"
         with _reaching(topic):
-            return self._get(f"{topic}/answer/{self.rank}", _MARGIN * deadline_s, 0)
+            self._await(partial(self._has, key), 0, _MARGIN * deadline_s, topic)
+            return self._get(key)
 
     def _request(self, name: str, *arguments: Any) -> Any:
         """Call a method of this thread's connection to the store; raise StoreError if it does not answer."""
@@ -210,19 +257,27 @@ class StoreExchange(Exchange):
         # Set this piece last: it says that all pieces are there.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
-    def _get(self, key: str, deadline_s: float, rank: int) -> bytes:
+    def _await_all(self, keys: Sequence[str], deadline_s: float) -> None:
+        """Wait in rank 0 until the keys of the other ranks are set."""
+        end_s = time.monotonic() + deadline_s
+        for rank, key in enumerate(keys, start=1):
+            left_s = max(0.0, end_s - time.monotonic())
+            self._await(partial(self._has, key), rank, left_s, key.rpartition("/")[0])
+
+    def _await(self, has_come: Callable[[], bool], rank: int, deadline_s: float, topic: str) -> None:
+        """Wait until a word of a rank has come. Raises StoreError if it says nothing for `deadline_s`, or has ended."""
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
         # torch's wait() prints a warning when it times out.
-        while not self._request("check", [key]):
+        while not has_come():
             if time.monotonic() > end_s:
-                error = StoreError(f"rank {rank} said nothing for {deadline_s:.0f} s", key=key.rpartition("/")[0])
-                error.hint = SILENT
-                raise error
+                raise StoreError(f"rank {rank} said nothing for {deadline_s:.0f} s", key=topic, hint=SILENT)
             if time.monotonic() > look_s:
                 self.check_ended(rank)
                 look_s = time.monotonic() + _LOOK_S
             time.sleep(poll_s)
+
+    def _get(self, key: str) -> bytes:
         head = bytes(self._request("get", key))
         others = [f"{key}+{n}" for n in range(1, int(head[:6]))]
         pieces = [head[6:], *(bytes(self._request("get", other)) for other in others)]
@@ -232,11 +287,11 @@ class StoreExchange(Exchange):
 
     def check_ended(self, rank: int) -> None:
         """Raise StoreError if a rank has ended, or this one must; tell all ranks which of this host's ranks ended."""
-        self._tell_ended()
+        ended = self._tell_ended()
         if self.must_end():
             self._request("set", f"{self._name}/ended/{self.rank}", b"")
             raise StoreError(f"rank {self.rank} was told to end while it waited for rank {rank}")
-        if self._has_ended(f"/{rank}"):
+        if str(rank) in ended or self._has_ended(f"/{rank}"):
             raise StoreError(f"rank {rank} has ended", hint="Look at its log: it was killed, or it has failed.")
 
     def ended(self) -> list[int]:
@@ -245,16 +300,25 @@ class StoreExchange(Exchange):
             self._tell_ended()
             return [rank for rank in range(self.size) if self._has_ended(f"/{rank}")]
 
-    def _tell_ended(self) -> None:
-        listed = self._request("get", self._processes) if self._request("check", [self._processes]) else b""
+    def _tell_ended(self) -> set[str]:
+        """Tell all ranks which of this host's ranks have ended, and return them."""
+        ended = {rank for line, rank in self._ended_here() if line not in self._earlier}
+        for rank in ended:
+            self._request("set", f"{self._name}/ended/{rank}", b"")
+        return ended
+
+    def _ended_here(self) -> Iterator[tuple[str, str]]:
+        """Yield the line and the rank of each process of this host that has ended, of any start."""
+        listed = self._request("get", self._processes) if self._has(self._processes) else b""
         with suppress(ValueError):  # not what a rank has written
-            for other, pid, start in (line.split() for line in bytes(listed).decode().splitlines()):
+            for line in bytes(listed).decode().splitlines():
+                rank, pid, start = line.split()
                 if has_ended(int(pid), start):
-                    self._request("set", f"{self._name}/ended/{other}", b"")
+                    yield line, rank
 
     def _has_ended(self, key: str) -> bool:
-        """Return True if the rank in a key's last part has ended."""
-        return bool(self._request("check", [f"{self._name}/ended/{key.rpartition('/')[2]}"]))
+        """Return True if the rank in a key's last part is said to have ended, under a name of this start."""
+        return (self._met or self.first) and self._has(f"{self._name}/ended/{key.rpartition('/')[2]}")
 
 
 _made = 0
@@ -275,7 +339,7 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
     _made += 1
     c10d = distributed.distributed_c10d
     store = c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
-    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}", timeout_s)
+    return StoreExchange(store.clone(), rank, size, f"ckpt-tasks/{_made}", timeout_s, shared=True)
 
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:

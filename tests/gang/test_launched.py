@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_tasks.errors import CkptError, ConfigError, StateError
-from ckpt_tasks.gang.joining import meet
 from ckpt_tasks.gang.launched import Place
 from ckpt_tasks.gang.orders import Orders
 from ckpt_tasks.ranks.exchange import StoreExchange
@@ -115,28 +113,6 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
 def store(port: int, *, holds: bool = False) -> Any:
     made: Any = dist
     return made.TCPStore("127.0.0.1", port, 2, is_master=holds, timeout=timedelta(seconds=20), wait_for_workers=False)
-
-
-def test_words_of_the_start_before_are_not_this_ones(tmp_path: Path) -> None:
-    """Ranks that are restarted with the store of the start before, as by torchrun, meet under a name of their own."""
-    port = free_port()
-    held = store(port, holds=True)
-    names: list[list[str]] = []
-    for _ in range(2):
-        found = ["", ""]
-
-        def be(rank: int, found: list[str] = found) -> None:
-            found[rank] = meet(store(port), rank, 2)
-
-        threads = [threading.Thread(target=be, args=(rank,)) for rank in (1, 0)]
-        threads[0].start()  # it finds the name of the start before, which has been answered
-        threads[0].join(0.2)
-        threads[1].start()
-        for thread in threads:
-            thread.join(20)
-        names.append(found)
-    assert names[0][0] == names[0][1] != names[1][0] == names[1][1]
-    del held
 
 
 @pytest.mark.parametrize(
