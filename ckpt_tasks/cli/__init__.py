@@ -24,7 +24,7 @@ from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import plan, report
 from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
-from ckpt_tasks.cli.verify import verify, verify_resume
+from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
@@ -33,7 +33,7 @@ __all__ = ["app", "main"]
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, evaluate, up, down),
     "Look": (ls, show, watch, diff, report, plan),
-    "Keep": (verify, verify_resume, pin, unpin, prune, rm, rollback),
+    "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),
 }

@@ -20,7 +20,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
-from ckpt_tasks.report.words import age, count, number, size, span, when
+from ckpt_tasks.report.words import age, count, drill_words, number, size, span, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import State
@@ -129,6 +129,7 @@ def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
         "owner": None if state.owner is None else {name: getattr(state.owner, name) for name in names},
         "best": {"metric": state.best_metric, "mode": state.best_mode},
         **lineage_facts(state),
+        "drills": [asdict(drill) for drill in state.drills],
         "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
         "checkpoints": row_facts((*_HEAD, *_TAIL), rows),
     }
@@ -146,6 +147,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], metrics: list[str]) -> Iterat
     else:
         yield "\nThere is no checkpoint yet.\n"
     yield _holder(head.state.owner), "dim"
+    yield from ((drill_words(drill), "red" if drill.fault else "dim") for drill in head.state.drills)
     if (origin := head.state.origin) is not None:
         changed = f", with {params_line(origin.set)}" if origin.set else ""
         yield f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}.", "dim"

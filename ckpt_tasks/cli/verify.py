@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import JsonOption, RunOrCheckpointArgument, parse_target
+from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, RunOrCheckpointArgument, option, parse_target
 from ckpt_tasks.cli.output import Column, Output, column, first, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, size, span
+from ckpt_tasks.report.words import age, count, drill_words, size, span
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
@@ -115,6 +115,34 @@ def _parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
         yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
     else:
         yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]
+
+
+# ── restore-drill ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def restore_drill(
+    target: CheckpointArgument,
+    program: Annotated[
+        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Restore a run into its program, in a fresh process of this host, and record the result.
+
+    The newest checkpoint, or the one that @STEP names. Exits with 1 if this host cannot restore it: damage, a program
+    that cannot be built or does not fit. `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a
+    process that trains the run, and needs as much memory as the program's state. It runs the program's code.
+    """
+    from ckpt_tasks.session.drill import drill_run
+    from ckpt_tasks.storage.locations import Location
+
+    with output(as_json) as out:
+        parsed = parse_target(target)
+        run = parsed.open()
+        drill = drill_run(Location(parsed.checkpoint_dir), program, which=parsed.which or "latest")
+        facts = {"run_key": run.run_key, "checkpoint_dir": run.history.store.url, "good": drill.fault is None}
+        out.answer({**facts, **asdict(drill)}, [title(run), (drill_words(drill), "red" if drill.fault else "green")])
+        out.fail(drill.fault is not None)
 
 
 # ── verify-resume ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,9 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from ckpt_tasks.deploying import TAG
+from ckpt_tasks.format.records import Drill
 from ckpt_tasks.policy.space import Forecast, gib
+from ckpt_tasks.report.words import drill_words
 
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
@@ -327,6 +329,17 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
     if not forecast.fits:
         return Check("disk", "wrong", f"{seen}: the next save fails", do)
     return Check("disk", "warning", seen, do) if forecast.room_for < 2 else Check("disk", "ok", seen)
+
+
+def judge_drills(drills: Sequence[Drill]) -> Check:
+    """Judge whether the run has been restored in a drill; `drills` is that of its state."""
+    if not drills:
+        return Check("restore drill", "not checked", "the run was never restored in a drill", "ckpt restore-drill DIR")
+    seen = "; ".join(drill_words(drill) for drill in reversed(drills))
+    if drills[-1].fault is None:
+        return Check("restore drill", "ok", seen)
+    do = "ckpt verify says what is damaged; then ckpt restore-drill again."
+    return Check("restore drill", "wrong", seen, do)
 
 
 def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int | None, fits: bool | None) -> Check:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.doctor.checks import Check, judge_clock, judge_disk, judge_memory
+from ckpt_tasks.doctor.checks import Check, judge_clock, judge_disk, judge_drills, judge_memory
 from ckpt_tasks.doctor.findings import judge
 from ckpt_tasks.doctor.measuring import measure
 from ckpt_tasks.errors import CkptError, ObjectNotFoundError
@@ -41,10 +41,12 @@ def check_place(directory: str | None) -> list[Check]:
         inner = store.inner if isinstance(store, RetryingStore) else store
         seen, run = _store(inner, RetryingStore(inner, deadline_s=_DEADLINE_S))
         newest = next(iter(run.checkpoints()), None) if run is not None else None
+        drills = run.head().state.drills if run is not None else ()
         disk = [*_disk(inner, run)]
     except CkptError as error:
         return [Check("store", "wrong", error.message, error.hint or ""), _memory(None, None)]
-    return [seen, *disk, *_clock(inner.endpoint), _memory(inner.url, newest.size_bytes if newest else None)]
+    drilled = [] if newest is None else [judge_drills(drills)]
+    return [seen, *drilled, *disk, *_clock(inner.endpoint), _memory(inner.url, newest.size_bytes if newest else None)]
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:

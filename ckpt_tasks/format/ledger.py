@@ -25,6 +25,7 @@ from ckpt_tasks.format.live import Segment, joined, read_live, version_of, write
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, optional, parse_json, text, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
+    Drill,
     Evaluation,
     Lease,
     Origin,
@@ -32,6 +33,7 @@ from ckpt_tasks.format.records import (
     Rollback,
     attempt_objects,
     read_checkpoint,
+    read_drill,
     read_evaluation,
     read_lease,
     read_origin,
@@ -57,7 +59,7 @@ class State:
     read when the owner of this epoch came; that entry may name objects of attempts up to this epoch, so these are
     never swept. `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory")
     is what a flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last
-    rollback.
+    rollback. `drills` are the last good restore drill, and the last one if it was not good.
     """
 
     owner: Owner | None = None
@@ -75,6 +77,7 @@ class State:
     params: Mapping[str, Any] | None = None
     program: str | None = None
     rollback: Rollback | None = None
+    drills: tuple[Drill, ...] = ()
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; `best_metric`, if not None, redefines "best".
@@ -188,6 +191,11 @@ class State:
         """Return the state with one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, evaluation))
 
+    def with_drill(self, drill: Drill) -> State:
+        """Return the state after a restore drill."""
+        good = [before for before in self.drills if before.fault is None]
+        return replace(self, drills=(drill,) if drill.fault is None else (*good, drill))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -207,6 +215,8 @@ class Entry:
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
+        if not self.state.drills:
+            del state["drills"]
         try:
             body = {
                 "version": version_of(tail, self.state.retired),
@@ -321,4 +331,5 @@ def _state(body: Mapping[str, Any]) -> State:
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),
+        drills=tuple(read_drill(item) for item in body.get("drills", ())),
     )

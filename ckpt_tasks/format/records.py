@@ -152,6 +152,23 @@ class Rollback:
         return replace(self, pending=self.pending and step < self.skips_at)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """A restore of a checkpoint into a program, made in a fresh process of a host as a drill.
+
+    `start_s` is the time until the program was built, and `restore_s` that of the restore, in seconds. `fault` says why
+    this host could not restore it; None: it could.
+    """
+
+    manifest_digest: str
+    step: int
+    at: str
+    host: str
+    start_s: float | None = None
+    restore_s: float | None = None
+    fault: str | None = None
+
+
 def read_owner(item: Mapping[str, Any]) -> Owner:
     """Read an owner; raise one of parsing.MALFORMED, as all readers here do."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
@@ -209,6 +226,19 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
     if not is_evaluation(texts["table"], step, texts["suite"]):
         raise ValueError(f"{texts['table']!r:.80} is not a table of step {step} and the suite {texts['suite']!r:.80}")
     return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
+
+
+def read_drill(item: Mapping[str, Any]) -> Drill:
+    """Read a drill."""
+    return Drill(
+        manifest_digest=text(item["manifest_digest"]),
+        step=whole(item["step"], MAX_STEP),
+        at=text(item["at"]),
+        host=text(item["host"]),
+        start_s=_seconds(item["start_s"]),
+        restore_s=_seconds(item["restore_s"]),
+        fault=optional(item["fault"]),
+    )
 
 
 def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
@@ -275,6 +305,10 @@ def _epochs(value: Any) -> Any:
     if value is not None:
         finite(value)  # A training loop may count epochs as floats.
     return value
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else finite(value, most=_MAX_S)
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import IntegrityError, OwnedError
+from ckpt_tasks.format.records import Drill
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.reading.reading import run_of
@@ -57,6 +58,16 @@ def check_good(verified: Verified, run_key: str) -> None:
         raise IntegrityError(
             f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
             hint="`ckpt verify` lists the damage; a restore skips it. Nothing was pruned.",
+        )
+
+
+def check_drilled(drill: Drill, run_key: str) -> None:
+    """Raise IntegrityError if this host could not restore the run in a drill."""
+    if drill.fault is not None:
+        raise IntegrityError(
+            f"{drill.host} cannot restore the run {run_key}: {drill.fault}",
+            step=drill.step,
+            hint="Nothing was pruned. `ckpt restore-drill` tries again.",
         )
 
 

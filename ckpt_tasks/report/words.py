@@ -11,6 +11,8 @@ from ckpt_tasks.format.parsing import moment_of
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ckpt_tasks.format.records import Drill
+
 HEADER_STYLE = "dim"  # The style of every table's header.
 
 _LARGEST = sys.float_info.max  # An int can be larger.
@@ -72,6 +74,14 @@ def age(iso: str, now: datetime | None = None) -> str:
         return "?"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
     return f"{span(round(seconds))} ago" if seconds >= 9.95 else "now"
+
+
+def drill_words(drill: Drill) -> str:
+    """Write what a restore drill showed, in a sentence."""
+    at = f"on {printable(drill.host)}, {age(drill.at)}"
+    if drill.fault is not None:
+        return f"A restore drill of step {drill.step} failed {at}: {printable(drill.fault)}"
+    return f"A restore drill of step {drill.step} took {fine_span(drill.restore_s or 0.0)} {at}."
 
 
 def when(iso: str) -> str:

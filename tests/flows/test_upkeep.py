@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.flows.upkeep import upkeep
+from ckpt_tasks.session.local import LocalSession
 from tests.support.cli_runs import flip
 from tests.support.ledgers import owner_of, take
 
@@ -46,6 +48,24 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match=r"step 5: .*Nothing was pruned"):
         upkeep(run_key="run", checkpoint=config)
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5
+
+
+def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path) -> None:
+    """The flow records a drill if it is asked to; one that fails fails the flow run, and everything stays."""
+    one = CheckpointConfig(checkpoint_dir=str(tmp_path / "run"), memory_dir=None, max_num_checkpoints=1)
+    with Checkpointer(replace(one, max_num_checkpoints=2)) as opened:
+        session = LocalSession(opened, "tests.support.tiny:Tiny", {"width": 16})
+        session.restore()
+        session.run(3)
+        session.save(3)
+    with pytest.raises(IntegrityError, match="cannot restore the run"):
+        upkeep(run_key="run", checkpoint=one, restore_drill=True, program="tests.support.tiny:wider")
+    assert len(open_run(str(tmp_path / "run")).checkpoints()) == 2
+    done = upkeep(run_key="run", checkpoint=one, restore_drill=True)
+    assert done.drilled is not None
+    assert (done.drilled.step, done.drilled.fault) == (3, None)
+    assert done.pruned is not None
+    assert done.pruned.kept == (3,)
 
 
 TRAINS = """

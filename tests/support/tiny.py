@@ -97,3 +97,8 @@ class Diverging(Tiny):
                 return metrics
             self._bad.write_text("x" * (times + 1))
         return {**metrics, "loss": float("nan")}
+
+
+def wider(width: int = 8) -> Tiny:
+    """Make a program that does not fit a run of Tiny: its tensors have other shapes."""
+    return Tiny(width=width + 1)
