@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 SERVERS_STAMP := .venv/servers/.installed
 CEPH_STAMP := .venv/ceph/.installed
 AZURITE_STAMP := .venv/azurite/.installed
-# Other tools that tests compare with, and Keras: heavy, and in an environment of their own.
+# Other tools that tests compare with: heavy, and in an environment of their own.
 PEERS_STAMP := .venv/peers/.installed
 # Other interpreters that `make test-all` tries what needs no torch with, where they are there.
 PYTHONS := 3.12 3.13
@@ -62,7 +62,7 @@ $(AZURITE_STAMP): Makefile | $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix .venv/azurite $(AZURITE)
 	@touch $@
 
-peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow; and Keras
+peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow
 
 $(PEERS_STAMP): benchmarks/comparison/requirements.txt | $(STAMP)
 	test -x .venv/peers/bin/python || $(BIN)/python -m venv .venv/peers

@@ -72,5 +72,5 @@ def compared(
 
 def difference(name: str, array: Any, live: Any) -> str | None:
     """Return how shape or dtype of an array differ from the program's; None if they do not."""
-    here, there = ((tuple(one.shape), str(one.dtype)) for one in (live, array))
+    here, there = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (live, array))
     return None if here == there else f"{name}: {here[1]}{[*here[0]]} here, {there[1]}{[*there[0]]} in the checkpoint"

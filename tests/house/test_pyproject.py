@@ -31,7 +31,9 @@ ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
     "huggingface": {"accelerate", "transformers"},
     "jax": {"jax"},
+    "keras": {"keras"},
     "ray": {"ray"},
+    "tensorflow": {"tensorflow-cpu"},
     "trackers": {"mlflow-skinny", "wandb"},
 }
 BY_TORCH = {"tensorboard"}  # imported by torch's own writer

@@ -174,6 +174,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run all legs in forks of this process, which imports the job's module once."""
     name, where, options, moments, number = arguments
     module, _, attribute = name.partition(":")
+    os.environ |= json.loads(options).get("environment", {})  # before the module's imports, which may read it
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a script; a child of a fork server has its own
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers

@@ -1,0 +1,341 @@
+"""Keras 3 on torch, JAX or TensorFlow: a callback of `fit` that saves, and resumes by itself.
+
+A checkpoint of step k is taken when the next batch begins: what the end of an epoch does (validation, callbacks that
+change the learning rate, the seeds of its loaders) is then part of it. Random streams and the sums of an epoch's
+metrics are restored at the same point, since Keras draws numbers and resets metrics before it.
+
+`fit` counts the batches of an epoch from 0. So in a resumed epoch the data hands out its next batch in place of each
+batch that is trained already, and the step function passes over them: they cost no time, and the other callbacks see
+the right numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from types import TracebackType
+from typing import Any, Self
+
+import keras
+import numpy as np
+import torch
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.random.seed_generator import global_seed_generator
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.data.loader import ResumableLoader
+from ckpt_tasks.data.sampler import ResumableSampler, SampleId
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.arrays import array_of, compared, difference, tensor_of
+from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.objects.started import Started
+from ckpt_tasks.tensors.streams import current_streams, set_streams
+
+_BACKEND = keras.config.backend()
+
+
+class CkptCallback(keras.callbacks.Callback):
+    """Save the steps of `Model.fit` into a run, and resume there when `fit` is called again.
+
+    ::
+
+        with CkptCallback("runs/first", ResumableLoader(dataset, batch_size=32, shuffle=True)) as saving:
+            model.fit(saving.data, epochs=3, shuffle=False, callbacks=[saving, *others])
+
+    `checkpoint` is a directory, a URL or a CheckpointConfig. `data` is the loader of the training data, on every
+    backend. `state` names objects of your own that are saved too. Name this callback first: what others do when a batch
+    begins belongs to that batch. A step is a batch; what `fit` logs becomes the step's metrics. Within the block
+    SIGTERM and Ctrl-C end the training after the current step, with a commit, and an error in `fit` releases the run;
+    Keras tells a callback of neither.
+
+    Raises ConfigError if a resumed epoch would begin within one execution of `steps_per_execution` batches, and what
+    Checkpointer's `restore` and `step` raise.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | CheckpointConfig,
+        data: ResumableLoader,
+        *,
+        state: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.config = config_of(checkpoint)
+        self.ckpt: Checkpointer | None = None
+        self._loader = data
+        self._position = _Position(data)
+        self._batches = _Batches(data.sampler)
+        self._extra = state
+        self._state: dict[str, Any] = {}
+        self._logs: dict[str, Any] = {}
+        self._step = 0
+        self._train_function: Any = None
+        self._streams: Any = None  # A restore sets it, the first batch that is trained clears it.
+        self._in_block = False
+
+    def __enter__(self) -> Self:
+        self._in_block = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+        self._in_block = False
+
+    @property
+    def data(self) -> Any:
+        """The training data for `fit`: whole epochs, of which a restore passes over what is trained."""
+        if _BACKEND != "tensorflow":
+            return self._torch_loader()
+        from ckpt_tasks.integrations.tensorflow import dataset_of
+
+        return dataset_of(self._torch_loader())
+
+    def _torch_loader(self) -> DataLoader[Any]:
+        like: Any = self._loader._loader
+        names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+        options = {name: getattr(like, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+        # Workers are seeded by a generator of their own, since Keras makes more iterators than epochs.
+        options["generator"] = torch.Generator()
+        return DataLoader(_Once(like.dataset), batch_sampler=self._batches, **options)
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Restore: now the model and its optimizer have their variables, and nothing has been trained."""
+        self._end()  # An error may have ended the last `fit`.
+        self.ckpt = Checkpointer(self.config)
+        model = self.model
+        if _BACKEND == "tensorflow":  # There Keras makes the variables of metrics with the first step.
+            model._symbolic_build(data_batch=next(iter(self._torch_loader())))
+        metrics = Variables(lambda: _named(model.metrics_variables), model)
+        self._state = with_extra({**state_of(model), "metrics": metrics, "data": self._position}, self._extra)
+        self._step = self.ckpt.restore(self._state)
+        self._begin_epoch()
+        if self.ckpt.last_restore is not None:
+            self._pass_over()
+        if self._in_block:
+            self.ckpt.__enter__()
+
+    def _pass_over(self) -> None:
+        """Continue in the middle of an epoch."""
+        sampler, model = self._loader.sampler, self.model
+        self._batches.passed, together = self._done, model.steps_per_execution
+        if self._done % together:
+            raise ConfigError(
+                f"{self._done} batches of epoch {sampler.epoch} are trained, and `fit` trains {together} at a time",
+                key="steps_per_execution",
+                hint="Compile the model with steps_per_execution=1, or with the value of before.",
+            )
+        self._position.nothing_left = sampler.epoch >= self.params["epochs"]
+        model._initial_epoch = sampler.epoch
+        self._streams, self._train_function = current_streams(), model.train_function
+        model.train_function = _SKIP[_BACKEND](together)
+
+    def _begin_epoch(self) -> None:
+        self._done = len(self._batches) - len(self._loader.sampler)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Forget where `fit` began, or the next one would begin there, too."""
+        self.model._initial_epoch = None
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Report the previous step, which is complete; or restore what Keras has changed since."""
+        assert self.ckpt is not None
+        if self._streams is None:
+            if self._step > self.ckpt.position:
+                self.ckpt.step(self._step, self._state, metrics=self._logs, epoch=self._loader.sampler.epoch)
+            return
+        if batch == 0:
+            self._state["metrics"].assign_again()
+        if batch == self._done:
+            set_streams(self._streams)
+            self.model.train_function = self._train_function
+            self._streams = self._train_function = None
+            self._batches.passed = 0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Count the batches of an execution, and move the position in the data."""
+        if self._streams is not None:
+            return
+        trained = min(batch + 1, len(self._batches)) - self._done
+        self._step, self._done, self._logs = self._step + trained, self._done + trained, numbers(logs or {})
+        for _ in range(trained):
+            self._loader.sampler.advance()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Add what validation has logged to the metrics of the last step."""
+        self._logs |= numbers(logs or {})
+        self._begin_epoch()
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Save the last step."""
+        assert self.ckpt is not None
+        if self._step > self.ckpt.position:
+            self.ckpt.save(self._step, self._state, metrics=self._logs, epoch=self._loader.sampler.epoch)
+        self._end()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        ckpt, self.ckpt = self.ckpt, None
+        if self._train_function is not None:
+            self.model.train_function = self._train_function
+            self.model._initial_epoch = None
+        self._state, self._streams, self._train_function, self._batches.passed = {}, None, None, 0
+        if ckpt is not None:
+            ckpt.__exit__(type(error) if error else None, error, None)
+
+
+def state_of(model: keras.Model) -> dict[str, Any]:
+    """Return the state of a compiled model for Checkpointer, in a loop of your own.
+
+    Its groups are `model` (weights, other variables, the seeds of its layers), `optimizer` and `seeds`, the generator
+    of functions without a seed of their own.
+    """
+    optimizer = model.optimizer
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return {
+        "model": Variables(lambda: _named(model.variables), model),
+        "optimizer": Variables(lambda: _named(optimizer.variables), model),
+        "seeds": _Seeds(_made_seeds, model),
+    }
+
+
+class Variables:
+    """Variables of Keras as a part of a state, by their paths; `of` returns them, `model` is the one that `fit` trains.
+
+    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras has put into names may differ: a
+    process that makes a model twice counts on.
+    """
+
+    def __init__(self, of: Callable[[], Mapping[str, Any]], model: Any):
+        self._of = of
+        self._model = model
+        self._loaded: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values by the paths of the variables, in the memory that they have."""
+        if _BACKEND == "jax":
+            self._model.jax_state_sync()  # Within `fit` the variables are behind.
+        return {name: _value_of(variable, name) for name, variable in self._of().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Assign the values."""
+        live = self._of()
+        saved = dict(zip(live, state_dict.values(), strict=False)) if _alike(live, state_dict) else state_dict
+        different = [difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
+        compared(saved, live, "the model", different=filter(None, different))
+        self._loaded = saved
+        self.assign_again()
+
+    def assign_again(self) -> None:
+        """Assign the restored values, which Keras has changed since."""
+        live = self._of()
+        for name, value in self._loaded.items():
+            live[name].assign(value if _BACKEND == "torch" else array_of(value))
+
+
+def _named(variables: Sequence[Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for variable in variables:
+        name, count = variable.path, 1
+        while name in named:
+            count += 1
+            name = f"{variable.path}~{count}"
+        named[name] = variable
+    return named
+
+
+def _alike(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return True if names differ only by the numbers that Keras gives to layers."""
+    bare = [[re.sub(r"_\d+(?=[/_]|$)", "", name) for name in names] for names in (live, saved)]
+    return bare[0] == bare[1]
+
+
+def _value_of(variable: Any, name: str) -> Any:
+    value = variable.value
+    if _BACKEND == "torch":
+        return value.detach()
+    return tensor_of(np.asarray(value.read_value() if _BACKEND == "tensorflow" else value), name)
+
+
+def _made_seeds() -> dict[str, Any]:
+    """Return the state of Keras's own generator, if it is made."""
+    return {"state": made.state} if (made := get_global_attribute("global_seed_generator")) else {}
+
+
+class _Seeds(Variables):
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if state_dict:
+            global_seed_generator()  # Makes it: else the first layer that draws does so, later.
+            super().load_state_dict(state_dict)
+
+
+def _skip_next(together: int) -> Callable[[Any], Any]:
+    """Return a step function that passes over its batches."""
+
+    def skip(batches: Any) -> Any:
+        for _ in range(together):
+            next(batches)
+        return {}
+
+    return skip
+
+
+# Keras's step functions are given an iterator, and on JAX the state; on torch the batches themselves.
+_SKIP: Mapping[str, Callable[[int], Callable[..., Any]]] = {
+    "torch": lambda together: lambda batches: {},
+    "tensorflow": _skip_next,
+    "jax": lambda together: lambda state, batches: (_skip_next(together)(batches), state),
+}
+
+
+class _Position(Started):
+    """The position of a loader; Keras iterates, so the loader itself cannot leave batches out."""
+
+    effects = ResumableLoader.effects
+
+    def __init__(self, loader: ResumableLoader):
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict)
+
+
+class _Batches(Sampler[list[int]]):
+    """The batches of a whole epoch, from the position on; the first of them stands for each one that is `passed`."""
+
+    def __init__(self, sampler: ResumableSampler):
+        self._sampler = sampler
+        self.passed = 0
+
+    def __len__(self) -> int:
+        return self._sampler.epoch_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self._sampler)
+        first = next(batches)
+        return chain(repeat(first, self.passed), [first], batches)
+
+
+class _Once(Dataset[Any]):
+    """Make a batch once if it is asked for several times in succession."""
+
+    def __init__(self, batches: Any):
+        self._batches = batches
+        self._last: tuple[list[tuple[int, int]], Any] = [], None
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitems__(self, samples: list[SampleId]) -> Any:
+        wanted = [(sample.epoch, int(sample)) for sample in samples]
+        if self._last[0] != wanted:
+            self._last = wanted, self._batches.__getitems__(samples)
+        return self._last[1]
