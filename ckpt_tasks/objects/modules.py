@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from ckpt_tasks.checked import checked
-from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
+from ckpt_tasks.format.tree import TensorRef, Typed
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.names import EXTRA, bare_name, module_state, tied_names, unwrapped
 from ckpt_tasks.objects.parts import Guard
@@ -58,11 +58,17 @@ def capture_module(
     for name, value in module_state(module, group, live=is_plain).items():
         key = f"{group}/{name}"
         is_tensor = isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
-        if is_tensor and (not tensors.many or key in parameters):
-            tree[name] = tensors.add(value, key, exact=False)
-            continue
-        with tensors.by(RankRule.BUFFER if is_tensor and name in buffers else RankRule.ONE):
-            tree[name] = tensors.add(value, key, exact=False) if is_tensor else pack(value, key, tensors)
+        try:
+            if is_tensor and (not tensors.many or key in parameters):
+                tree[name] = tensors.add(value, key, exact=False)
+                continue
+            with tensors.by(RankRule.BUFFER if is_tensor and name in buffers else RankRule.ONE):
+                tree[name] = tensors.add(value, key, exact=False) if is_tensor else pack(value, key, tensors)
+        except UnsupportedStateError:
+            if not is_tensor or value.layout is torch.strided:
+                raise
+            with tensors.by(RankRule.BUFFER if name in buffers else RankRule.ONE):
+                tree[name] = pack(value, key, tensors)  # A sparse tensor is its indices and values.
     return tree
 
 
@@ -86,7 +92,8 @@ class ModulePart:
         self._copies = copies
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
-        taking_part = any(takes_part(module) for module in self._module.modules())
+        # torch restores a sparse tensor by load_state_dict.
+        taking_part = any(map(_is_sparse, self._tree.values())) or any(map(takes_part, self._module.modules()))
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
@@ -104,7 +111,14 @@ class ModulePart:
             ref = self._tree.get(name)
             if name not in self._tree or name.endswith(EXTRA):
                 continue
-            if isinstance(live, torch.Tensor):
+            if _is_sparse(ref):
+                here, there = _words(live), f"{ref.head[0]} {[*ref.head[1]]}"
+                if here == there and live.layout is not torch.sparse_coo:  # torch copies as many values, and no others.
+                    count = differences.stored[ref.parts["values"].key][1][0]
+                    here, there = f"{here}, {live.values().shape[0]} values", f"{there}, {count} values"
+                if here != there:
+                    differences.differ(f"{self._group}/{name}", f"{here} here, {there} in the checkpoint")
+            elif isinstance(live, torch.Tensor):
                 refuse(live, f"{self._group}/{name}", exact=False)
                 if type(ref) is TensorRef and self._resizes(name, live, differences.stored[ref.key]):
                     self._resized[name] = differences.stored[ref.key]
@@ -165,6 +179,18 @@ class ModulePart:
             # Buffers lose their ties when a module moves to a device, so only parameters must stay tied.
             if known and first.setdefault(key, known) != known and known in parameters:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
+
+
+def _words(live: Any) -> str:
+    return f"{live.layout} {[*live.shape]}" if isinstance(live, torch.Tensor) else "another value"
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.layout is other.layout is torch.strided
+
+
+def _is_sparse(value: Any) -> TypeGuard[Typed]:
+    return type(value) is Typed and value.tag == "~sparse"
 
 
 def takes_part(module: nn.Module) -> bool:
@@ -231,8 +257,9 @@ class Gradients:
             raise StateMismatchError("the gradients do not fit the module", unexpected=unknown, different=different)
         for name, parameter in parameters.items():
             gradient = state.get(name)
-            if gradient is not None and parameter.grad is not None and parameter.grad.dtype == gradient.dtype:
-                parameter.grad.copy_(gradient)
+            old = parameter.grad
+            if gradient is not None and old is not None and _is_alike(old, gradient):
+                old.copy_(gradient)
             else:
                 parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
 

@@ -33,10 +33,6 @@ class Counting(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse()
-
-
 def quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
@@ -53,7 +49,6 @@ def counting() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (sparse, "layout torch.sparse_coo"),
         (quantized, "torch.qint8"),
         (nested, "a nested tensor"),
         (counting, "Counting"),
@@ -61,7 +56,7 @@ def counting() -> torch.Tensor:
     ],
 )
 def test_what_has_no_plain_values_is_refused_by_name(make: Any, said: str) -> None:
-    """P7: sparse, quantised, nested and meta tensors and subclasses are refused when planning, with their path."""
+    """P7: quantised, nested and meta tensors and subclasses are refused when planning, with their path."""
     with pytest.raises(UnsupportedStateError, match=said) as caught:
         capture({"model": nn.Sequential(Holder(odd=make()))})
     assert caught.value.key == "model/0.odd"
