@@ -64,7 +64,7 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
     elif pa.types.is_fixed_size_list(kind):
         children.append(array(np.reshape(values, -1), kind.value_type))
     elif pa.types.is_boolean(kind):
-        buffers.append(pa.py_buffer(np.packbits(values, bitorder="little")))
+        buffers.append(pa.py_buffer(np.packbits(np.asarray(values, np.bool_), bitorder="little")))
     elif pa.types.is_string(kind):
         texts = [value.encode() for value in values]
         buffers += [_ends(texts), pa.py_buffer(b"".join(texts))]

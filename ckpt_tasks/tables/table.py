@@ -210,7 +210,7 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Add the gradients of each id."""
         number, ids, places = ctx.batch
-        flat = gradients[0].detach().cpu().reshape(len(places), -1).double().numpy()
+        flat = gradients[0].detach().cpu().reshape(len(places), gradients[0].shape[-1]).double().numpy()
         ctx.waiting.append(_Batch(number, ids, _sums(places, flat)))
         return None, None, None, None
 
