@@ -79,15 +79,13 @@ def resumable(
     """
     if _DATA in state:
         raise ConfigError(f"the name {_DATA!r} is the loader's", key=_DATA, hint="Give your object another name.")
-    count = epochs if isinstance(epochs, int) else epochs.stop
-    if not isinstance(epochs, int) and epochs != range(count):
-        raise ConfigError(f"the epochs are {epochs!r}, and have to begin at 0, in steps of 1", key="epochs")
+    numbers = range(epochs) if isinstance(epochs, int) else epochs
     ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
     config = checkpoint if isinstance(checkpoint, CheckpointConfig) else CheckpointConfig(checkpoint_dir=checkpoint)
     for former in [*_open]:  # A cell of a notebook that runs again.
         if former.ckpt.config.checkpoint_dir == config.checkpoint_dir:
             former.leave()
-    loop = Epochs(Checkpointer(config), ours, count, {**state, _DATA: ours})
+    loop = Epochs(Checkpointer(config), ours, numbers, {**state, _DATA: ours})
     return StepLoader(ours, loop), loop
 
 
@@ -97,9 +95,9 @@ class Epochs(Iterator[int]):
     Asking for the next one ends the epoch before; after the last one the last step is committed, and the run released.
     """
 
-    def __init__(self, ckpt: Checkpointer, loader: ResumableLoader, count: int, state: dict[str, Any]):
+    def __init__(self, ckpt: Checkpointer, loader: ResumableLoader, numbers: range, state: dict[str, Any]):
         self.ckpt = ckpt
-        self._loader, self._count, self._state = loader, count, state
+        self._loader, self._range, self._state = loader, numbers, state
         self._metrics: dict[str, Any] = {}
         self._numbers: Iterator[int] | None = None
         self._epoch = 0
@@ -132,7 +130,7 @@ class Epochs(Iterator[int]):
             raise StopIteration
         with self._leaving():
             if self._numbers is None:
-                self._numbers = self._loader.epochs(self._count)
+                self._numbers = self._loader.epochs(len(self._range))
                 self.ckpt.__enter__()
                 self._hold_signals(inspect.currentframe())
             else:
@@ -141,13 +139,16 @@ class Epochs(Iterator[int]):
             self._end_step(last=epoch is None)
             if epoch is not None:
                 self._epoch = epoch
-                return epoch
+                return self._range[epoch]
         self._finish(over=True)
         raise StopIteration
 
     def _hold_signals(self, here: FrameType | None) -> None:
-        if here is not None and here.f_back is not None:
-            hold_within(self.ckpt, here.f_back.f_code)
+        loop = here and here.f_back
+        while loop is not None and loop.f_code.co_flags & inspect.CO_GENERATOR:
+            loop = loop.f_back  # That of a progress bar around the epochs does not run while the loop does.
+        if loop is not None:
+            hold_within(self.ckpt, loop.f_code)
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of an epoch. Raises ConfigError outside of the loop over the epochs."""

@@ -23,15 +23,15 @@ from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import plan, report
 from ckpt_tasks.cli.show import diff, show
-from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
+from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Start": (init, train, evaluate, up, down),
+    "Start": (init, train, run, evaluate, up, down),
     "Look": (ls, show, watch, diff, report, plan),
     "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
@@ -137,7 +137,9 @@ app = typer.Typer(
 )
 for heading, verbs in _VERBS.items():
     for verb in verbs:
-        app.command(verb.__name__.rstrip("_").replace("_", "-"), cls=_Verb, rich_help_panel=heading)(verb)
+        settings = getattr(verb, "context_settings", None)
+        named = verb.__name__.rstrip("_").replace("_", "-")
+        app.command(named, cls=_Verb, rich_help_panel=heading, context_settings=settings)(verb)
 
 
 def _print_version(asked: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,8 @@ DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
 NameOption = Annotated[
     str | None, option("--name", "NAME", "name of the run and the deployments [default: that of DIR]")
 ]
+ScriptArgument = Annotated[Path, argument("SCRIPT", "a Python file that trains")]
+ArgumentsArgument = Annotated[list[str] | None, argument("ARGUMENTS…", "of the script")]
 StepsOption = Annotated[int, option("--steps", "N", "train until this step")]
 BatchStepsOption = Annotated[
     int | None, option("--batch-steps", "N", "steps in one Prefect task [default: as many as take 30 s]")
@@ -176,6 +179,30 @@ def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps
         [*evaluation, "--suite", "full"],
     )
     out.print_next(*map(shlex.join, commands))
+
+
+@with_config_options
+def run(
+    script: ScriptArgument,
+    arguments: ArgumentsArgument = None,
+    as_json: JsonOption = False,
+    **settings: str | None,
+) -> None:
+    """Train a plain script as it is; the same command resumes it.
+
+    SCRIPT has one loop over epochs and in it one over a DataLoader. What the loop changes is found and saved: model,
+    optimizer, schedules, the best loss, sums and histories. Where that is not sure, the script is refused before it
+    runs, with the two lines to write into it. Options of ckpt come before SCRIPT, those of the script behind it.
+    """
+    with report_errors(as_json):
+        if not script.is_file():
+            raise ConfigError(f"there is no script {script}")
+        from ckpt_tasks.session.scripted import run_script
+
+        run_script(script, arguments or [], config_of(settings, script.stem), partial(typer.echo, err=True))
+
+
+run.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
 def evaluate(

@@ -118,6 +118,7 @@ class ResumableLoader(Started):
         self._restored = False
         self._ending: int | None = None  # The epoch that has no batch left but has not ended.
         self._ends_again = False
+        self._numbered = False  # True if the loop knows the number of its next batch.
         self._asked = False  # True if the loop knows how many epochs are done.
         self._moves = 0  # Counts restores and skips: after one, a running iterator starts again at the new position.
 
@@ -143,6 +144,7 @@ class ResumableLoader(Started):
     @property
     def batch(self) -> int:
         """The number of the next batch, from the epoch's first one on: ``enumerate(loader, loader.batch)``."""
+        self._numbered = True
         return -(-self.sampler.samples // (self.batch_size * self.sampler.world_size))
 
     @property
@@ -180,7 +182,7 @@ class ResumableLoader(Started):
             loops = _loops_around(inspect.currentframe())
             if self.sampler.epoch and not self._asked and _counts_anew(loops):
                 _log.warning(_TOO_MANY, self.sampler.epoch)
-            if self.batch and loops and _numbers_from_nought(loops[-1]):
+            if self.sampler.samples and not self._numbered and loops and _numbers_from_nought(loops[-1]):
                 _log.warning(_FROM_NOUGHT, self.batch)
         self._ending = None
         return self._hand_out(self.sampler.iterate(self._loader))
