@@ -23,8 +23,8 @@ from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import plan, report
 from ckpt_tasks.cli.show import diff, show
-from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
+from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 

@@ -127,11 +127,12 @@ def restore_drill(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore a run into its program, in a fresh process of this host, and record the result.
+    """Restore a run into its program in a fresh process.
 
-    The newest checkpoint, or the one that @STEP names. Exits with 1 if this host cannot restore it: damage, a program
-    that cannot be built or does not fit. `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a
-    process that trains the run, and needs as much memory as the program's state. It runs the program's code.
+    The process is one of this host, and the run keeps the result. Restored is the newest checkpoint, or the one that
+    @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
+    `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a process that trains the run, and needs
+    as much memory as the program's state. It runs the program's code.
     """
     from ckpt_tasks.session.drill import drill_run
     from ckpt_tasks.storage.locations import Location

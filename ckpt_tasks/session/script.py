@@ -54,23 +54,23 @@ def find_training_loop(tree: ast.Module, run: str) -> TrainingLoop:
         raise ConfigError(f"{line}{why}", hint=hint(run))
 
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    found = []
+    loops = []
     scopes: list[Scope] = [tree, *functions.values()]
     for scope in scopes:
         for loop in _loops(scope):
             trained = [inner for inner in _loops(loop) if _trains(inner)]
             calls = [] if trained else _calls(loop, functions)
-            found += [TrainingLoop(loop, scope, inner, scope, _iterated(inner)) for inner in trained]
+            loops += [TrainingLoop(loop, scope, inner, scope, _iterated(inner)) for inner in trained]
             for call in calls:
                 function = functions[ast.unparse(call.func)]
                 inside = [inner for inner in _loops(function) if _trains(inner)]
-                found += [
+                loops += [
                     TrainingLoop(loop, scope, inner, function, _given(call, function, _iterated(inner)))
                     for inner in inside
                 ]
-    if len(found) != 1:
-        refuse(f"the script has {len(found)} loops over epochs that train on the batches of a loader, and not one")
-    [training] = found
+    if len(loops) != 1:
+        refuse(f"the script has {len(loops)} loops over epochs that train on the batches of a loader, and not one")
+    [training] = loops
     if not training.loader:
         refuse("the batches are not those of one name", training.batches.iter)
     if any(other is not training.epochs and training.epochs in ast.walk(other) for other in _loops(training.around)):
@@ -242,14 +242,14 @@ def _of_functions(tree: ast.Module, loop: ast.For) -> list[str]:
         if (function := waiting.pop()) not in reached:
             reached.append(function)
             waiting += [functions[ast.unparse(call.func)] for call in _calls(function, functions)]
-    found: set[str] = set()
+    names: set[str] = set()
     for function in reached:
         declared = {name for one in _below(function) if isinstance(one, ast.Global) for name in one.names}
         uses = [use for one in ast.iter_child_nodes(function) for use in _uses(one, sure=True)]
         own = _stored(function) | _parameters(function)
-        found |= {name for use, name in uses if name in declared or (use == "changes" and name not in own)}
-        found |= _handed_on(function) - own - declared
-    return sorted(found & _stored(tree))
+        names |= {name for use, name in uses if name in declared or (use == "changes" and name not in own)}
+        names |= _handed_on(function) - own - declared
+    return sorted(names & _stored(tree))
 
 
 def _parameters(scope: ast.AST) -> set[str]:

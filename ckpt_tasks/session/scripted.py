@@ -184,14 +184,14 @@ def _fill(value: Any, saved: Any) -> None:
 
 def _objects(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects with a state of their own that the variables name, each once."""
-    found: dict[int, tuple[str, Any]] = {}
+    objects: dict[int, tuple[str, Any]] = {}
     for name, value in variables.items():
         has_state = hasattr(value, "load_state_dict") and hasattr(value, "state_dict") and not isinstance(value, type)
         if name.startswith("_") or not (has_state or isinstance(value, torch.Generator)):
             continue
         if isinstance(value, nn.Module) and not [*value.parameters(), *value.buffers()]:
             continue
-        found.setdefault(id(value), (name, value))
-    modules = [value for _, value in found.values() if isinstance(value, nn.Module)]
+        objects.setdefault(id(value), (name, value))
+    modules = [value for _, value in objects.values() if isinstance(value, nn.Module)]
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
-    return {name: value for name, value in found.values() if id(value) not in parts}
+    return {name: value for name, value in objects.values() if id(value) not in parts}

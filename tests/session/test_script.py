@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ DEATHS = [("0", "1"), ("1", "3"), ("1", "4"), ("1", "end"), ("2", "2")]
 def run(arguments: Sequence[str]) -> None:
     script, place, *rest = arguments
     config = CheckpointConfig(checkpoint_dir=place, step_interval=2, keep_every_n_steps=1)
-    run_script(Path(script), [place, *rest], config, lambda text: sys.stderr.write(text) and None)
+    run_script(Path(script), [place, *rest], config, logging.getLogger(__name__).warning)
 
 
 def written(folder: Path, body: str) -> Path:
