@@ -35,7 +35,9 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     times: dict[str, list[float]] = {}
     stalls: dict[str, list[float]] = {}
     sizes: dict[str, list[int]] = {}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(directory / "run"), memory_dir=None)) as ckpt:
+    with Checkpointer(
+        CheckpointConfig(checkpoint_dir=str(directory / "run"), memory_dir=None, max_num_checkpoints=None)
+    ) as ckpt:
         ckpt.restore(state)
         step = 0
         for number in range(rounds):
