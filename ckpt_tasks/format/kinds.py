@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED, text, whole
+from ckpt_tasks.format.parsing import MALFORMED, finite, text, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 from ckpt_tasks.format.versions import TABLES_VERSION
 
@@ -83,13 +83,15 @@ def _check_generator(tree: Any) -> None:
 
 
 def _check_table(tree: Any) -> None:
-    whole(tree["dim"])
-    for name in ("seed", "updates", "count", "shards"):
+    for name in ("dim", "seed", "updates", "count", "shards"):
         whole(tree[name])
     text(tree["rule"])
-    _ = [text(name) for name in (*_list(tree["slots"]), *_dict(tree["options"]))]
-    if not all(type(ref) is TensorRef for ref in _list(tree["files"])):
-        raise TypeError("a table has files")
+    finite(tree["spread"])
+    _ = [text(name) for name in _list(tree["slots"])]
+    _ = [(text(name), finite(value)) for name, value in _dict(tree["options"]).items()]
+    if not _list(tree["files"]) or not all(type(ref) is TensorRef for ref in tree["files"]):
+        raise TypeError("a table has at least one file")
+    _ = [whole(int(ref.key.rpartition("/")[2])) for ref in tree["files"]]
 
 
 def _named(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tasks.errors import UnsupportedStateError
+import torch
+
+from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.layout.tables import Ids, TableRows, read_rows
@@ -57,11 +59,11 @@ class TablePart:
 
     def compare(self, differences: Differences) -> None:
         """Record another length of rows or another rule; note options that the restore will replace."""
-        here, there = settings_of(self._table), self._trees[0]
-        for what in _MUST_FIT:
+        here = settings_of(self._table)
+        for there, what in ((tree, what) for tree in self._trees for what in _MUST_FIT):
             if here[what] != there[what]:
                 differences.differ(self._name, f"{what} {here[what]} here, {there[what]} in the checkpoint")
-        for what, value in there["options"].items():
+        for what, value in self._trees[0]["options"].items():
             if (now := here["options"].get(what, value)) != value:
                 differences.replaced.append(f"{self._name}/{what}: {value} → {now}")
 
@@ -76,8 +78,10 @@ class TablePart:
         for tree in self._trees:
             files = []
             for ref in tree["files"]:
-                data = make.source.read(ref.key).numpy().data
-                files.append(read_rows(data, tree["dim"], tree["slots"], ref.key))
+                data = make.source.read(ref.key)
+                if (data.dtype, data.dim()) != (torch.uint8, 1):
+                    raise IntegrityError("a table's file is a tensor of bytes", key=ref.key)
+                files.append(read_rows(data.numpy().data, tree["dim"], tree["slots"], ref.key))
             counts = [len(file.ids) for file in files]
             parts += merged(files, is_own)
         self._store = RowStore.of(parts, self._table.dim, len(self._table.rule.slots))

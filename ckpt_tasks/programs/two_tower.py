@@ -28,20 +28,19 @@ _UNEVEN = 8  # A few users and items come often, and most of them seldom.
 log = logging.getLogger("flows")
 
 
-class Tower(nn.Module):
-    """Rows of a table, and a layer that turns them into unit vectors."""
+class Tops(nn.Module):
+    """The tops of both towers: a layer each, which turns rows into vectors of length 1."""
 
-    def __init__(self, dim: int, seed: int):
+    def __init__(self, dim: int):
         super().__init__()
-        self.rows = LookupTable(dim, slots=Adagrad(lr=0.3), seed=seed)
-        self.top = nn.Linear(dim, dim)
+        self.user, self.item = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return a vector of length 1 for each id."""
-        return functional.normalize(self.top(self.rows(ids)), dim=-1)
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a vector for each row."""
+        return functional.normalize(self.user(users), dim=-1), functional.normalize(self.item(items), dim=-1)
 
 
-class TwoTower(nn.Module):
+class TwoTower:
     """Learn which of a batch's items each user likes. `batch_size` is that of all ranks together."""
 
     unit = "pairs"
@@ -49,50 +48,49 @@ class TwoTower(nn.Module):
     def __init__(
         self, *, users: int = 1_000_000, items: int = 64_000, dim: int = 32, batch_size: int = 512, seed: int = 0
     ):
-        super().__init__()
         torch.manual_seed(seed)
         self._users, self._items, self._batch_size, self._seed = users, items, batch_size, seed
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.user, self.item = Tower(dim, seed), Tower(dim, seed + 1)
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        self.users, self.items = (LookupTable(dim, slots=Adagrad(lr=0.3), seed=seed + n) for n in range(2))
+        tops = Tops(dim)
+        self.tops: nn.Module = nn.parallel.DistributedDataParallel(tops) if self._ranks > 1 else tops
+        self.optimizer = torch.optim.AdamW(tops.parameters(), lr=1e-3)
         self.state: dict[str, Any] = {
-            "user": self.user,
-            "item": self.item,
-            "users": self.user.rows,
-            "items": self.item.rows,
+            "tops": self.tops,
             "optimizer": self.optimizer,
+            "users": self.users,
+            "items": self.items,
             "steps": torch.zeros((), dtype=torch.int64),
         }
 
     def train_step(self) -> dict[str, float]:
         """Make one step on this rank's share of the next batch; return its loss and pairs."""
         self.state["steps"] += 1
-        users, items = (
-            ids[self._rank :: self._ranks] for ids in self._pairs(int(self.state["steps"]), self._batch_size)
-        )
-        loss = functional.cross_entropy(20 * self.user(users) @ self.item(items).T, torch.arange(len(users)))
+        users, items = self._pairs(int(self.state["steps"]), self._batch_size)
+        mine = slice(self._rank, None, self._ranks)
+        of_user, of_item = self.tops(self.users(users[mine]), self.items(items[mine]))
+        loss = functional.cross_entropy(20 * of_user @ of_item.T, torch.arange(len(of_user)))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for parameter in self.parameters() if self._ranks > 1 else ():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= self._ranks
         self.optimizer.step()
-        self.user.rows.step()
-        self.item.rows.step()
-        return {"loss": loss.item(), "pairs": float(len(users))}
+        self.users.step()
+        self.items.step()
+        return {"loss": loss.item(), "pairs": float(len(of_user))}
 
     @torch.no_grad()
     def evaluate(self, suite: str) -> dict[str, float]:
         """Measure how often an item that suits a user is before one that comes by chance."""
-        self.eval()
+        users, items = self._pairs(0, _HELD_OUT)
+        modules = self.users, self.items, self.tops
+        for module in modules:
+            module.eval()  # An evaluation adds no row.
         try:
-            users, items = self._pairs(0, _HELD_OUT)
-            of_user, of_item = self.user(users), self.item(items)
-            better = (of_user * of_item).sum(1) > (of_user * of_item.roll(1, 0)).sum(1)
-            return {"heldout_accuracy": better.float().mean().item()}
+            of_user, of_item = self.tops(self.users(users), self.items(items))
         finally:
-            self.train()
+            for module in modules:
+                module.train()
+        better = (of_user * of_item).sum(1) > (of_user * of_item.roll(1, 0)).sum(1)
+        return {"heldout_accuracy": better.float().mean().item()}
 
     def _pairs(self, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return users, and an item that each of them likes; they follow from the step alone."""
@@ -122,7 +120,7 @@ def main() -> None:
             metrics = program.train_step()
             ckpt.step(step, program.state, metrics={"loss": metrics["loss"]})
             if step % 10 == 0:
-                log.info("step %d: loss %.3f, users here: %d", step, metrics["loss"], program.user.rows.count)
+                log.info("step %d: loss %.3f, users here: %d", step, metrics["loss"], program.users.count)
         if start < options.steps and options.steps % options.step_interval:
             ckpt.save(options.steps, program.state)
         log.info("%s", program.evaluate("end"))

@@ -60,8 +60,8 @@ def at_the_end(root: Path) -> Any:
     checkpoint = run.checkpoints()[0]
     assert checkpoint.step == STEPS
     run.restore(checkpoint, program.state, partial=True)
-    dense = {name: value.tolist() for name, value in program.state_dict().items()}
-    return about(program.user.rows), about(program.item.rows), dense
+    dense = {name: value.tolist() for name, value in program.tops.state_dict().items()}
+    return about(program.users), about(program.items), dense
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable
 from ckpt_tasks.errors import UnsupportedStateError
@@ -83,6 +86,19 @@ def test_a_table_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
         assert {begun for begun, _, _ in results} == {done}
         done += steps
         assert joined([rows for _, rows, _ in results]) == replayed(done)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=4))
+def test_any_numbers_of_ranks_follow_each_other(legs: list[tuple[int, int]]) -> None:
+    """Whatever numbers of ranks follow each other, for however many steps: equal to a replay on a dict, bit for bit."""
+    done = 0
+    with tempfile.TemporaryDirectory() as place:
+        for size, steps in legs:
+            results = run(size, job, place, steps)
+            done += steps
+            assert joined([rows for _, rows, _ in results]) == replayed(done)
 
 
 def test_ranks_write_what_has_changed(tmp_path: Path) -> None:
