@@ -61,9 +61,9 @@ def replayed(last: int) -> Rows:
     used: dict[int, int] = {}
     for step in range(1, last + 1):
         ids, sums = batch(step).tolist(), dict[int, Any]()
-        for one, given in zip(ids, weights(step, len(ids)).numpy().astype(np.float64), strict=True):
+        for one, gradient in zip(ids, weights(step, len(ids)).numpy().astype(np.float64), strict=True):
             rows.setdefault(one, new_rows(np.array([one]), DIM, 0, SPREAD)[0])
-            sums[one] = sums.get(one, 0.0) + given
+            sums[one] = sums.get(one, 0.0) + gradient
         for one, gradient in sums.items():
             rows[one] = rows[one] - np.float32(LR) * gradient.astype(np.float32)
             used[one] = step
