@@ -81,9 +81,9 @@ def train(
     together (docs/RANKS.md): of this host, or with `engine` "ray" of a cluster, `min_ranks` while it has no room.
     """
     keep_log_readers_out()
-    processes = find_engine(engine, ranks, min_ranks)
-    with crashes_while_the_api_is_away():
+    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # A block is in the API.
         stay_as_decided()
+        processes = find_engine(engine, ranks, min_ranks)
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))

@@ -88,6 +88,11 @@ class Stepped(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moved(Message):
+    """From a rank: its store has taken or delivered bytes, in the last second."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Told(Message):
     """From rank 0: an event for the listeners of its Checkpointer."""
 
@@ -145,7 +150,7 @@ class _Answer(Exception):  # noqa: N818 (not raised: the cause of an error)
 
 
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Begin, Order, Stop, Done, Stepped, Told, Logged, Failed)
+    kind.__name__: kind for kind in (Begin, Order, Stop, Done, Stepped, Moved, Told, Logged, Failed)
 }
 
 

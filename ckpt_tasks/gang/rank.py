@@ -32,6 +32,7 @@ from ckpt_tasks.gang.messages import (
     Done,
     Failed,
     Logged,
+    Moved,
     Order,
     Stepped,
     Stop,
@@ -44,10 +45,12 @@ from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
+from ckpt_tasks.storage.port import watching
 
 STACKS = signal.SIGUSR1  # At this signal a rank writes the stacks of its threads.
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
+_MOVED_EVERY_S = 1.0
 _SIOCGIFADDR = 0x8915  # The number of the ioctl on Linux.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -76,7 +79,7 @@ class _Rank:
         self._channel = channel
         self._orders: SimpleQueue[Order] = SimpleQueue()
         self._steps: list[dict[str, Any]] = []
-        self._told_s = 0.0
+        self._told_s = self._moved_s = 0.0
 
     def be(self, listening_fd: int | None) -> None:
         """Carry out orders; send an exception to the agent, which then kills this process."""
@@ -90,7 +93,8 @@ class _Rank:
         threading.Thread(target=self._listen, args=(more,), name="ckpt-orders", daemon=True).start()
         try:
             _join(self._rank, begin, listening_fd)
-            with Checkpointer(read_config(begin.config), flow_run_id=begin.flow_run_id) as ckpt:
+            config, flow_run_id = read_config(begin.config), begin.flow_run_id
+            with watching(self._moved), Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
                 if self._rank == 0:
                     ckpt.listen(self._listener())
                 self._serve(LocalSession(ckpt, begin.program, begin.params), begin.size)
@@ -175,6 +179,12 @@ class _Rank:
         if self._steps:
             self._channel.send(Stepped(steps=self._steps))
         self._steps, self._told_s = [], time.monotonic()
+
+    def _moved(self) -> None:
+        """Tell the agent that a slow store is no hang, in whichever thread waits for it."""
+        if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
+            self._moved_s = time.monotonic()
+            self._channel.send(Moved())
 
     def _listener(self) -> Listener:
         def tell(event: str, value: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from ckpt_tasks.gang.messages import (
     Failed,
     Logged,
     Message,
+    Moved,
     Order,
     Stepped,
     Stop,
@@ -268,7 +269,9 @@ class GangSession:
                 heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if not isinstance(message, Logged):  # A thread may log while the training hangs.
+                if isinstance(message, Moved):  # The others may wait for this rank.
+                    moved_s = dict.fromkeys(moved_s, time.monotonic())
+                elif not isinstance(message, Logged):  # A thread may log while the training hangs.
                     moved_s[rank.rank] = time.monotonic()
                 if isinstance(message, Done):
                     done[rank.rank] = message

@@ -23,6 +23,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
+_OVERLOADED = (408, 429)
 _RUN_KEY = "{run_key}"
 _B = TypeVar("_B", bound=Block)
 _NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call
@@ -149,6 +150,12 @@ class RayCluster(Block):
         return _read(cls, place.removeprefix("block://"), "address=…")
 
 
+def api_is_away(error: Exception) -> bool:
+    """Return whether Prefect's API is overloaded or does not answer; what it refuses, it would refuse again."""
+    status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+    return isinstance(error, httpx.HTTPError) and (status in (0, *_OVERLOADED) or status >= 500)
+
+
 def _read(kind: type[_B], name: str, fields: str) -> _B:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r:.80} is not a block's name", hint="Use lowercase letters, digits and dashes.")
@@ -170,10 +177,12 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
         ) from error
     except (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError) as error:
         why = without_secrets(str(error)) or type(error).__name__
-        raise StoreError(
+        unread = StoreError(
             f"the block {name!r:.80} cannot be read: {why:.300}",
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
-        ) from None  # The client's message may hold a password of that URL.
+        )
+        unread.transient = api_is_away(error)
+        raise unread from None  # The client's message may hold a password of that URL.
     try:
         return kind.model_validate(document.data)
     except ValidationError as error:

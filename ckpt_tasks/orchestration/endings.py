@@ -31,6 +31,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, CommitUncertai
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.orchestration.attempts import is_retryable
+from ckpt_tasks.orchestration.blocks import api_is_away
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
@@ -88,7 +89,6 @@ def _held_by(config: CheckpointConfig, flow_run_id: str | None) -> bool:
 
 
 _FULL = 507
-_OVERLOADED = (408, 429)
 
 
 class CrashError(BaseException):
@@ -120,8 +120,7 @@ def crashes_while_the_api_is_away() -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
-        if not (0 < status < 500 and status not in _OVERLOADED) and _will_be_resumed(reached=True):
+        if api_is_away(error) and _will_be_resumed(reached=True):
             raise CrashError(f"Prefect's API is away: {error!r}") from error
         raise
 

@@ -27,7 +27,7 @@ from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
-from ckpt_tasks.storage.port import watching
+from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
@@ -73,6 +73,7 @@ class Saver:
         self._early = False  # True if the memory is for a state before a step, which may change its structure.
         self._warned_stuck = False
         self._turn = system().lock()
+        self._watched = watched()
 
     @property
     def unprepared(self) -> bool:
@@ -290,10 +291,14 @@ class Saver:
             for snapshot in snapshots:
                 self._pipeline.ended(snapshot, self._outcome_of(snapshot))
 
+    def _moved(self) -> None:
+        self._pipeline.moved()
+        self._watched()
+
     def _outcome_of(self, snapshot: Snapshot) -> Outcome:
         step = snapshot.saving.attempt.step
         try:
-            with watching(self._pipeline.moved):
+            with watching(self._moved):
                 return Committed(self._save.run(snapshot))
         except SupersededError:
             return Superseded()

@@ -126,11 +126,14 @@ def watching(on_progress: Callable[[], None]) -> Iterator[None]:
         _watch.reset(token)
 
 
+def watched() -> Callable[[], None]:
+    """Return what this thread calls when a store has taken or delivered bytes; another thread may call it too."""
+    return _watch.get() or (lambda: None)
+
+
 def moved() -> None:
     """Report that a store has answered, or that bytes have arrived."""
-    on_progress = _watch.get()
-    if on_progress is not None:
-        on_progress()
+    watched()()
 
 
 class OneByOne:

@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.flow_engine import run_flow
+from prefect.states import Scheduled
 
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.errors import ConfigError
@@ -14,6 +18,7 @@ from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.orchestration.blocks import RayCluster
+from ckpt_tasks.orchestration.endings import CrashError
 
 pytest.importorskip("ray")
 
@@ -65,3 +70,21 @@ def test_a_block_names_a_cluster(harness: None) -> None:
         ConfigError, match=r"no block 'nobody' of the type training-ray-cluster.*RayCluster\(address=…\)"
     ):
         find_engine("block://nobody", 2)
+
+
+def test_a_block_that_an_outage_hides_is_a_crash(harness: None, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deployment's flow run whose cluster's block cannot be read, since Prefect's API is away, is resumed."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(SyncPrefectClient, "read_block_document_by_name", away)
+    options = {"run_key": "away", "total_steps": 5, "ranks": 2, "engine": "block://gpus"}
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(flow_id=client.create_flow(train), name="away")
+        made = client.create_flow_run_from_deployment(deployment, state=Scheduled())
+        with pytest.raises(CrashError, match="the block 'gpus' cannot be read: refused"):
+            run_flow(train, client.read_flow_run(made.id), {**options, "checkpoint": {"checkpoint_dir": str(run_dir)}})
+        ended = client.read_flow_run(made.id).state
+    assert ended is not None
+    assert ended.is_crashed()
