@@ -6,6 +6,7 @@ This module does not read or write the ledger. The committer gets a RankPart fro
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -133,11 +134,15 @@ class RankSaver:
             if (plan := self._plan) is not None:  # The plan may have been forgotten or replaced meanwhile.
                 images = self._take(slot, plan, partial(self._allocate, plan)).images
         for image in images:
-            touch(image.buffer, lambda: self._plan is plan)
+            touch(image.buffer, lambda: self._wants(plan))
 
     def _allocate(self, plan: SnapshotPlan, files: Mapping[str, int]) -> bool:
-        allocate(files, plan.sizes, lambda: self._plan is plan and not self._hurries)
+        allocate(files, plan.sizes, lambda: self._wants(plan) and not self._hurries)
         return True
+
+    def _wants(self, plan: SnapshotPlan | None) -> bool:
+        """Return True if a save may need the memory that is made ahead; the exit of Python must not wait for it."""
+        return self._plan is plan and threading.main_thread().is_alive()
 
     def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         """Digest this rank's part of a snapshot, and seal it in memory; does not wait for other ranks or the store.

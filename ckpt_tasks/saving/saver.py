@@ -69,7 +69,7 @@ class Saver:
             listeners=self.listeners,
             deadline_s=config.flush_timeout_s,
         )
-        self._sealer: threading.Thread | None = None
+        self._workers: list[threading.Thread] = []  # They seal snapshots, or make memory.
         self._early = False  # True if the memory is for a state before a step, which may change its structure.
         self._warned_stuck = False
         self._turn = system().lock()
@@ -96,7 +96,7 @@ class Saver:
         self._plan(captured)
         following = self._pipeline.next_slot()
         free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
-        system().start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False)
+        self._work(system().start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
 
     def snapshot(
         self,
@@ -264,7 +264,10 @@ class Saver:
             if not self._pipeline.running:
                 system().start_thread(self._save_all, name="ckpt-flush")
                 self._pipeline.running = True  # True until no snapshot waits.
-            self._sealer = system().start_thread(self._seal, snapshot, before, name="ckpt-seal")
+            self._work(system().start_thread(self._seal, snapshot, before, name="ckpt-seal"))
+
+    def _work(self, worker: threading.Thread) -> None:
+        self._workers = [*(before for before in self._workers if before.is_alive()), worker]
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         self._pipeline.submitted()
@@ -311,8 +314,8 @@ class Saver:
 
     def _end_pipeline(self) -> BaseException | None:
         failure = self._pipeline.end()
-        if self._sealer is not None:
-            self._sealer.join(self._config.flush_timeout_s)  # A thread inside torch would abort the interpreter.
+        for worker in self._workers:
+            worker.join(self._config.flush_timeout_s)  # A thread inside torch would abort the interpreter.
         return failure
 
     def _warn_if_stuck(self, step: int) -> None:

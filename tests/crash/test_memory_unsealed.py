@@ -109,8 +109,8 @@ class Life:
     def settle(self) -> None:
         """Wait until the last snapshot is sealed or will not be, and its flush has ended or is stuck; then look."""
         pipeline = self._saver._pipeline
-        if self._saver._sealer is not None:
-            self._saver._sealer.join(30)  # it prepares the other slot at its end
+        for worker in self._saver._workers:
+            worker.join(30)  # it prepares the other slot at its end
         while not (pipeline.idle or (pipeline.stuck and self._calls.stuck.is_set())):
             time.sleep(0.001)  # a flush that is only slow is waited for, whatever the timeout
         self.look()

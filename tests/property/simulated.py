@@ -126,6 +126,9 @@ class _Thread:
     def join(self, timeout: float | None = None) -> None:
         self._done.wait(timeout)
 
+    def is_alive(self) -> bool:
+        return not self._done.is_set()
+
     def _run(self) -> None:
         self._target()
         self._done.set()
