@@ -10,7 +10,9 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckpt_tasks.cli.arguments import JsonOption, RunArgument, kept_because, option
+import typer
+
+from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, kept_because, option
 from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.policy.cadence import (
@@ -36,6 +38,9 @@ _BAR = 36
 OutOption = Annotated[
     Path | None, option("--out", "FILE", "the HTML file [default: RUN_KEY-report.html]", show_default=False)
 ]
+RootArgument = Annotated[str, argument("DIR", "a run directory, or one that holds runs", complete_run)]
+TextOption = Annotated[Path | None, option("--out", "FILE", "write this file, whole or not at all", show_default=False)]
+PortOption = Annotated[int | None, option("--port", "N", "serve them to this host at this port", show_default=False)]
 CapOption = Annotated[
     float, option("--overhead-cap", "SHARE", "the largest share of its time that training may wait for saves")
 ]
@@ -133,6 +138,41 @@ class _Planned:
     def at(self) -> TradeOff:
         """The costs of the recommended interval."""
         return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
+
+
+def metrics(
+    directory: RootArgument, *, out: TextOption = None, port: PortOption = None, as_json: JsonOption = False
+) -> None:
+    """Write the metrics of a run, or of the runs of a directory, for Prometheus.
+
+    Into a file for node-exporter's textfile collector, or to the terminal; with --port they are served at /metrics
+    until Ctrl-C. They are read from the ledgers: nothing is asked of a training. deployments/alerts.yaml has an alert
+    for each metric that needs somebody to act.
+    """
+    from threading import Event
+
+    from prometheus_client import generate_latest, start_http_server, write_to_textfile
+
+    from ckpt_tasks.report.prometheus import registry_of
+    from ckpt_tasks.storage.locations import Location
+
+    with output(as_json) as shown:
+        registry = registry_of(Location(directory).open())
+        samples = [
+            (sample.name, dict(sample.labels), sample.value) for one in registry.collect() for sample in one.samples
+        ]
+        facts = [{"name": name, "labels": labels, "value": value} for name, labels, value in samples]
+        if port is not None:
+            shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
+            start_http_server(port, "127.0.0.1", registry)
+            Event().wait()
+        elif out is not None:
+            write_to_textfile(str(out), registry)
+            shown.answer({"file": str(out), "metrics": facts}, [f"{out}: {count(len(facts), 'sample')}"])
+        else:
+            shown.answer({"metrics": facts}, [])
+            if not as_json:  # A line of this format does not wrap.
+                typer.echo(generate_latest(registry), nl=False)
 
 
 def plan(

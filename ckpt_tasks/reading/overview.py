@@ -49,7 +49,12 @@ def summaries_below(store: Store) -> list[RunSummary]:
 
     Raises StoreError if the directory itself cannot be listed.
     """
-    places, me = stores_below(store), identify(None)
+    return summaries_of(stores_below(store))
+
+
+def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
+    """Summarise the runs among these directories, by name; a damaged run is listed, not raised."""
+    me = identify(None)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-overview") as pool:
         summaries = pool.map(partial(_summary, me), places, places.values())
         return [summary for summary in summaries if summary is not None]
