@@ -143,9 +143,10 @@ class _Planned:
 def metrics(
     directory: RootArgument, *, out: TextOption = None, port: PortOption = None, as_json: JsonOption = False
 ) -> None:
-    """Write the metrics of a run, or of the runs of a directory, for Prometheus.
+    """Write metrics of runs, for Prometheus.
 
-    Into a file for node-exporter's textfile collector, or to the terminal; with --port they are served at /metrics
+    DIR is a run, or holds runs. They go into a file for node-exporter's textfile collector, or to the terminal; with
+    --port they are served at /metrics
     until Ctrl-C. They are read from the ledgers: nothing is asked of a training. deployments/alerts.yaml has an alert
     for each metric that needs somebody to act.
     """

@@ -47,7 +47,7 @@ def runs(tmp_path: Path) -> Path:
         state["x"] += 1
         first.save(step, state, metrics={"loss": 1 / step})
     die(first)
-    part = sorted((tmp_path / "killed").rglob("*.safetensors"))[-1]
+    part = max((tmp_path / "killed").rglob("*.safetensors"))
     part.write_bytes(bytes(part.stat().st_size))
     with Checkpointer(config, take_over=True) as again:
         assert again.restore(state) == 1
