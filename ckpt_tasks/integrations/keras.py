@@ -12,30 +12,24 @@ the right numbers.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, repeat
 from types import TracebackType
 from typing import Any, Self
 
 import keras
-import numpy as np
 import torch
-from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.random.seed_generator import global_seed_generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.arrays import array_of, compared, difference, tensor_of
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.keras_state import BACKEND, Variables, named, state_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.started import Started
 from ckpt_tasks.tensors.streams import current_streams, set_streams
-
-_BACKEND = keras.config.backend()
 
 
 class CkptCallback(keras.callbacks.Callback):
@@ -90,7 +84,7 @@ class CkptCallback(keras.callbacks.Callback):
     @property
     def data(self) -> Any:
         """The training data for `fit`: whole epochs, of which a restore passes over what is trained."""
-        if _BACKEND != "tensorflow":
+        if BACKEND != "tensorflow":
             return self._torch_loader()
         from ckpt_tasks.integrations.tensorflow import dataset_of
 
@@ -109,9 +103,9 @@ class CkptCallback(keras.callbacks.Callback):
         self._end()  # An error may have ended the last `fit`.
         self.ckpt = Checkpointer(self.config)
         model = self.model
-        if _BACKEND == "tensorflow":  # There Keras makes the variables of metrics with the first step.
+        if BACKEND == "tensorflow":  # There Keras makes the variables of metrics with the first step.
             model._symbolic_build(data_batch=next(iter(self._torch_loader())))
-        metrics = Variables(lambda: _named(model.metrics_variables), model)
+        metrics = Variables(lambda: named(model.metrics_variables), model)
         self._state = with_extra({**state_of(model), "metrics": metrics, "data": self._position}, self._extra)
         self._step = self.ckpt.restore(self._state)
         self._begin_epoch()
@@ -133,7 +127,7 @@ class CkptCallback(keras.callbacks.Callback):
         self._position.nothing_left = sampler.epoch >= self.params["epochs"]
         model._initial_epoch = sampler.epoch
         self._streams, self._train_function = current_streams(), model.train_function
-        model.train_function = _SKIP[_BACKEND](together)
+        model.train_function = _SKIP[BACKEND](together)
 
     def _begin_epoch(self) -> None:
         self._done = len(self._batches) - len(self._loader.sampler)
@@ -186,92 +180,6 @@ class CkptCallback(keras.callbacks.Callback):
         self._state, self._streams, self._train_function, self._batches.passed = {}, None, None, 0
         if ckpt is not None:
             ckpt.__exit__(type(error) if error else None, error, None)
-
-
-def state_of(model: keras.Model) -> dict[str, Any]:
-    """Return the state of a compiled model for Checkpointer, in a loop of your own.
-
-    Its groups are `model` (weights, other variables, the seeds of its layers), `optimizer` and `seeds`, the generator
-    of functions without a seed of their own.
-    """
-    optimizer = model.optimizer
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    return {
-        "model": Variables(lambda: _named(model.variables), model),
-        "optimizer": Variables(lambda: _named(optimizer.variables), model),
-        "seeds": _Seeds(_made_seeds, model),
-    }
-
-
-class Variables:
-    """Variables of Keras as a part of a state, by their paths; `of` returns them, `model` is the one that `fit` trains.
-
-    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras has put into names may differ: a
-    process that makes a model twice counts on.
-    """
-
-    def __init__(self, of: Callable[[], Mapping[str, Any]], model: Any):
-        self._of = of
-        self._model = model
-        self._loaded: Mapping[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the values by the paths of the variables, in the memory that they have."""
-        if _BACKEND == "jax":
-            self._model.jax_state_sync()  # Within `fit` the variables are behind.
-        return {name: _value_of(variable, name) for name, variable in self._of().items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Assign the values."""
-        live = self._of()
-        saved = dict(zip(live, state_dict.values(), strict=False)) if _alike(live, state_dict) else state_dict
-        different = [difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
-        compared(saved, live, "the model", different=filter(None, different))
-        self._loaded = saved
-        self.assign_again()
-
-    def assign_again(self) -> None:
-        """Assign the restored values, which Keras has changed since."""
-        live = self._of()
-        for name, value in self._loaded.items():
-            live[name].assign(value if _BACKEND == "torch" else array_of(value))
-
-
-def _named(variables: Sequence[Any]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for variable in variables:
-        name, count = variable.path, 1
-        while name in named:
-            count += 1
-            name = f"{variable.path}~{count}"
-        named[name] = variable
-    return named
-
-
-def _alike(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return True if names differ only by the numbers that Keras gives to layers."""
-    bare = [[re.sub(r"_\d+(?=[/_]|$)", "", name) for name in names] for names in (live, saved)]
-    return bare[0] == bare[1]
-
-
-def _value_of(variable: Any, name: str) -> Any:
-    value = variable.value
-    if _BACKEND == "torch":
-        return value.detach()
-    return tensor_of(np.asarray(value.read_value() if _BACKEND == "tensorflow" else value), name)
-
-
-def _made_seeds() -> dict[str, Any]:
-    """Return the state of Keras's own generator, if it is made."""
-    return {"state": made.state} if (made := get_global_attribute("global_seed_generator")) else {}
-
-
-class _Seeds(Variables):
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if state_dict:
-            global_seed_generator()  # Makes it: else the first layer that draws does so, later.
-            super().load_state_dict(state_dict)
 
 
 def _skip_next(together: int) -> Callable[[Any], Any]:

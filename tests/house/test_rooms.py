@@ -72,13 +72,13 @@ def test_no_private_name_of_another_room_is_read() -> None:
         f"{where(path, line)}: {name} belongs to {', '.join(sorted(rooms[name]))}/"
         for path in SOURCES
         for line, name in read_of_others(parse(path))
-        if name in rooms and room_of(path) not in rooms[name] and name not in OF_TORCH
+        if name in rooms and room_of(path) not in rooms[name] and name not in OF_OTHERS
     ]
     assert wrong == [], "give the other room a public name for what you need"
 
 
-# Names of torch's that a room of ours happens to define as well.
-OF_TORCH = {"_dataset", "_modules"}
+# Names of torch's and TensorFlow's that a room of ours happens to define as well.
+OF_OTHERS = {"_dataset", "_modules", "_saver"}
 
 
 def made_here(tree: ast.AST) -> set[str]:

@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.errors import ConfigError, StateMismatchError
-from ckpt_tasks.integrations.keras import CkptCallback, state_of
+from ckpt_tasks.integrations.keras import CkptCallback
+from ckpt_tasks.integrations.keras_state import state_of
 
 
 def compiled(width: int = 4, **options: Any) -> Any:

@@ -1,0 +1,103 @@
+"""Keras: the variables of a model and its optimizer as parts of a state, and the seeds that Keras draws from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.random.seed_generator import global_seed_generator
+
+from ckpt_tasks.integrations.arrays import array_of, compared, difference, tensor_of
+
+BACKEND = keras.config.backend()
+
+
+def state_of(model: keras.Model) -> dict[str, Any]:
+    """Return the state of a compiled model for Checkpointer, in a loop of your own.
+
+    Its groups are `model` (weights, other variables, the seeds of its layers), `optimizer` and `seeds`, the generator
+    of functions without a seed of their own.
+    """
+    optimizer = model.optimizer
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    return {
+        "model": Variables(lambda: named(model.variables), model),
+        "optimizer": Variables(lambda: named(optimizer.variables), model),
+        "seeds": _Seeds(_made_seeds, model),
+    }
+
+
+class Variables:
+    """Variables of Keras as a part of a state, by their paths; `of` returns them, `model` is the one that `fit` trains.
+
+    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras has put into names may differ: a
+    process that makes a model twice counts on.
+    """
+
+    def __init__(self, of: Callable[[], Mapping[str, Any]], model: Any):
+        self._of = of
+        self._model = model
+        self._loaded: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values by the paths of the variables, in the memory that they have."""
+        if BACKEND == "jax":
+            self._model.jax_state_sync()  # Within `fit` the variables are behind.
+        return {name: _value_of(variable, name) for name, variable in self._of().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Assign the values."""
+        live = self._of()
+        saved = dict(zip(live, state_dict.values(), strict=False)) if _alike(live, state_dict) else state_dict
+        different = [difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
+        compared(saved, live, "the model", different=filter(None, different))
+        self._loaded = saved
+        self.assign_again()
+
+    def assign_again(self) -> None:
+        """Assign the restored values, which Keras has changed since."""
+        live = self._of()
+        for name, value in self._loaded.items():
+            live[name].assign(value if BACKEND == "torch" else array_of(value))
+
+
+def named(variables: Sequence[Any]) -> dict[str, Any]:
+    """Return variables by their paths; of several with one path, the later ones get a number."""
+    by_path: dict[str, Any] = {}
+    for variable in variables:
+        name, count = variable.path, 1
+        while name in by_path:
+            count += 1
+            name = f"{variable.path}~{count}"
+        by_path[name] = variable
+    return by_path
+
+
+def _alike(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return True if names differ only by the numbers that Keras gives to layers."""
+    bare = [[re.sub(r"_\d+(?=[/_]|$)", "", name) for name in names] for names in (live, saved)]
+    return bare[0] == bare[1]
+
+
+def _value_of(variable: Any, name: str) -> Any:
+    value = variable.value
+    if BACKEND == "torch":
+        return value.detach()
+    return tensor_of(np.asarray(value.read_value() if BACKEND == "tensorflow" else value), name)
+
+
+def _made_seeds() -> dict[str, Any]:
+    """Return the state of Keras's own generator, if it is made."""
+    return {"state": made.state} if (made := get_global_attribute("global_seed_generator")) else {}
+
+
+class _Seeds(Variables):
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if state_dict:
+            global_seed_generator()  # Makes it: else the first layer that draws does so, later.
+            super().load_state_dict(state_dict)
