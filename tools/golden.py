@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import acquiring
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
@@ -42,6 +42,7 @@ from ckpt_tasks.ledger import history
 from ckpt_tasks.saving import commit, saver
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
+from ckpt_tasks.tables.rules import Adagrad
 from tests.golden.kinds import kinds_at
 
 HERE = Path(__file__).parents[1] / "tests" / "golden"
@@ -156,6 +157,22 @@ def make_kinds(directory: Path) -> None:
         shutil.rmtree(directory / name)
 
 
+def make_tables(directory: Path) -> None:
+    """Write a run of version 4: a lookup table, with a base and a delta."""
+    users = LookupTable(2, slots=Adagrad(lr=0.5), seed=7)
+    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+        for k, ids in ((1, range(6)), (2, range(1))):
+            random.seed(k)
+            np.random.seed(k)  # noqa: NPY002
+            torch.manual_seed(k)
+            users(torch.tensor(ids)).sum().backward()
+            users.step()
+            users.delete(torch.tensor([k]))
+            ckpt.save(k, {"users": users})
+    for name in (".ckpt-reserve", "heartbeat"):
+        shutil.rmtree(directory / name)
+
+
 def make_many(directory: Path) -> None:
     """Write a ledger with 150 live checkpoints, whose objects are not there: a list in one object, then segments."""
     with fixed():
@@ -225,16 +242,10 @@ def fixed() -> Iterator[None]:
         taken_at="",
     )
 
-    class Noon(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return NOON
-
     replaced: list[tuple[Any, str, Any]] = [
         (acquiring, "identify", lambda flow_run_id: owner),
         *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit)),  # how long a save takes
         (System, "time", lambda self: NOON.timestamp()),
-        (history, "datetime", Noon),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
     ]
     torch.set_num_threads(1)
@@ -247,6 +258,7 @@ def fixed() -> Iterator[None]:
 if __name__ == "__main__":
     made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
     made[HERE / "v3" / "kinds"] = make_kinds
+    made[HERE / "v4" / "tables"] = make_tables
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

@@ -20,13 +20,14 @@ import torch
 from hatchling.builders.sdist import SdistBuilder
 from torch import nn
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tables.rules import Adagrad
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.golden.kinds import kinds_at
 from tests.support.roundtrip import assert_same
@@ -35,6 +36,7 @@ from tools.sources import ROOT
 HERE = Path(__file__).parent
 RUNS = sorted(HERE.glob("v*/run"))
 MANY = sorted(HERE.glob("v*/many"))
+FIRST = [-0.35907042026519775, 0.3797091245651245]  # the row with which the id 3 of the seed 7 begins
 
 
 @pytest.fixture(params=RUNS, ids=lambda run: run.parent.name)
@@ -170,6 +172,23 @@ def test_values_in_parts_are_restored_to_what_was_saved(step: int, tmp_path: Pat
         state: dict[str, Any] = {"values": {}}
         assert ckpt.restore(state, step=step) == step
     assert_same(state["values"], kinds_at(step))
+
+
+def test_a_lookup_table_is_restored_to_what_was_saved(tmp_path: Path) -> None:
+    """P59: version 4 has a table's base and delta, the ledger names the base as reused, and new ids begin as ever."""
+    shutil.copytree(HERE / "v4" / "tables", tmp_path / "run")
+    users = LookupTable(2, slots=Adagrad(lr=0.1))
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "run"))) as ckpt:
+        for step, ids in ((1, [0, 2, 3, 4, 5]), (2, [0, 3, 4, 5])):
+            assert ckpt.restore({"users": users}, step=step) == step
+            assert users.ids.tolist() == ids
+    assert (users.seed, users.updates, users.rule) == (7, 2, Adagrad(lr=0.5))
+    # Adagrad's first step is its learning rate, whatever the gradient.
+    first = LookupTable(2, slots=Adagrad(), seed=7).eval()(torch.tensor([3, 4, 5]))
+    torch.testing.assert_close(users.eval()(torch.tensor([3, 4, 5])), first - 0.5)
+    torch.testing.assert_close(first[0], torch.tensor(FIRST), rtol=0, atol=0)
+    versions = [json.loads(path.read_bytes())["version"] for path in sorted((HERE / "v4" / "tables").rglob("*.json"))]
+    assert versions.count(4) >= 4, "two manifests, the second commit and the release"
 
 
 def test_a_golden_run_goes_on(golden: Path) -> None:

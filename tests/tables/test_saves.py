@@ -37,6 +37,7 @@ def test_a_save_writes_the_rows_that_have_changed(tmp_path: Path) -> None:
         users.delete(users.ids[:1])
         second = ckpt.save(2, state)
         third = ckpt.save(3, state)  # nothing has changed
+        assert all(file.contents is None for file in users.chain.files), "what storage has is not kept in memory"
     base, delta = sorted(tmp_path.rglob("users-*.arrow"))
     assert second.reuses == (str(base.relative_to(tmp_path)),)
     assert third.reuses == (*second.reuses, str(delta.relative_to(tmp_path)))
