@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gang_script import KILL_AT, SAVE_EVERY, STEPS
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import RankError
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.session.local import LocalSession
 
@@ -28,19 +29,20 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
     """Measure; every kill is of rank 1, by SIGKILL in step 37 of 60, and a save is due every 20 steps.
 
     `order_s` and `order_alone_s` are an order to two ranks that trains nothing, and the same call in one process.
-    `death_s` and `hang_s` are from SIGKILL to the error in the agent, and from the deadline after SIGSTOP to it. A kill
-    takes `until_new_step_s` from SIGKILL to the first step that was not trained before it; `redone` are steps that were
-    trained twice; `lines` are those that a user writes to go on.
+    `death_s` is from SIGKILL to the moment in which the agent knows of it, `error_s` until all ranks have ended and it
+    is raised; `hang_s` is from the deadline after SIGSTOP to that. A kill takes `until_new_step_s` from SIGKILL to the
+    first step that was not trained before it; `redone` are steps that were trained twice; `lines` are those that a user
+    writes to go on.
     """
     logging.getLogger("ckpt_tasks").setLevel(logging.ERROR)
     kills = 1 if tiny else min(rounds, 3)
     figures: dict[str, Any] = {"order_s": _order(directory / "order"), "order_alone_s": _order_alone(directory / "one")}
-    figures["hang_s"] = _dies(directory / "hang", "stop") - _DEADLINE_S
+    figures["hang_s"] = _dies(directory / "hang", "stop")["error_s"] - _DEADLINE_S
     ours, theirs = [], []
     for number in range(kills):
         ours.append(_killed(directory / f"gang-{number}"))
         theirs.append(_killed_torchrun(directory / f"torchrun-{number}"))
-    figures["death_s"] = median(kill.pop("death_s") for kill in ours)
+    figures |= {name: median(kill.pop(name) for kill in ours) for name in ("death_s", "error_s")}
     marked = (_ROOT / "benchmarks" / "gang_script.py").read_text().count("  # resume")
     for name, found, lines in (("gang", ours, 0), ("torchrun, dcp", theirs, marked)):
         figures[name] = {key: median(kill[key] for kill in found) for key in found[0]} | {"lines": lines}
@@ -76,23 +78,35 @@ def _median_s(call: Any) -> float:
     return median(times)
 
 
-def _dies(folder: Path, what: str) -> float:
-    """Train until rank 1 dies or stops; return the seconds until the error, then go on to the end."""
-    config = _config(folder)
-    with GangSession(config, _PROGRAM, {"folder": str(folder), "what": what}, ranks=2) as session:
+class _Noticing(Gang):
+    """Ranks whose agent keeps the time at which it first ends them: it does so as soon as one has died."""
+
+    ended_s = 0.0
+
+    def kill(self) -> None:
+        """End them."""
+        self.ended_s = self.ended_s or time.monotonic()
+        super().kill()
+
+
+def _dies(folder: Path, what: str) -> dict[str, float]:
+    """Train until rank 1 dies or stops; return the seconds until that is known and raised, then go on to the end."""
+    config, engine = _config(folder), _Noticing()
+    params = {"folder": str(folder), "what": what}
+    with GangSession(config, _PROGRAM, params, ranks=2, engine=engine) as session:
         session.restore()
         with suppress(RankError):
             session.run(STEPS)
-        seen_s = time.monotonic() - float((folder / "killed").read_text())
+        raised_s, killed_s = time.monotonic(), float((folder / "killed").read_text())
         session.discard()
         session.restore()
         session.run(STEPS)
         session.save(STEPS)
-    return seen_s
+    return {"death_s": engine.ended_s - killed_s, "error_s": raised_s - killed_s}
 
 
 def _killed(folder: Path) -> dict[str, float]:
-    return {"death_s": _dies(folder, "kill"), **_course(folder)}
+    return {**_dies(folder, "kill"), **_course(folder)}
 
 
 def _killed_torchrun(folder: Path) -> dict[str, float]:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.session import Progress, watcher
-from tests.support.agents import MARK, config_of, left, main, train, trained
+from tests.support.agents import MARK, PARALLEL, config_of, left, main, train, trained
 from tests.support.children import Child
 
 TOTAL = 18
@@ -63,6 +64,18 @@ def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
     notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "failure"]
     assert [note["attempt"] for note in notes] == [5, 4, 3, 2, 1]
     assert left(marked) == []
+
+
+def test_the_other_ranks_are_ended_at_once(run_dir: Path, tmp_path: Path) -> None:
+    """When the error of a killed rank is raised no rank runs any more, and none is left as a zombie."""
+    engine = Gang()
+    params = {"plan": [(3, 1, "kill")], "folder": str(tmp_path)}
+    with GangSession(config_of(run_dir), PARALLEL, params, ranks=2, engine=engine) as session:
+        session.restore()
+        pids = [rank.pid for rank in engine.ranks]
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            session.run(5)
+        assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_rank_that_is_stopped_is_found(
