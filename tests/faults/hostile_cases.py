@@ -1,9 +1,9 @@
 """What an attacker does to a run directory that no one changed place says: one function each, by name.
 
-`harm` says what must come of it: "checkpoint", the newest one is damaged and passed over; "header", only `verify` finds
-it; "entry", the newest ledger entry is damaged, and the one below counts; "any", every verb ends well or with an error
-of ours, and what is restored has the values of its step; "values", these are his; "memory", what lies in memory is not
-restored. What `ckpt verify` then says matches `named`.
+`harm` says what must come of it: "checkpoint", the newest one is damaged and passed over; "entry", the newest ledger
+entry is damaged, and the one below counts; "any", every verb ends well or with an error of ours, and what is restored
+has the values of its step; "values", these are his; "memory", what lies in memory is not restored. What `ckpt verify`
+then says matches `named`.
 """
 
 from __future__ import annotations

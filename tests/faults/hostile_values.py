@@ -10,7 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.faults.hostile import Body, Hostile, Raw
+from ckpt_tasks.layout.regions import Box
+from tests.faults.hostile import Body, Hostile, Raw, with_raw, without_raw
 
 At = tuple[str | int, ...]
 _PRIME = 2**61 - 1  # whole numbers that are multiples of it have the hash 0
@@ -145,18 +146,46 @@ def drawn_index(data: bytes) -> st.SearchStrategy[Change]:
             new[begin : begin + len(piece)] = piece
         return lambda h: h.put_index(bytes(new[: len(data)]))
 
-    texts = st.sampled_from([name for name in NAMES if "\ud800" not in name])
+    texts = st.sampled_from(
+        [name for name in NAMES if "\ud800" not in name] + ["bool", "complex64", "float4_e2m1fn_x2"]
+    )
     field = st.sampled_from(["object", "group", "key", "dtype"])
+    numbers = st.sampled_from([0, 1, 4095, 4096, 4097, 12_000, 2**31, 2**62])
+    extents = st.lists(st.sampled_from([0, 1, 5, 3000, 2**31, 2**62, 2**63 - 1]), max_size=66).map(tuple)
 
-    def name(field: str, text: str) -> Change:
+    def say(field: str, value: Any, row: int) -> Change:
         def put(h: Hostile) -> None:
-            fields: Any = {field: text}
-            first, *rest = h.rows()
-            h.put_rows([first._replace(**fields), *rest])
+            rows = h.rows()
+            more = {"box": Box((0,) * len(value), value)} if field == "tensor_shape" else {}
+            rows[row % len(rows)] = rows[row % len(rows)]._replace(**{field: value}, **more)
+            h.put_rows(rows)
 
         return put
 
-    return st.lists(byte | word, min_size=1, max_size=3).map(write) | st.builds(name, field, texts)
+    said = st.one_of(
+        st.tuples(field, texts),
+        st.tuples(st.sampled_from(["begin", "end"]), numbers),
+        st.tuples(st.just("tensor_shape"), extents),
+    )
+    rows = st.builds(lambda what, row: say(*what, row), said, st.integers(0, 50))
+    return st.lists(byte | word, min_size=1, max_size=3).map(write) | rows
+
+
+def drawn_header(body: Body) -> st.SearchStrategy[Change]:
+    """Draw changes of a shard's header, texts that are none, and lengths that it does not have."""
+    changes = drawn(body, lambda h, new: h.put_header("extra", with_raw(*_json(new))))
+    texts = [b"{", b"[]", b"[" * 500_000 + b"]" * 500_000, b'{"\xe9":1}', b"{" + b'"a":{},' * 200_000 + b'"b":{}}']
+    lengths = st.sampled_from([0, 17 << 20, 2**60, 2**63, 2**64 - 1])
+    return st.one_of(
+        changes,
+        st.sampled_from(texts).map(lambda text: lambda h: h.put_header("extra", text)),
+        lengths.map(lambda length: lambda h: h.put_header("extra", json.dumps(body).encode(), length=length)),
+    )
+
+
+def _json(body: Body) -> tuple[bytes, dict[str, str]]:
+    plain, texts = without_raw(body)
+    return json.dumps(plain).encode(), texts
 
 
 def as_utf_16(body: Body) -> bytes:

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from tests.faults import hostile_cases, hostile_memory, hostile_tensors
 from tests.faults.hostile import NEWEST, Hostile, train
 from tests.faults.hostile_cases import Case
-from tests.faults.hostile_values import Change, drawn, drawn_index
+from tests.faults.hostile_values import Change, drawn, drawn_header, drawn_index
 from tests.faults.hostile_verbs import ALL, CHANGING, VERBS, Told, canaries, copied, meet
 
 _MAKERS = (
-    hostile_cases.files, hostile_cases.documents, hostile_tensors.headers, hostile_tensors.indexes,
-    hostile_tensors.regions, hostile_memory.cases,
+    hostile_cases.files, hostile_cases.documents, hostile_tensors.regions, hostile_memory.cases,
 )  # fmt: skip
 CASES = [case for make in _MAKERS for case in make()]
 CASES.append(Case("files that change while they are read", lambda h: None, "any", verbs=("race",)))
@@ -130,9 +129,9 @@ def test_every_hostile_directory_and_every_verb(place: Path, share: int) -> None
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(3000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", ["manifest", "entry", "index"])
+@pytest.mark.parametrize("what", ["manifest", "entry", "index", "header"])
 def test_every_change_with_fitting_digests(place: Path, what: str, examples: int) -> None:
-    """P21, P42, P49: drawn values in drawn places of a manifest, an entry or an index: read, or refused by our errors.
+    """P21, P42, P49: drawn values in drawn places of every object of a run: it is read, or refused by our errors.
 
     Names, numbers, JSON that nests, words of the vocabulary, other kinds of value, what is gone or there twice.
     """
@@ -141,12 +140,13 @@ def test_every_change_with_fitting_digests(place: Path, what: str, examples: int
         "manifest": drawn(good.manifest(), Hostile.put_manifest),
         "entry": drawn(good.entry(), Hostile.put_entry),
         "index": drawn_index(good.index_path().read_bytes()),
+        "header": drawn_header(good.header("extra")),
     }
 
     @settings(max_examples=examples)
     @given(changes[what])
     def check_one(change: Change) -> None:
         change(h := copied(place))
-        meet(h, place, "listed" if what == "entry" else "met")
+        meet(h, place, {"entry": "listed", "header": "verify"}.get(what, "met"))
 
     check_one()
