@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED, parse_json, text
+from ckpt_tasks.format.parsing import MALFORMED, parse_json
 from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
@@ -210,8 +210,7 @@ def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
     prefix = file.read(0, min(8 + length, file.size_bytes)).tobytes()
     try:
         entries = parse_header(prefix, file.size_bytes)
-        texts = parse_json(prefix[8:], encoding="utf-8").get("__metadata__")
-        metadata = {} if texts is None else {name: text(value) for name, value in texts.items()}
+        metadata: dict[str, str] = parse_json(prefix[8:], encoding="utf-8").get("__metadata__") or {}
         ours = parse_json(metadata[_OURS].encode(), encoding="utf-8") if _OURS in metadata else None
         tied, dtypes = _about(metadata, ours)
     except IntegrityError as error:

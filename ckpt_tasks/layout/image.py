@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.parsing import MALFORMED, parse_json, whole
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, text, whole
 from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.process.gc_pause import gc_paused
 
@@ -186,7 +186,9 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
         if length > MAX_HEADER_BYTES or 8 + length > min(len(prefix), size_bytes):
             raise IntegrityError(f"the safetensors header claims {length} bytes")
         entries = parse_json(bytes(prefix[8 : 8 + length]), encoding="utf-8")
-        entries.pop("__metadata__", None)
+        metadata = entries.pop("__metadata__", None)
+        for value in {} if metadata is None else metadata.values():
+            text(value)  # what safetensors itself refuses is not called good here
         header = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
     except (struct.error, *MALFORMED) as error:
         raise IntegrityError(f"the safetensors header is malformed: {error!r:.200}") from error
