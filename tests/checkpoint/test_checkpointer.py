@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, StateMismatchError, UnsupportedStateError
+from ckpt_tasks.testing import settle
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:
@@ -31,16 +31,6 @@ def _open(directory: Path, **options: Any) -> Checkpointer:
 
 def _steps(ckpt: Checkpointer) -> list[int]:
     return [one.step for one in ckpt.checkpoints()]
-
-
-def test_step_saves_at_multiples(run_dir: Path) -> None:
-    """A save is due when a multiple of the interval is crossed, also by a resumed run that began in between."""
-    with _open(run_dir, step_interval=4, max_num_checkpoints=None) as ckpt:
-        assert [s for s in range(1, 11) if ckpt.step(s, _state(s))] == [4, 8]
-        ckpt.save(10, _state(10.0))
-    with _open(run_dir, step_interval=4, max_num_checkpoints=None) as ckpt:
-        assert ckpt.restore(_state()) == 10
-        assert [s for s in range(11, 18) if ckpt.step(s, _state(s))] == [12, 16]
 
 
 def test_epochs_survive_a_resume(run_dir: Path) -> None:
@@ -114,16 +104,6 @@ def test_a_state_that_does_not_fit(run_dir: Path) -> None:
     assert torch.equal(target.weight, before)
 
 
-def test_a_directory_of_another_run(run_dir: Path) -> None:
-    """P52: a directory of another run is refused, and stays as it is."""
-    with _open(run_dir, run_key="one") as ckpt:
-        ckpt.save(1, _state(1.0))
-    before = sorted(path.name for path in run_dir.rglob("*"))
-    with pytest.raises(RunMismatchError, match="'one'"):
-        _open(run_dir, run_key="two").restore(_state())
-    assert sorted(path.name for path in run_dir.rglob("*")) == before
-
-
 def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) -> None:
     """P49, P52: where format.json cannot say whose run it is, each manifest does, before the state is touched."""
     with _open(run_dir, run_key="one") as ckpt:
@@ -133,20 +113,6 @@ def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) 
     with _open(run_dir, run_key="two") as ckpt, pytest.raises(RunMismatchError, match="'one'"):
         ckpt.restore(state)
     assert state["seen"] == [0.0]
-
-
-def test_a_run_copied_elsewhere(run_dir: Path, tmp_path: Path) -> None:
-    """P52: a copy of the directory under another name, without times, is the same run."""
-    with _open(run_dir, run_key="one", max_num_checkpoints=None) as ckpt:
-        for step in (9, 10):
-            ckpt.save(step, _state(step))
-    copy = tmp_path / "elsewhere" / "copy"
-    shutil.copytree(run_dir, copy, copy_function=shutil.copyfile)
-    target = _state()
-    with _open(copy, run_key="one") as ckpt:
-        assert ckpt.restore(target) == 10
-        ckpt.save(11, target)
-    assert target["seen"] == [10]
 
 
 def test_foreign_files_in_the_directory(run_dir: Path) -> None:
@@ -167,7 +133,7 @@ def test_foreign_files_in_the_directory(run_dir: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("foreign")
         ckpt.save(10, _state(10.0))
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert _steps(ckpt) == [10]
     with _open(run_dir, max_num_checkpoints=1) as ckpt:
         assert ckpt.restore(_state()) == 10
@@ -183,7 +149,7 @@ def test_retention_keeps_what_it_must(run_dir: Path) -> None:
             ckpt.save(step, _state(step), metrics={"loss": loss})
             if step == 1:
                 ckpt.pin(1, "the paper's")
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert _steps(ckpt) == [4, 2, 1]
         assert open_run(str(run_dir)).find("best").step == 2
         ckpt.unpin(1)
@@ -198,7 +164,7 @@ def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path, caplog: py
     """P60: with one checkpoint to keep and a new one that is damaged on disk, the old one stays."""
     with _open(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, _state(1.0))
-        put = ckpt._history.store.put
+        put = ckpt.run.history.store.put
 
         def lying(name: str, body: Any) -> None:
             put(name, body)
@@ -206,7 +172,7 @@ def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path, caplog: py
                 path = run_dir / name
                 path.write_bytes(bytes(path.stat().st_size))  # what a power loss leaves where fsync lied
 
-        ckpt._history.store.put = lying  # type: ignore[method-assign]
+        ckpt.run.history.store.put = lying  # type: ignore[method-assign]
         ckpt.save(2, _state(2.0))
         assert _steps(ckpt) == [2, 1]
     target = _state()
@@ -223,7 +189,7 @@ def test_what_is_verified_moves_on(keep: int, run_dir: Path) -> None:
     with _open(run_dir, max_num_checkpoints=keep) as ckpt:
         for step in range(1, 12):
             ckpt.save(step, _state(step))
-            ckpt._pruner.finish(60)
+            settle(ckpt)
         assert _steps(ckpt) == list(range(11, 11 - keep, -1))
 
 

@@ -77,25 +77,3 @@ def test_what_is_in_the_state_is_not_warned_of(tmp_path: Path, caplog: pytest.Lo
             run(tmp_path, state(), step=4)
     assert teacher["optimizer"].param_groups
     assert caplog.messages == []
-
-
-def test_a_rate_that_training_has_moved_is_no_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A schedule that has moved the learning rate is restored without a warning."""
-
-    def state() -> dict[str, object]:
-        made = training()
-        return {**made, "schedule": torch.optim.lr_scheduler.OneCycleLR(made["optimizer"], 1.0, total_steps=10)}
-
-    trained = state()
-    for _ in range(3):
-        stepped(trained)
-        trained["schedule"].step()  # type: ignore[attr-defined]
-    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        run(tmp_path, trained)
-        again = state()
-        with Checkpointer(config(tmp_path)) as ckpt:
-            ckpt.restore(again)
-            assert ckpt.last_restore is not None
-            assert ckpt.last_restore.replaced == ()
-    assert again["optimizer"].param_groups[0]["lr"] == trained["optimizer"].param_groups[0]["lr"]  # type: ignore[attr-defined]
-    assert caplog.messages == []

@@ -16,6 +16,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler, open_run
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.layout.index import Index, write_index
+from ckpt_tasks.testing import settle
 from tests.support.calls import WatchedCalls
 from tests.support.indexes import read_as_committed
 from tests.support.ledgers import resealed
@@ -120,12 +121,12 @@ def test_many_saves_and_restores_take_no_more_than_a_few(fast_dir: Path) -> None
         for step in range(5):
             ckpt.save(step, state)
             ckpt.restore(state)
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         before = resources()
         for step in range(5, 45):
             ckpt.save(step, state)
             ckpt.restore(state)
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         # Not ==: a thread that another test left may have ended meanwhile.
         assert all(now <= then for now, then in zip(resources(), before, strict=True))
     assert all(now <= then for now, then in zip(resources()[:2], start[:2], strict=True))  # the heartbeat has ended
@@ -137,7 +138,7 @@ def test_a_state_that_grows_takes_the_memory_of_its_size(fast_dir: Path) -> None
     with opened(fast_dir / "grows", max_num_checkpoints=1) as ckpt:
         for step in range(1, 13):
             ckpt.save(step, {"history": torch.zeros(step << 18)})  # 12 MiB in the end, 78 MiB in all
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert resources()[3] - start[3] < 2 * (12 << 20) + (1 << 20)  # two slots of the last size
 
 
@@ -158,7 +159,7 @@ def test_the_ranking_of_a_run_survives_a_restart(run_dir: Path) -> None:
     with Checkpointer(options) as ckpt:
         ckpt.restore(state)
         ckpt.save(6, state)
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert [c.step for c in ckpt.checkpoints()] == [6, 1]
     assert open_run(str(run_dir)).find("best").step == 1
 

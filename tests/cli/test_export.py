@@ -60,16 +60,6 @@ def test_shards_and_json(tmp_path: Path, run_dir: Path) -> None:
     assert tree(run_dir) == before
 
 
-def test_groups_are_chosen_by_name(tmp_path: Path, run_dir: Path) -> None:
-    """--group may be repeated, and --overwrite replaces what the last export made."""
-    save(run_dir, {"model": nn.Linear(2, 2), "a": {"x": torch.ones(1)}, "b": {"y": torch.ones(1), "n": 3}})
-    out = tmp_path / "m.safetensors"
-    assert ckpt("export", run_dir, out, "--group", "a").status == 0
-    assert {*load_file(out)} == {"x"}
-    assert ckpt("export", run_dir, out, "--group", "a", "--group", "b", "--overwrite").status == 0
-    assert {*load_file(out)} == {"a.x", "b/y"}
-
-
 def test_what_others_have_to_know_is_said(tmp_path: Path, run_dir: Path) -> None:
     """Ties, views and what is left out are listed, and a long list is cut."""
     shared = torch.ones(1)

@@ -65,30 +65,6 @@ def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:
     assert ckpt("ls", run_dir, "--json").data["ledger"]["damaged"] == [f"ledger/{newest.name}"]
 
 
-def test_show_counts_what_is_in_a_checkpoint(run_dir: Path) -> None:
-    """Groups have kind, number of tensors, bytes and dtypes; objects have sizes; facts come from the manifest."""
-    state = {"model": torch.nn.Linear(4, 2), "extra": {"ids": torch.arange(3), "half": torch.zeros(2).half()}}
-    with Checkpointer(config(run_dir, run_key="lm-7")) as ckpt_:
-        saved = ckpt_.save(5, state, metrics={"loss": 0.25})
-    about = ckpt("show", f"{run_dir}@5", "--json").data
-    groups = {group["name"]: group for group in about["groups"]}
-    assert groups["model"] == {
-        "name": "model",
-        "kind": "module",
-        "tensors": 2,
-        "size_bytes": 40,
-        "dtypes": {"float32": 40},
-    }
-    assert groups["extra"]["dtypes"] == {"int64": 24, "float16": 4}
-    assert groups["rng"]["kind"] == "rng"
-    assert sum(one["size_bytes"] for one in about["objects"]) < about["size_bytes"] == saved.size_bytes
-    assert (about["run_key"], about["step"], about["parent"]) == ("lm-7", 5, None)
-    assert about["environment"]["torch"] == torch.__version__
-    shown = ckpt("show", run_dir).out
-    assert "lm-7 step 5" in shown
-    assert "int64, float16" in shown
-
-
 def test_show_sums_up_the_objects_of_many_ranks(tmp_path: Path) -> None:
     """Of many objects each group has a row and the ten largest are listed; --all and --json have every one."""
     boxes = [Box((n,), (1 + n // 15,)) for n in range(16)]  # sixteen ranks, the last one with two elements

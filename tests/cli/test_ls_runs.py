@@ -121,14 +121,6 @@ def test_a_run_that_is_trained_now(tmp_path: Path) -> None:
     assert (other["state"], "no life for 100" in other["why"]) == ("silent", True)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    """A directory without runs, or none at all, is the error that it is for one run."""
-    for place in (tmp_path, tmp_path / "none"):
-        answer = ckpt("ls", place)
-        assert answer.status == 1
-        assert "is not a run directory" in answer.err
-
-
 class Counting(ObjectStore):
     """A place that counts what is asked of it and of the places below it."""
 

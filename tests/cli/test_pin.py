@@ -127,7 +127,7 @@ def test_a_pin_between_the_plan_and_the_entry_counts(run_dir: Path) -> None:
                     open_run(run_dir).pin(victim, "just now")
                 put_if_absent(self, name, body)
 
-        mine._history.store = Pinning(str(run_dir))
+        mine.run.history.store = Pinning(str(run_dir))
         verdict = mine.remove(victim)
     assert (verdict.keep, verdict.reasons) == (True, ("pinned: just now",))
     assert steps(run_dir) == [2, 1]

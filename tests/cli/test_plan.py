@@ -11,7 +11,7 @@ from ckpt_tasks.ledger.observing import observe
 from ckpt_tasks.policy.cadence import recommend
 from ckpt_tasks.report.words import fine_span
 from tests.support.cli_runs import ckpt, tree
-from tests.support.histories import LOST, Told, trained
+from tests.support.histories import Told, trained
 
 SVG = "{http://www.w3.org/2000/svg}"
 LIGHT = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.5}
@@ -39,19 +39,6 @@ def test_plan_recommends_what_the_policy_says(light: Path) -> None:
     assert found["recommended"]["steps"] == wanted.steps == 199
     assert (found["recommended"]["decided_by"], found["overhead_cap"]) == ("optimum", 0.03)
     assert found["svg"] is None
-
-
-def test_another_mtbf_can_be_measured_and_asked_for(light: Path) -> None:
-    """A failure makes the interval shorter; --mtbf-s takes the place of what the run has seen, and says so."""
-    before = ckpt("plan", light, "--json").data
-    trained(Told(light.with_name("failed")).taken(), 20, every_s=60.0, steps=120, **LIGHT).taken(LOST)
-    after = ckpt("plan", light.with_name("failed"), "--json").data
-    assert (before["mtbf_source"], after["mtbf_source"], after["observed"]["failures"]) == ("prior", "measured", 1)
-    assert after["recommended"]["interval_s"] < before["recommended"]["interval_s"]
-    found = ckpt("plan", light, "--mtbf-s", "600", "--json").data
-    assert (found["mtbf_s"], found["mtbf_source"]) == (600.0, "given")
-    assert found["recommended"]["interval_s"] == pytest.approx(7.7, rel=0.01)
-    assert "10 min (given)" in ckpt("plan", light, "--mtbf-s", "600").out
 
 
 def test_the_cap_and_the_flush_are_named_where_they_decide(run_dir: Path) -> None:

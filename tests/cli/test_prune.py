@@ -36,16 +36,6 @@ def test_prune_does_what_the_dry_run_said(run_dir: Path) -> None:
     assert ckpt("ls", run_dir, "--json").data["owner"]["released"] is True
 
 
-def test_the_best_is_what_the_run_calls_best(run_dir: Path) -> None:
-    """P61: --keep-best uses the run's own metric and mode; another metric can be named."""
-    save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")
-    own = verdicts(run_dir, "--max-num-checkpoints", "1", "--keep-best", "1", "--dry-run")
-    assert [own[step][0] for step in (3, 2, 1)] == ["stays", "would go", "stays"]
-    named = ("--best-metric", "loss", "--best-mode", "min")
-    other = verdicts(run_dir, "--max-num-checkpoints", "1", "--keep-best", "1", *named, "--dry-run")
-    assert [other[step][0] for step in (3, 2, 1)] == ["stays", "would go", "would go"]
-
-
 def test_without_a_rule_only_orphans_go(run_dir: Path) -> None:
     """P68: a bare `ckpt prune DIR` removes no checkpoint; what dead attempts left is deleted and said."""
     save_steps(run_dir, 1, 2, 3, 4, 5)

@@ -23,21 +23,6 @@ def run(run_dir: Path) -> Path:
     return run_dir
 
 
-def test_it_says_where_the_time_went_and_writes_the_page(run: Path, tmp_path: Path) -> None:
-    """The table has a row per share with its time and part; the file holds the run's key and picture."""
-    place = tmp_path / "out.html"
-    done = ckpt("report", run, "--out", place)
-    assert (done.status, done.err) == (0, "")
-    assert "goodput" in done.out
-    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
-    assert (rows["down"][1:3], rows["down"][3:5]) == (["9.0", "s"], ["45", "%"])
-    assert rows["saving"][1:5] == ["1.0", "s", "5.0", "%"]
-    page = place.read_text()
-    assert page.startswith("<!doctype html>")
-    assert "<svg" in page
-    assert "lm-7" in page
-
-
 def test_the_page_says_why_checkpoints_stay(run_dir: Path, tmp_path: Path) -> None:
     """The table of checkpoints has the reasons that `ckpt ls` shows."""
     save_steps(run_dir, 1, 2, 3, best_metric="loss", best_mode="max")

@@ -66,12 +66,6 @@ def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_d
     check_example(chosen)
 
 
-def test_what_is_not_given_is_as_the_config_has_it() -> None:
-    """The directory and the key come from the program's name, everything else from the config's own defaults."""
-    settings = dict.fromkeys(GIVEN)
-    assert config_of(settings, "m:MyNet") == CheckpointConfig(checkpoint_dir="runs/my-net", run_key="my-net")
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

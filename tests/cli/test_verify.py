@@ -80,19 +80,6 @@ def test_every_ledger_entry_counts(run_dir: Path) -> None:
     assert "the checkpoints are good, the run's records are not" in ckpt("verify", run_dir).out
 
 
-def test_orphans_are_listed_and_no_fault(run_dir: Path) -> None:
-    """P67: what an attempt left that was never committed is listed; foreign names are not; neither is a fault."""
-    save_steps(run_dir, 1)
-    left = run_dir / "checkpoint_000000000002" / "e000001-00000000000000aa" / "model-00000-of-00001-0.safetensors"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half a shard")
-    (run_dir / "notes.txt").write_text("mine")
-    answer = ckpt("verify", run_dir, "--json")
-    assert answer.status == 0
-    assert answer.data["orphans"] == [str(left.relative_to(run_dir))]
-    assert "Orphaned" in ckpt("verify", run_dir).out
-
-
 @pytest.mark.parametrize("gone", [8, 9])
 def test_many_faults_are_cut(run_dir: Path, gone: int) -> None:
     """Eight faults of a checkpoint are shown, and of more it is said how many are left."""

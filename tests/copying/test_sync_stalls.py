@@ -56,7 +56,7 @@ def test_a_stalled_pruner_deletes_nothing_that_a_later_copy_commits(run_dir: Pat
         reports.append(copy(run, target))
 
     pruner = opened(target)
-    pruner._history.store = Stalled(LocalStore(target), copy_again)
+    pruner.run.history.store = Stalled(LocalStore(target), copy_again)
     pruner.acquire()
     pruner.prune()
     with pytest.raises(FencedError):

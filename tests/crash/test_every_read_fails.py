@@ -22,6 +22,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
+from ckpt_tasks.testing import look
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingReads
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
@@ -52,9 +53,7 @@ def train_on(root: Path, calls: Calls) -> None:
         assert step == STEPS[-1], "an older step was restored in silence"
         assert fingerprint(target) == EXPECTED[step]
         assert ckpt.save(4, state_of(4)).step == 4
-        assert ckpt._tenure is not None
-        assert ckpt._tenure.heartbeat is not None
-        ckpt._tenure.heartbeat.look()
+        look(ckpt)
     finally:
         ckpt.close()
         assert ckpt._tenure is None

@@ -21,7 +21,7 @@ from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory
-from ckpt_tasks.testing import die
+from ckpt_tasks.testing import die, seal, settle
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.cli_runs import flip
 from tests.support.pipelines import Gate, Refusing, committed, opened
@@ -41,10 +41,10 @@ def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
     ckpt.restore(state_of(0, SIZE))
     for step in range(1, good + 1):
         ckpt.save(step, state_of(step, SIZE))
-    ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+    ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
     for step in range(good + 1, bad + 1):
         ckpt.step(step, state_of(step, SIZE))
-        ckpt._saver.wait_idle()  # it has failed before the next one is taken
+        settle(ckpt)  # it has failed before the next one is taken
     die(ckpt)
 
 
@@ -107,7 +107,7 @@ def test_the_last_snapshot_is_sealed_before_memory_is_let_go(
         for part in state.values():
             part.fill_(step)
         if step == 3:
-            ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+            ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
             ckpt.step(step, state)
         else:
             ckpt.save(step, state)
@@ -141,9 +141,9 @@ def test_a_snapshot_is_its_checkpoint_though_that_reuses_an_object(
     assert reused.reuses
     assert _last_seal(ckpt, memory).checkpoint.manifest_digest != reused.manifest_digest
     if lost:
-        ckpt._history.store._calls = Refusing()  # type: ignore[attr-defined]
+        ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
         ckpt.step(3, frozen_state(3))
-        ckpt._saver.wait_idle()
+        settle(ckpt)
     die(ckpt)
     with _start(run_dir, memory) as ckpt, caplog.at_level(logging.INFO, "ckpt_tasks"):
         state = frozen_state(0)
@@ -156,16 +156,17 @@ def test_a_snapshot_is_its_checkpoint_though_that_reuses_an_object(
 
 
 def _last_seal(ckpt: Checkpointer, memory: Path) -> Seal:
-    last = ckpt._saver._pipeline._last
-    assert last is not None
-    assert last.known.wait(30)
-    return Seal.from_bytes((_slot_of(memory, last.saving.attempt.step) / "seal.json").read_bytes())
+    seal(ckpt)
+    return max(_seals(memory).values(), key=lambda one: one.checkpoint.step)
+
+
+def _seals(memory: Path) -> dict[Path, Seal]:
+    return {path.parent: Seal.from_bytes(path.read_bytes()) for path in memory.rglob("seal.json")}
 
 
 def _slot_of(memory: Path, step: int) -> Path:
     """Return the slot that has the snapshot of a step."""
-    seals = {path.parent: Seal.from_bytes(path.read_bytes()) for path in memory.rglob("seal.json")}
-    [slot] = [slot for slot, seal in seals.items() if seal.checkpoint.step == step]
+    [slot] = [slot for slot, one in _seals(memory).items() if one.checkpoint.step == step]
     return slot
 
 

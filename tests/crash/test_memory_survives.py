@@ -25,7 +25,7 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
-from ckpt_tasks.testing import FaultyStore, die, located
+from ckpt_tasks.testing import FaultyStore, die, located, seal, settle
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import flip
@@ -155,9 +155,7 @@ def test_what_was_on_its_way_may_land_after_a_snapshot_was_sealed(run_dir: Path,
     ckpt.restore(state_of(0, SIZE))
     ckpt.step(2, state_of(2, SIZE))
     ckpt.step(3, state_of(3, SIZE))
-    last = ckpt._saver._pipeline._last
-    assert last is not None
-    last.known.wait(30)
+    seal(ckpt)
     calls.second.set()
     until(lambda: committed(run_dir) == [1, 2])
     die(ckpt)
@@ -227,22 +225,18 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(
     ckpt = Checkpointer(_config(run_dir, memory, stuck))
     state = state_of(0, SIZE)
     assert ckpt.restore(state) == 7
-    restored = ckpt._saver._pipeline._last
-    assert restored is not None
-    restored.known.wait(30)
-    seal, gone = ckpt._saver._rank.seal, []
+    seal(ckpt)
+    unslowed, gone = ckpt._saver._rank.seal, []
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.05)
         gone.append(len(_slots(memory)))
-        seal(*arguments)
+        unslowed(*arguments)
 
     monkeypatch.setattr(ckpt._saver._rank, "seal", slowly)
     for step in (8, 9, 10, 11):
         ckpt.step(step, state_of(step, SIZE))
-    last = ckpt._saver._pipeline._last
-    assert last is not None
-    last.known.wait(30)
+    seal(ckpt)
     assert gone == [1, 1, 1, 1]
     die(ckpt)
 
@@ -312,7 +306,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     assert "of this process holds" in caplog.text
     second.step(2, state_of(2, SIZE))
     second.close()
-    first._saver.wait_idle()
+    settle(first)
     first._cache.close(keep=False)
     assert committed(run_dir) == [1, 2]
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
+from ckpt_tasks.testing import settle
 from tests.support.pipelines import Refusing, opened
 from tests.support.roundtrip import restore, same_module, save
 
@@ -112,10 +113,10 @@ def test_live_objects_are_looked_through_once(run_dir: Path, caplog: pytest.LogC
     state = {"weights": torch.zeros(3)}
     with opened(run_dir, Refusing(), on_flush_failure="warn") as ckpt:
         ckpt.step(1, state)
-        ckpt._saver.wait_idle()
+        settle(ckpt)
         assert ckpt.last_commit is None
         loader = DataLoader(TensorDataset(torch.zeros(4)), shuffle=True)
         ckpt.step(2, state)
-        ckpt._saver.wait_idle()
+        settle(ckpt)
         assert "shuffle=True keeps no position" not in caplog.text, loader
         ckpt._saver.take_failure()

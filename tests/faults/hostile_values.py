@@ -156,7 +156,7 @@ def drawn_index(data: bytes) -> st.SearchStrategy[Change]:
     def say(field: str, value: Any, row: int) -> Change:
         def put(h: Hostile) -> None:
             rows = h.rows()
-            more = {"box": Box((0,) * len(value), value)} if field == "tensor_shape" else {}
+            more: dict[str, Any] = {"box": Box((0,) * len(value), value)} if field == "tensor_shape" else {}
             rows[row % len(rows)] = rows[row % len(rows)]._replace(**{field: value}, **more)
             h.put_rows(rows)
 
@@ -167,7 +167,7 @@ def drawn_index(data: bytes) -> st.SearchStrategy[Change]:
         st.tuples(st.sampled_from(["begin", "end"]), numbers),
         st.tuples(st.just("tensor_shape"), extents),
     )
-    rows = st.builds(lambda what, row: say(*what, row), said, st.integers(0, 50))
+    rows = st.tuples(said, st.integers(0, 50)).map(lambda drawn: say(drawn[0][0], drawn[0][1], drawn[1]))
     return st.lists(byte | word, min_size=1, max_size=3).map(write) | rows
 
 

@@ -19,6 +19,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import now_iso
+from ckpt_tasks.testing import look
 from tests.ledger.test_ownership import held_by, mine, owner_in
 from tests.support.calls import FailingReads
 from tests.support.systems import Hurried, running_on
@@ -123,7 +124,7 @@ def test_a_heartbeat_that_cannot_be_read_is_no_silence(run_dir: Path) -> None:
     """P33: a disk that does not answer says nothing of the owner, also of one that took the directory long ago."""
     held_elsewhere(run_dir).write_text(json.dumps({"at_s": time.time()}))
     ckpt = mine(run_dir, owner_timeout_s=0.001)
-    ckpt._history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/heartbeat/"))
+    ckpt.run.history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/heartbeat/"))
     with pytest.raises(StoreError, match="heartbeat"):
         ckpt.restore({"x": 0})
     assert owner_in(run_dir).host == "elsewhere"
@@ -134,15 +135,11 @@ def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path, ti
     """P33: reads that fail with EIO, once or again and again, leave a healthy owner what it holds."""
     ckpt = mine(run_dir)
     ckpt.save(1, {"x": 1})
-    assert ckpt._tenure is not None
-    heart = ckpt._tenure.heartbeat
-    assert heart is not None
-    ckpt._history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/ledger/"))
+    ckpt.run.history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/ledger/"))
     for _ in range(times):
-        heart.look()
-    ckpt._history.store = LocalStore(run_dir)
-    heart.look()
-    assert heart.fenced is None
+        look(ckpt)
+    ckpt.run.history.store = LocalStore(run_dir)
+    look(ckpt)
     assert ckpt.save(2, {"x": 2}).step == 2
     ckpt.close()
 

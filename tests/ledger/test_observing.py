@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.records import Owner
@@ -17,7 +15,7 @@ from ckpt_tasks.ledger.observing import ENTRIES_READ, observe, recent, summarize
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.ledger.timeline import moment
 from ckpt_tasks.policy.cadence import Observed
-from tests.support.cli_runs import config, flip, save_steps, some_state
+from tests.support.cli_runs import flip
 from tests.support.histories import LOST, Told, trained
 from tests.support.ledgers import resealed
 from tests.support.systems import Hurried, running_on
@@ -39,18 +37,6 @@ def observed_of(told: Told) -> Observed:
 # ── costs ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nothing_is_known_before_the_first_commit(told: Told) -> None:
-    """Without a commit nothing has been measured, whatever else happened."""
-    assert observe(told.history) is None
-    assert observe(told.after(60).noted().taken(LOST).history) is None
-
-
-def test_commits_say_what_they_cost(told: Told) -> None:
-    """Stall, flush and step time come out of the commits' entries; training is counted from the owner's arrival."""
-    trained(told, 4, every_s=60.0, steps=100, **COSTS)
-    assert observe(told.history) == Observed(failures=0, trained_s=240.0, **COSTS)
-
-
 def test_a_cost_is_the_median_of_the_newest_commits(told: Told) -> None:
     """One slow save does not move it, a store that has become slower does within 32 commits."""
     trained(told, 40, every_s=60.0, steps=1, **COSTS)
@@ -70,21 +56,6 @@ def test_older_commits_say_it_in_their_checkpoint(told: Told) -> None:
     assert observed.step_s == pytest.approx((60 - 0.5) / 100)
 
 
-def test_one_commit_says_nothing_about_steps(told: Told) -> None:
-    """The time of a step is unknown where it is not said and there is no second commit of the same owner."""
-    told.after(60).commit(100).after(60).taken(LOST).after(60).commit(200)
-    observed = observed_of(told)
-    assert observed.step_s is None
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "fast", None, -1.0, [1.0]])
-def test_a_figure_that_is_none_is_passed_over(told: Told, value: object) -> None:
-    """What is not a number of seconds counts as not said."""
-    told.after(60).commit(100, stall_s=value, flush_s=2.0, step_s=value)
-    observed = observed_of(told)
-    assert (observed.stall_s, observed.flush_s, observed.step_s) == (0.5, 2.0, None)
-
-
 def test_a_clock_that_goes_back_takes_nothing_away(told: Told) -> None:
     """P53: a gap between commits that a wrong clock made negative counts as nothing, and the others count."""
     told.after(100).commit(10).after(-1e6).commit(20).after(50).commit(30)
@@ -94,25 +65,6 @@ def test_a_clock_that_goes_back_takes_nothing_away(told: Told) -> None:
 
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("because", "count"),
-    [
-        (LOST, 1),
-        ("its owner has shown no life for 121 s", 1),
-        ("the host of its owner has been started anew", 1),
-        ("the same flow run has not released it within its grace", 1),
-        ("its owner released it", 0),
-        ("it has had no owner", 0),
-        ("this process holds it already", 0),
-        ("take_over was asked for", 0),
-    ],
-)
-def test_a_new_owner_says_why_it_came(told: Told, because: str, count: int) -> None:
-    """An owner that was lost is a failure, one that let go is none."""
-    told.after(60).commit(1, **COSTS).taken(because)
-    assert observed_of(told).failures == count
 
 
 def owner_lost(kind: str) -> Owner:
@@ -141,14 +93,6 @@ def test_the_words_are_those_of_the_take_over(run_dir: Path, kind: str) -> None:
     assert observed_of(told).failures == (kind != "released")
 
 
-def test_a_noted_failure_counts(told: Told) -> None:
-    """An attempt that failed in a process that lived on is a failure, with what was trained until then."""
-    told.after(60).commit(1, **COSTS).after(30).noted().after(60).commit(2, **COSTS).noted("fallback")
-    observed = observed_of(told)
-    assert observed.failures == 1
-    assert observed.trained_s == 150.0
-
-
 def test_a_failure_that_ends_its_process_counts_once(told: Told) -> None:
     """Noted, and then the process is gone as well: one failure. With a commit or a release between: two."""
     told.after(60).commit(1, **COSTS).noted().taken(LOST)
@@ -157,14 +101,6 @@ def test_a_failure_that_ends_its_process_counts_once(told: Told) -> None:
     assert observed_of(told).failures == 3
     told.noted().released().taken("its owner released it").taken(LOST)
     assert observed_of(told).failures == 5
-
-
-def test_time_without_an_owner_is_no_training(told: Told) -> None:
-    """Only what one owner trained up to a commit counts: not the night before the next one came, nor what was lost."""
-    told.after(60).commit(1, **COSTS).after(36_000).taken(LOST).after(90).commit(2, **COSTS)
-    told.released().after(3600).taken("its owner released it")
-    observed = observed_of(told)
-    assert observed.trained_s == 150.0
 
 
 def test_readers_entries_change_nothing(told: Told) -> None:
@@ -227,20 +163,3 @@ def test_what_a_process_appends_is_what_the_next_one_reads(told: Told) -> None:
         known.append(one)
     assert known == recent(told.history, 4)
     assert summarize(known) == summarize(recent(told.history, 4))
-
-
-def test_a_real_run_is_observed(run_dir: Path) -> None:
-    """Saves of a Checkpointer, a failure that it notes and a process that comes after it are seen as such."""
-    save_steps(run_dir, 1, 2)
-    with Checkpointer(config(run_dir)) as ckpt:
-        ckpt.restore(some_state())
-        ckpt.note("failure", why="out of memory")
-        started = time.monotonic()
-        ckpt.save(3, some_state(3))
-        ckpt.save(4, some_state(4))
-        took_s = time.monotonic() - started
-        observed = observe(ckpt._history)
-    assert observed is not None
-    assert observed.failures == 1
-    assert 0 < observed.stall_s <= observed.flush_s + observed.stall_s < 60
-    assert 0 < observed.trained_s < 60 + took_s

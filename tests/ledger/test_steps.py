@@ -62,16 +62,6 @@ def test_steps_that_were_never_committed_leave_nothing_on_the_curve(tmp_path: Pa
     assert losses(tmp_path) == {step: step + (1000.0 if step > 20 else 0.0) for step in range(1, 31)}
 
 
-def test_a_line_that_training_has_left_is_marked(tmp_path: Path) -> None:
-    """After a restore of an older step the curve goes on from there; the other line is kept, and abandoned."""
-    with opened(tmp_path, max_num_checkpoints=9) as ckpt:
-        train(ckpt, {"at": 0}, 0, 30, 0.0)
-        ckpt.restore({"at": 0}, step=10)
-        train(ckpt, {"at": 0}, 10, 20, 1000.0)
-    assert losses(tmp_path) == {step: step + (1000.0 if step > 10 else 0.0) for step in range(1, 21)}
-    assert losses(tmp_path, abandoned=True) == {step: float(step) for step in range(11, 31)}
-
-
 def test_a_prune_takes_no_steps_and_a_copy_brings_those_of_its_checkpoints(tmp_path: Path) -> None:
     """The tables stay when their checkpoints go; `ckpt sync` verifies and copies what it commits."""
     source, target = tmp_path / "source", tmp_path / "target"
@@ -139,7 +129,7 @@ def test_a_restart_from_memory_has_the_steps_that_storage_lacks(tmp_path: Path) 
     writer = pipelines.opened(run_dir, step_interval=10, memory_dir=memory)
     writer.restore(state_at(0))
     train(writer, state_at(0), 0, 10, 0.0)
-    writer._history.store._calls = Refusing()  # type: ignore[attr-defined]
+    writer.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
     for step in range(11, 21):
         writer.step(step, state_at(step), metrics={"loss": float(step)})
     die(writer)

@@ -180,7 +180,7 @@ def test_no_start_reads_the_whole_history(run_dir: Path, monkeypatch: pytest.Mon
             run = open_run(str(run_dir))
             run.record_evaluation(run.find("latest"), "quick", {"loss": 0.25 if step == 3 else 0.5})
             assert not watching.check()
-        ckpt._history.store = store = ReadEntries(ckpt._history.store)
+        ckpt.run.history.store = store = ReadEntries(ckpt.run.history.store)
         fresh = EarlyStopping(ckpt, rule)
         fresh.check()
         assert len(store.numbers) < 40 < open_run(str(run_dir)).head().next_n - 40

@@ -17,6 +17,7 @@ from ckpt_tasks.errors import CkptError, StateMismatchError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import look
 from ckpt_tasks.upkeep.upkeep import orphans, verify_checkpoint
 from tests.ranks.training import build, config, digests, train
 from tests.support.gang import Gang, report, run
@@ -230,9 +231,7 @@ def fenced_between_saves(rank: int, size: int, root: str, call: str) -> str:
     ckpt.save(1, state)
     if rank == 0:
         acquire(History(LocalStore(root)), identify(None), take_over=True, timeout_s=30)
-        assert ckpt._tenure is not None
-        assert ckpt._tenure.heartbeat is not None
-        ckpt._tenure.heartbeat.look()
+        look(ckpt)
     try:
         getattr(ckpt, call)(2, state)
         ckpt.wait()

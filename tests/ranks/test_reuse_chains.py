@@ -19,6 +19,7 @@ from ckpt_tasks.format.keys import attempt_prefix, parse_attempt, unfold
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import settle
 from tests.ranks.test_failures import steps_of
 from tests.ranks.training import config
 from tests.support.children import forking
@@ -87,7 +88,7 @@ def obey(rank: int, size: int, pipes: list[Connection]) -> None:
             getattr(ckpt, kind)(arguments[0])
         elif kind == "end":
             ckpt.close()
-        ckpt._pruner.finish(60)  # the prune behind a commit: the test looks at what is left
+        settle(ckpt)  # the prune behind a commit: the test looks at what is left
         report(held(state))
 
 

@@ -6,7 +6,6 @@ import base64
 import math
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -121,19 +120,6 @@ def test_what_is_not_finite_breaks_the_curve() -> None:
     svg = drawn(follow(run_of(3.0, 2.0, math.nan, 1.0, 0.5)))
     assert [len(one.attrib["points"].split()) for one in svg.iter(f"{SVG}polyline")] == [2, 2]
     assert "step 3: nan" in [one.text for one in svg.iter(f"{SVG}title")]
-
-
-def test_a_time_without_training_interrupts_the_curve() -> None:
-    """Between the last commit of a process that died and the first of the next one no line is drawn."""
-    died = broken(run_of(3.0, 2.0, 1.0))
-    n, at_s = died[-1].n, died[-1].at_s
-    line: list[dict[str, Any]] = [{"identity": "a", "parent": "3"}, {"identity": "b", "parent": "a"}]
-    after = [
-        Moment(kind="commit", n=n + i, epoch=2, at_s=at_s + i * 60, step=3 + i, metrics={"loss": 0.5}, step_s=60, **one)
-        for i, one in enumerate(line, start=1)
-    ]
-    svg = drawn(follow([*died, *after]))
-    assert [len(one.attrib["points"].split()) for one in svg.iter(f"{SVG}polyline")] == [3, 2]
 
 
 def test_thousands_of_commits_make_a_small_picture() -> None:
@@ -346,21 +332,6 @@ def test_words_for_times() -> None:
     assert (utc(DAY_S), utc(1e30), utc(math.nan)) == ("1970-01-02 00:00:00", "?", "?")
 
 
-def test_the_first_start_is_no_resume() -> None:
-    """A run that has had no owner is started; a later process resumes it, and why is said."""
-    report = report_of(broken(run_of(3.0, 2.0)))
-    assert report.happenings()[-1][1:] == ("started", "")
-    assert "it has had no owner" not in to_html(report) + to_markdown(report)
-    assert any("taken over" in kind or kind.startswith("resumed") for _, kind, _ in report.happenings()[:-1])
-
-
-def test_a_run_without_flow_runs_counts_none() -> None:
-    """A plain loop's run is taken up so many times, and no flow run is spoken of."""
-    moments = [replace(one, flow_run_id=None) for one in run_of(3.0)]
-    assert dict(report_of(moments).facts())["taken up"] == "1 time"
-    assert dict(report_of(run_of(3.0)).facts())["taken up"] == "1 time by 1 flow run"
-
-
 def test_axes_have_titles() -> None:
     """The time line says what both of its axes are, within its frame."""
     picture = drawn(follow(run_of(3.0, 2.0, name="loss")))
@@ -381,10 +352,3 @@ def test_only_columns_of_texts_break_words() -> None:
     assert "min-width" in rules["td.w,th.w"]
     assert "white-space:nowrap" in rules["th,td"]
     assert re.search(r"<td>from, to</td><td class=\"w\">", page)
-
-
-def test_pictures_scroll_on_a_narrow_screen() -> None:
-    """Each picture stands in a box that scrolls, and keeps a width at which its words can be read."""
-    page = to_html(report_of(run_of(3.0, 2.0)))
-    assert "min-width:44rem" in page.partition("</style>")[0]
-    assert page.count("<svg") == page.count('<div class="wide"><svg') > 0

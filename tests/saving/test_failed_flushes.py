@@ -15,6 +15,7 @@ import pytest
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import settle
 from tests.support.calls import FailingCalls
 from tests.support.pipelines import Gate, Refusing, committed, opened, restored, state_at
 
@@ -24,7 +25,7 @@ def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> Non
     """P28: a writer that fails in the background commits nothing, is raised at the next step, and the old one stays."""
     with opened(run_dir) as ckpt:
         ckpt.save(1, state_at(1))
-        store = ckpt._history.store
+        store = ckpt.run.history.store
         assert isinstance(store, LocalStore)
         store._calls = FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_")
         ckpt.step(2, state_at(2))
@@ -37,7 +38,7 @@ def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> Non
 
 
 def _until_raised(ckpt: Checkpointer) -> None:
-    ckpt._saver.wait_idle()
+    settle(ckpt)
     ckpt.step(3, state_at(3))
 
 
@@ -45,7 +46,7 @@ def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pyt
     """P28: with on_flush_failure="warn" training goes on, a note stands in the ledger, and the next save counts."""
     with opened(run_dir, on_flush_failure="warn") as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
         ckpt.save(1, state_at(1))
-        store = ckpt._history.store
+        store = ckpt.run.history.store
         assert isinstance(store, LocalStore)
         store._calls = FailingCalls(2, "refused", below="/checkpoint_")
         ckpt.step(2, state_at(2))
@@ -70,7 +71,7 @@ def test_a_store_that_fails_is_not_asked_by_the_thread_that_trains(run_dir: Path
     """P43: with on_flush_failure="warn" nobody who trains waits for a store that has failed: the note comes later."""
     with opened(run_dir, on_flush_failure="warn") as ckpt:
         ckpt.save(1, state_at(1))
-        store = ckpt._history.store
+        store = ckpt.run.history.store
         assert isinstance(store, LocalStore)
         store._calls = calls = Watched(1, "refused", below="/checkpoint_")
         ckpt.step(2, state_at(2))
@@ -84,13 +85,13 @@ def test_of_very_many_failed_saves_the_newest_are_noted(run_dir: Path) -> None:
     """A store that was away for long is not kept busy with notes: the newest sixteen stand in the history."""
     with opened(run_dir, on_flush_failure="warn") as ckpt:
         ckpt.save(1, state_at(1))
-        ckpt._pruner.finish(60)  # it would note what fails meanwhile
-        store = ckpt._history.store
+        settle(ckpt)  # it would note what fails meanwhile
+        store = ckpt.run.history.store
         assert isinstance(store, LocalStore)
         good, store._calls = store._calls, Refusing()
         for step in range(2, 22):
             ckpt.step(step, state_at(step))
-            ckpt._saver.wait_idle()
+            settle(ckpt)
         store._calls = good
         ckpt.save(22, state_at(22))
     assert [note["step"] for note in open_run(str(run_dir)).notes()] == [*range(21, 5, -1)]
@@ -119,7 +120,7 @@ def test_what_was_dropped_is_recorded_by_the_first_commit_that_lands(run_dir: Pa
         for step in (2, 3):
             ckpt.step(step, state_at(step))
         gate.opened.set()
-        ckpt._saver.wait_idle()
+        settle(ckpt)
         assert committed(run_dir) == [1]
         gate.refusing = False
         ckpt.save(4, state_at(4))

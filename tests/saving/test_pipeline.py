@@ -21,6 +21,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.testing import settle
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
 from tests.support.waiting import until
 
@@ -78,7 +79,7 @@ def test_a_snapshot_that_waits_is_committed_before_it_is_pinned(run_dir: Path, g
         threading.Timer(0.3, gate.opened.set).start()
         ckpt.pin(2, "the paper's")
         pinned = next(c for c in ckpt.checkpoints() if c.step == 2)
-        assert ckpt._history.head().state.pins == {pinned.manifest_digest: "the paper's"}
+        assert ckpt.run.history.head().state.pins == {pinned.manifest_digest: "the paper's"}
         for step in (3, 4):
             ckpt.save(step, state_at(step))
     assert committed(run_dir) == [2, 4]
@@ -142,7 +143,7 @@ def test_closing_does_not_wait_for_a_stuck_store(run_dir: Path, gate: Gate) -> N
         ckpt.close()
     assert caught.value.transient  # a later try may find it well: a flow run is resumed
     gate.opened.set()
-    ckpt._saver.wait_idle()
+    settle(ckpt)
 
 
 @pytest.mark.parametrize("under_way", [ValueError("a bug"), FencedError("taken"), KeyboardInterrupt()])
@@ -183,7 +184,7 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
     monkeypatch.setattr(first._cache.memory, "unseal", late)
     with pytest.raises(FencedError):
         first.step(2, state_at(2))
-    first._saver.wait_idle()
+    settle(first)
     assert failed == [1]
     assert first._saver.take_failure() is None
 
@@ -196,7 +197,7 @@ def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
     second._take_over = True
     second.restore(state_at(0))
     first.step(2, state_at(2))
-    first._saver.wait_idle()
+    settle(first)
     with pytest.raises(FencedError):
         first.step(3, state_at(3))
     second.save(2, state_at(20))

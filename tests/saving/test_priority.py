@@ -59,7 +59,7 @@ def test_every_thread_that_saves_is_nicer_than_the_one_that_trains(
     calls, state = Niceness(), {"weights": torch.ones(1 << 18)}
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=2, memory_dir=None)) as ckpt:
         ckpt.restore(state)
-        ckpt._history.store._calls = calls  # type: ignore[attr-defined]
+        ckpt.run.history.store._calls = calls  # type: ignore[attr-defined]
         for what in ("take", "seal"):
             memory = ckpt._cache.memory
             monkeypatch.setattr(memory, what, calls.watched(what, getattr(memory, what)))

@@ -13,6 +13,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import NoGoodCheckpointError
+from ckpt_tasks.testing import settle
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip
 
@@ -69,7 +70,7 @@ def test_a_reused_object_outlives_the_checkpoint_that_wrote_it(run_dir: Path) ->
     with _opened(run_dir, max_num_checkpoints=1) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, _model(step))
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert len(_bases(run_dir)) == 1
         assert _restored(run_dir) == (0.5, 4.0)
         assert _whole(run_dir)
@@ -126,7 +127,7 @@ def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path) -
         stored = ckpt._line.stored
         ckpt.save(2, _model(2, frozen=2))
         ckpt.save(3, _model(3, frozen=3))
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert stored is not None
         last = ckpt.last_commit
         assert last is not None

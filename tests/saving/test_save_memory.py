@@ -42,7 +42,7 @@ with Checkpointer(config) as ckpt:
         optimizer.step()
         if step % 2:
             ckpt.wait()
-            ckpt._pruner.finish(60)  # after the other steps the next snapshot is taken while this one is being written
+            settle(ckpt)  # after the other steps the next snapshot is taken while this one is being written
     ckpt.wait()
     assert [commit.step for commit in ckpt.checkpoints()] == [5]  # the others were read back and removed
     print(status("VmHWM") - before)

@@ -87,7 +87,7 @@ TRAINER = """
 
     ckpt = Checkpointer(CheckpointConfig(checkpoint_dir={run!r}, step_interval=1, memory_dir={memory!r},
                                          flush_timeout_s={limit_s}))
-    ckpt._history.store._calls = Held()
+    ckpt.run.history.store._calls = Held()
 
     def train():
         for step in range(1, 10**6):

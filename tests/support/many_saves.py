@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.testing import settle
 from tests.support.resources import held
 
 
@@ -48,9 +49,9 @@ def main() -> None:
             assert ckpt.step(step, state)
             if step in (options.first, options.steps):
                 ckpt.wait()
-                ckpt._pruner.finish(60)
+                settle(ckpt)
                 sys.stdout.write(json.dumps(held(Path(options.memory_dir))._asdict()) + "\n")
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert [c.step for c in ckpt.checkpoints()] == [options.steps, options.steps - 1]
 
 

@@ -35,8 +35,8 @@ class Reads(WrappedStore):
 
 
 def held(ckpt: Checkpointer) -> Reads:
-    store = Reads(ckpt._history.store)
-    ckpt._history.store = store
+    store = Reads(ckpt.run.history.store)
+    ckpt.run.history.store = store
     return store
 
 
@@ -87,8 +87,8 @@ def test_a_prune_that_fails_is_logged_once_and_tried_after_the_next_commit(
 ) -> None:
     """P28: what prune meets is not a failure of the save; it is said once, and made good by a later prune."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        store = NoReads(ckpt._history.store)
-        ckpt._history.store = store
+        store = NoReads(ckpt.run.history.store)
+        ckpt.run.history.store = store
         for step in (1, 2, 3, 4):
             ckpt.save(step, state_at(step))
             ckpt._pruner.finish(60)
@@ -192,13 +192,13 @@ def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
         class PrunedMeanwhile(WrappedStore):
             def put_if_absent(self, name: str, body: bytes) -> None:
                 if b'"kind":"pin"' in body and run.head().state.live == (first,):
-                    ckpt._history.store = self.inner
+                    ckpt.run.history.store = self.inner
                     ckpt.save(2, state_at(2))
                     ckpt._pruner.finish(60)
                 super().put_if_absent(name, body)
 
         run = open_run(str(run_dir))
-        ckpt._history.store = PrunedMeanwhile(ckpt._history.store)
+        ckpt.run.history.store = PrunedMeanwhile(ckpt.run.history.store)
         with pytest.raises(CheckpointNotFoundError, match="just been pruned"):
             ckpt.pin(1, "late")
         assert run.head().state.pins == {}
@@ -220,8 +220,8 @@ class Deletes(WrappedStore):
 def test_what_another_prune_has_retired_is_not_retired_again(run_dir: Path) -> None:
     """The prune behind a commit that has waited for `prune()` looks at the run as it is by then, and writes nothing."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
-        store = NoReads(ckpt._history.store)
-        ckpt._history.store = store  # so that the prunes behind these commits retire nothing
+        store = NoReads(ckpt.run.history.store)
+        ckpt.run.history.store = store  # so that the prunes behind these commits retire nothing
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
             ckpt._pruner.finish(60)
@@ -239,7 +239,7 @@ def test_what_another_prune_has_retired_is_not_retired_again(run_dir: Path) -> N
 def test_nothing_is_deleted_twice(run_dir: Path) -> None:
     """P65: a second prune deletes what it retires, and nothing of what the one before has deleted."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
-        store = ckpt._history.store = Deletes(ckpt._history.store)
+        store = ckpt.run.history.store = Deletes(ckpt.run.history.store)
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
             ckpt._pruner.finish(60)

@@ -15,6 +15,7 @@ from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
+from ckpt_tasks.testing import die
 from ckpt_tasks.upkeep.retiring import Retirement, retire
 from ckpt_tasks.upkeep.upkeep import orphans, plan_prune, verify_run_directory
 from tests.support.calls import WatchedCalls
@@ -52,9 +53,8 @@ def history(run_dir: Path) -> History:
     ckpt = opened(run_dir, max_num_checkpoints=None)
     for step in (1, 2, 3):
         ckpt.save(step, state_of(step))
-    assert ckpt._tenure is not None
-    ckpt._tenure.quiet()
-    return ckpt._history
+    die(ckpt)
+    return ckpt.run.history
 
 
 def keeping_one(history: History) -> Retirement:
@@ -69,8 +69,8 @@ def test_the_oldest_goes_first(run_dir: Path) -> None:
     with opened(run_dir, max_num_checkpoints=None) as ckpt:
         for step in range(1, 9):
             ckpt.save(step, state_of(step))
-    retirement = keeping_one(ckpt._history)
-    retirement.apply(ckpt._history.head().state)
+    retirement = keeping_one(ckpt.run.history)
+    retirement.apply(ckpt.run.history.head().state)
     given_up = dict.fromkeys(name.partition("/")[0] for name in retirement.given_up)
     assert list(given_up) == [f"checkpoint_{step:012d}" for step in range(1, 8)]
 
