@@ -43,7 +43,7 @@ loader = DataLoader(data, batch_size=8, shuffle=True)
 model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-best, steps, history, seen, meter = float("inf"), 0, defaultdict(list), torch.zeros(3), Meter()
+worst, steps, history, seen, meter = 0.0, 0, defaultdict(list), torch.zeros(3), Meter()
 for epoch in range(3):
     total = 0.0
     for i, (a, b) in enumerate(loader):
@@ -58,8 +58,8 @@ for epoch in range(3):
         die(epoch, i)
     schedule.step(total)
     seen[epoch] = total
-    if total < best:
-        best = total
+    if total > worst:
+        worst = total
     die(epoch, "end")
 """
 IN_FUNCTIONS = """
@@ -90,20 +90,20 @@ def main():
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    history, best = [], None
+    history, worst = [], None
     for epoch in range(1, 4):
         mean = train(model, loader, optimizer, epoch - 1, history)
         schedule.step(mean)
-        best = mean if best is None else min(best, mean)
+        worst = mean if worst is None else max(worst, mean)
         die(epoch - 1, "end")
-    return best, history, log, steps
+    return worst, history, log, steps
 
 if __name__ == "__main__":
-    best, history, log, steps = main()
+    worst, history, log, steps = main()
 """
 SHOW = {
-    AT_THE_TOP: "[best, steps, dict(history), seen.tolist(), vars(meter), total]",
-    IN_FUNCTIONS: "[best, history, log, steps]",
+    AT_THE_TOP: "[worst, steps, dict(history), seen.tolist(), vars(meter), total]",
+    IN_FUNCTIONS: "[worst, history, log, steps]",
 }
 DEATHS = [("0", "1"), ("1", "3"), ("1", "4"), ("1", "end"), ("2", "2")]
 
@@ -122,7 +122,7 @@ def written(folder: Path, body: str) -> Path:
 
 @pytest.mark.parametrize("body", [AT_THE_TOP, IN_FUNCTIONS], ids=["at the top", "in functions"])
 def test_a_plain_script_goes_on_with_all_that_its_loop_carries(body: str, tmp_path: Path) -> None:
-    """Killed in the middle of an epoch, at its last batch and at its end, it ends with the same weights, bests, sums
+    """Killed in the middle of an epoch, at its last batch and at its end, it ends with the same weights, extremes, sums
     and histories as one that nobody killed.
     """
     script, said = written(tmp_path, body), tmp_path / "said"
