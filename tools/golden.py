@@ -39,7 +39,7 @@ from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.format.versions import FORMAT_VERSION
 from ckpt_tasks.ledger import history
-from ckpt_tasks.saving import commit, saver
+from ckpt_tasks.saving import commit, one_save, prepared, saver
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
 from ckpt_tasks.tables.rules import Adagrad
@@ -244,7 +244,8 @@ def fixed() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (acquiring, "identify", lambda flow_run_id: owner),
-        *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit)),  # how long a save takes
+        # How long a save takes.
+        *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit, one_save, prepared)),
         (System, "time", lambda self: NOON.timestamp()),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
     ]

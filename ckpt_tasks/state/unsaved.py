@@ -1,6 +1,6 @@
 """Warn of objects that a state leaves out: looks at the first save after a step, and warns once of each.
 
-The garbage collector lists loaders, optimizers and schedules. Scalers, generators and averaged models are only sought
+The garbage collector lists loaders, optimizers and schedules. Scalers, generators, tables and averages are only sought
 in the variables of the loop that saves, since others in the process may belong to other code. If the state has an
 object of another kind, which may hold some of them, only loaders that draw numbers cause a warning. Scalers and
 generators must have moved by the next save: a generator that made or split the data is not part of training.
@@ -32,6 +32,7 @@ from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.names import named_parameters
 from ckpt_tasks.objects.optimizers import is_ordinary
 from ckpt_tasks.state.groups import flat, held_in, modules_of, objects_of
+from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
@@ -43,7 +44,8 @@ _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
 # random.Random is left out: libraries draw delays from it.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
-_KINDS = (torch.amp.GradScaler, AveragedModel, *_GENERATORS)
+_KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
+_ANY_NUMBER = ("generator", "table")
 _OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.")
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
@@ -108,7 +110,7 @@ def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]
     for variable, value in _variables():
         for name, one in held_in(value, _KINDS, variable, lambda one: id(one) in known or kind_of(one) != "plain"):
             word = _word(one)
-            is_new = id(one) not in known and (word == "generator" or all(word != _word(part) for part in parts))
+            is_new = id(one) not in known and (word in _ANY_NUMBER or all(word != _word(part) for part in parts))
             known.add(id(one))
             if is_new and (not isinstance(one, AveragedModel) or [p.shape for p in one.parameters()] in shapes):
                 yield name, one, _moving(one)
@@ -130,14 +132,16 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 def _word(value: Any) -> str:
     """Return a name that the value's group may have, for a warning."""
-    averaged = "averaged" if isinstance(value, AveragedModel) else "generator"
-    return "scaler" if isinstance(value, torch.amp.GradScaler) else averaged
+    words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", LookupTable: "table"}
+    return next((word for kind, word in words.items() if isinstance(value, kind)), "generator")
 
 
 def _moving(value: Any) -> tuple[Any, Any]:
     """Return the state that training moves, and a generator's seed; None for an average, which may start late."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
+    if isinstance(value, LookupTable):
+        return value.updates, None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 
@@ -56,6 +56,7 @@ def scaled(state: dict[str, Any], scaler: Any) -> None:
 KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     "GradScaler": (lambda state: torch.amp.GradScaler("cpu", init_scale=1.0), scaled),
     "AveragedModel": (lambda state: AveragedModel(state["model"]), lambda s, one: one.update_parameters(s["model"])),
+    "LookupTable": (lambda state: LookupTable(1), lambda state, one: one.step()),
     "Generator": (lambda state: torch.Generator(), lambda state, one: torch.rand(1, generator=one)),
     "numpy": (lambda state: np.random.default_rng(0), lambda state, one: one.random()),
     "RandomState": (lambda state: np.random.RandomState(0), lambda state, one: one.random_sample()),
