@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -241,9 +242,12 @@ class RayGang:
         if not ray.is_initialized():
             in_main = threading.current_thread() is threading.main_thread()
             ours = signal.getsignal(signal.SIGTERM)
+            host, _, port = self._address.rpartition(":")
             try:
+                if port.isdecimal() and "/" not in host:  # Ray itself asks a head that is gone for minutes.
+                    socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
                 ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
             if in_main:
                 signal.signal(signal.SIGTERM, ours)  # Ray's own would end this process before the ranks have committed
