@@ -17,7 +17,9 @@ from ckpt_tasks import open_run
 from ckpt_tasks.errors import ConfigError, RankError
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import TrainResult, train
+from tests.support import elastic
 from tests.support.agents import PARALLEL, trained
+from tests.support.elastic import ELASTIC
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -95,6 +97,22 @@ def test_rollbacks_and_forks(run_dir: Path, tmp_path: Path) -> None:
     assert (result.step, result.trained) == (7, 2)
     assert open_run(str(forked)).head().state.params == {"lr": 0.5}
     assert trained(forked)[1] != trained(run_dir)[1]
+
+
+def test_a_rollback_leaves_batches_out(run_dir: Path, tmp_path: Path) -> None:
+    """`skip_batches` leaves out the same samples on two ranks as on one: both are at one position in the data then."""
+    positions = []
+    for place, ranks in ((run_dir, 2), (tmp_path / "one", 1)):
+        run(place, 10, program=ELASTIC, ranks=ranks)
+        before = position(place)
+        assert run(place, 10, program=ELASTIC, ranks=ranks, rollback_to=5, skip_batches="6-7").trained == 5
+        assert position(place) != before
+        positions.append(position(place))
+    assert positions[0] == positions[1]
+
+
+def position(run_dir: Path) -> object:
+    return elastic.trained(run_dir)[1]["data"]
 
 
 @pytest.mark.parametrize("ranks", [0, -2])
