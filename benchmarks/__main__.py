@@ -15,7 +15,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cadence, dcp, gang, ledger, loop, many, ranks, reuse, save_restore, scale, stall, tables
+from benchmarks import (
+    cadence,
+    dcp,
+    frameworks,
+    gang,
+    ledger,
+    loop,
+    many,
+    ranks,
+    reuse,
+    save_restore,
+    scale,
+    stall,
+    tables,
+)
 from benchmarks.peers import OURS
 
 __all__ = ["main", "reference"]
@@ -32,6 +46,7 @@ _TABLES = {
     "ledger": ledger,
     "ranks": ranks,
     "dcp": dcp,
+    "frameworks": frameworks,
     "scale": scale,
     "tables": tables,
 }

@@ -97,7 +97,10 @@ def _made_seeds() -> dict[str, Any]:
 
 
 class _Seeds(Variables):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() or {"state": None}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if state_dict:
+        if state_dict["state"] is not None:
             global_seed_generator()  # Makes it: else the first layer that draws does so, later.
             super().load_state_dict(state_dict)

@@ -45,6 +45,7 @@ def test_killed_in_some_steps(backend: str, options: dict[str, Any], stops: list
     assert statuses == [0, *[-9] * len(stops), 0]
     assert begins(legs)[1:] == stops
     assert_equal(reference, legs)
+    assert [told for leg in (reference, *legs) for what, _, told in leg if what == "warned" and "saved" in told] == []
     run = tmp_path / "killed/run"
     groups = {row["name"]: row["kind"] for row in ckpt("show", run, "--json").data["groups"]}
     assert groups == {**dict.fromkeys(("model", "optimizer", "seeds", "metrics", "data"), "stateful"), "rng": "rng"}
