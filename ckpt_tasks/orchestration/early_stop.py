@@ -106,7 +106,8 @@ class EarlyStopping:
                 self._note(rule, self._resumed_at)
             return False
         best = "no number at all" if result.best is None else f"{result.best:.6g} at step {result.best_step}"
-        why = f"{result.since} evaluations by {rule.suite} without a better {rule.metric} than {best}"
+        count = "1 evaluation" if result.since == 1 else f"{result.since} evaluations"
+        why = f"{count} by {rule.suite} without a better {rule.metric} than {best}"
         self._resumed_at = position
         self._note(rule, position, why=why, step=position)
         self.why = f"stopped at step {position}: {why}"
