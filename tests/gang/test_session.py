@@ -163,8 +163,8 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-def agent(run_dir: Path, **params: Any) -> Child:
-    options = {"run": str(run_dir), "mark": str(run_dir), "params": params, "total": TOTAL}
+def agent(run_dir: Path, batch: int = 5, **params: Any) -> Child:
+    options = {"run": str(run_dir), "mark": str(run_dir), "params": params, "total": TOTAL, "batch": batch}
     return Child(main, [json.dumps(options)], run_dir.with_name("agent.log"))
 
 
@@ -198,7 +198,9 @@ def test_a_signal_is_one_commit_at_one_step(
     Also where the ranks may go on to the end of their batch before they hear of it: the end is committed then.
     """
     trace = tmp_path / "trace"
-    with agent(run_dir, plan=[(3, 1, what)], folder=str(tmp_path), step_s=step_s, trace=str(trace)) as told:
+    batch = TOTAL if step_s else 5  # where the ranks hear of it in time they do not train their batch to its end
+    params = {"plan": [(3, 1, what)], "folder": str(tmp_path), "step_s": step_s, "trace": str(trace)}
+    with agent(run_dir, batch, **params) as told:
         assert told.wait() == -signal.SIGTERM
     until_nothing_is_left(str(run_dir))
     run = open_run(str(run_dir))

@@ -56,8 +56,8 @@ def main(arguments: Sequence[str]) -> None:
     options = json.loads(arguments[0])
     os.environ[MARK] = options["mark"]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    ranks = options.get("ranks", 2)
-    failures = train(config_of(Path(options["run"])), options["params"], options["total"], ranks=ranks)
+    given = {name: options[name] for name in ("ranks", "batch") if name in options}
+    failures = train(config_of(Path(options["run"])), options["params"], options["total"], **given)
     sys.stdout.write(f"ended after {len(failures)} failures\n")
 
 
