@@ -16,6 +16,8 @@ from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.integrations.keras import CkptCallback
 from ckpt_tasks.integrations.keras_state import state_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # TensorFlow's tensors
+
 
 def compiled(width: int = 4, **options: Any) -> Any:
     layers = [keras.Input((8,)), keras.layers.Dense(width), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
@@ -64,6 +66,7 @@ class Stopping(keras.callbacks.Callback):
             raise KeyError("stop")
 
 
+@pytest.mark.skipif(keras.config.backend() == "torch", reason="Keras executes one step at a time on torch")
 def test_a_place_within_an_execution_is_refused(tmp_path: Path) -> None:
     """With another steps_per_execution a run goes on only where an execution begins."""
     with pytest.raises(KeyError):
@@ -102,6 +105,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         ckpt.save(3, state_of(model))
         assert ckpt.restore(state_of(other)) == 3
     assert values(other) == values(model)
-    model.train_on_batch(x, x[:, :1])
-    other.train_on_batch(x, x[:, :1])
+    for one in (model, other):
+        keras.utils.set_random_seed(2)  # On torch, Keras's dropout draws from the stream of the process.
+        one.train_on_batch(x, x[:, :1])
     assert values(other) == values(model)
