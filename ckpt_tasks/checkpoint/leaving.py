@@ -30,7 +30,10 @@ def seal(ckpt: Checkpointer) -> None:
 
 
 def look(ckpt: Checkpointer) -> None:
-    """Let the heartbeat look at the ledger now, as it does by itself every few seconds; the run must be held."""
+    """Let the heartbeat look at the ledger now, as it does by itself every few seconds.
+
+    Raises ConfigError if the Checkpointer holds no run.
+    """
     if ckpt._tenure is None or ckpt._tenure.heartbeat is None:
         raise ConfigError("this Checkpointer holds no run, so nothing of it looks at the ledger")
     ckpt._tenure.heartbeat.look()

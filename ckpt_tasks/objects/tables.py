@@ -68,7 +68,10 @@ class TablePart:
                 differences.replaced.append(f"{self._name}/{what}: {value} → {now}")
 
     def prepare(self, make: Maker) -> None:
-        """Read the files, verified, and make new rows of them; the live table does not change."""
+        """Read the files, verified, and make new rows of them; the live table does not change.
+
+        Raises IntegrityError if a file is not a table's.
+        """
         shards, parts = self._table.shards, list[TableRows]()
 
         def is_own(ids: Ids) -> Any:

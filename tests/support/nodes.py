@@ -73,7 +73,8 @@ class Nodes:
 
     def kill_head(self) -> None:
         """Kill every process of the cluster's head with SIGKILL."""
-        self._cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        head: Any = self._cluster.head_node
+        head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
     def signal(self, number: int, what: signal.Signals) -> list[int]:
         """Send a signal to every process of a node; return their numbers."""
