@@ -34,6 +34,7 @@ _LEFT_OUT = {
     "safetensors": "Left out, since they are not tensors",
     "torch": "Left out, since random streams are useful only to a restore",
     "dcp": "Left out",
+    "peft": "Left out, since they are not the adapter's",
 }
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -43,9 +44,11 @@ GroupOption = Annotated[
     option("--group", "NAME", "a group to export; may be repeated [default: modules; for torch all groups]"),
 ]
 FormatOption = Annotated[
-    Literal["safetensors", "torch", "dcp"] | None,
+    Literal["safetensors", "torch", "dcp", "peft"] | None,
     option(
-        "--format", "FORMAT", "safetensors, torch: one file of torch.save, or dcp [default: torch for .pt and .pth]"
+        "--format",
+        "FORMAT",
+        "safetensors, torch: one file of torch.save, dcp, or peft: an adapter [default: torch for .pt and .pth]",
     ),
 ]
 SizeOption = Annotated[str | None, option("--max-shard-size", "SIZE", "largest shard in a directory [default: 5GB]")]
@@ -64,10 +67,11 @@ def export(
 ) -> None:
     """Write a checkpoint as safetensors, torch.save or DCP.
 
-    Reading the files needs neither this package nor the run. In safetensors files a single module has the names of its
-    state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or several
-    by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. DCP makes
-    a directory. Every byte is verified; OUT appears when all of it is good, or not at all.
+    Reading the files needs neither this package nor the run. In safetensors files a single module has the names of
+    its state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or
+    several by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. DCP
+    makes a directory; PEFT, one with an adapter, which PeftModel.from_pretrained loads. Every byte is verified; OUT
+    appears when all of it is good, or not at all.
     """
     from ckpt_tasks.copying.export import write_export
 
@@ -110,8 +114,12 @@ def _plan(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapp
         from ckpt_tasks.copying.export import plan_export
 
         return plan_export(store, checkpoint, out, **how)
+    if chosen == "peft" and how["max_shard_bytes"] is None:
+        from ckpt_tasks.copying.export_peft import plan_peft_export
+
+        return plan_peft_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
     if how["max_shard_bytes"] is not None:
-        raise ConfigError("a torch file is not cut into shards", hint="Export safetensors to a directory.")
+        raise ConfigError(f"a {chosen} file is not cut into shards", hint="Export safetensors to a directory.")
     if PurePath(out).suffix == ".safetensors":
         raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
     from ckpt_tasks.copying.export_torch import plan_torch_export

@@ -124,6 +124,8 @@ class ExportPlan:
     opened: Opened = field(repr=False)
     shards: tuple[Shard, ...] = field(repr=False)
     index: bytes | None = field(repr=False)
+    index_name: str = _INDEX  # In a directory it is written last.
+    replaces: re.Pattern[str] = _WEIGHTS
 
     @property
     def read_bytes(self) -> int:
@@ -197,20 +199,20 @@ def plan_export(
         raise ConfigError(why, hint=f"A name that does not end in {_SUFFIX} makes a directory of shards.")
     opened = open_checkpoint(store, checkpoint)
     chosen = choose_groups(opened, groups, ("module",))
-    selection = _selection(opened, chosen, checkpoint)
-    shards = [_shard(selection, target.name)] if one_file else _shards(selection, max_shard_bytes or MAX_SHARD_BYTES)
-    index = None if one_file else _index(selection, shards)
+    tensors = _of_groups(opened, chosen, checkpoint)
+    shards = [shard(tensors, target.name)] if one_file else _shards(tensors, max_shard_bytes or MAX_SHARD_BYTES)
+    index = None if one_file else _index(tensors, shards)
     place = str(target.parent if one_file else target)
     files = [ExportedFile(os.path.join(place, s.name), len(s.tensors), s.size_bytes) for s in shards]
     if index is not None:
         files.append(ExportedFile(os.path.join(place, _INDEX), 0, len(index)))
     report = ExportReport(
-        **selection.origin,
+        **tensors.origin,
         groups=chosen,
         files=tuple(files),
-        tied=selection.tied,
-        dtypes=selection.dtypes,
-        left_out=selection.left_out,
+        tied=tensors.tied,
+        dtypes=tensors.dtypes,
+        left_out=tensors.left_out,
     )
     return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=tuple(shards), index=index)
 
@@ -226,11 +228,13 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
         with staged_file(plan.out, overwrite=plan.overwrite) as fd:
             copy(plan.shards[0], fd)
         return plan.report
-    with staged_directory(plan.out, overwrite=plan.overwrite, replaces=_WEIGHTS, index=_INDEX) as directory:
+    with staged_directory(
+        plan.out, overwrite=plan.overwrite, replaces=plan.replaces, index=plan.index_name
+    ) as directory:
         for shard in plan.shards:
             with new_file(directory / shard.name) as fd:
                 copy(shard, fd)
-        with new_file(directory / _INDEX) as fd:
+        with new_file(directory / plan.index_name) as fd:
             write_at(fd, plan.index, 0)
     return plan.report
 
@@ -294,7 +298,7 @@ def _what_there_is(opened: Opened) -> str:
     return f"It has {', '.join(f'{name} ({saved.kind})' for name, saved in opened.groups.items()) or 'no groups'}."
 
 
-def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) -> _Selection:
+def _of_groups(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) -> _Selection:
     names: dict[str, str] = {}  # Maps every name to its full key.
     left_out = []
     for group in groups:
@@ -307,18 +311,25 @@ def _selection(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
                 names[name if len(groups) == 1 else f"{group}.{name}"] = value.key
             else:
                 left_out.append(f"{group}/{name}")
-    stored: dict[str, str] = {}  # Maps a full key to the first of its names, in the order of the state.
-    tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
-    if not stored:
+    if not names:
         why = f"there are no tensors in {', '.join(groups)}"
         raise ConfigError(why, step=checkpoint.step, hint=_what_there_is(opened))
+    return selection(opened, names, checkpoint, tuple(left_out))
+
+
+def selection(
+    opened: Opened, names: Mapping[str, str], checkpoint: Checkpoint, left_out: tuple[str, ...]
+) -> _Selection:
+    """Return the tensors to export from their full keys by name."""
+    stored: dict[str, str] = {}  # Maps a full key to the first of its names, in the order of the state.
+    tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
     origin = {
         "run_key": opened.manifest.run_key,
         "step": checkpoint.step,
         "manifest_digest": checkpoint.manifest_digest,
     }
     specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
-    return _Selection(specs, regions_of(opened, stored), tied, tuple(left_out), origin)
+    return _Selection(specs, regions_of(opened, stored), tied, left_out, origin)
 
 
 def _is_state_dict(saved: SavedGroup) -> bool:
@@ -337,12 +348,13 @@ def _shards(selection: _Selection, max_shard_bytes: int) -> list[Shard]:
     keys = {spec.name: key for key, spec in selection.specs.items()}
     parts = plan_parts([*selection.specs.values()], max_shard_bytes)
     return [
-        _shard(selection.of(keys[spec.name] for spec in part), f"model-{n:05d}-of-{len(parts):05d}{_SUFFIX}")
+        shard(selection.of(keys[spec.name] for spec in part), f"model-{n:05d}-of-{len(parts):05d}{_SUFFIX}")
         for n, part in enumerate(parts, 1)
     ]
 
 
-def _shard(selection: _Selection, name: str) -> Shard:
+def shard(selection: _Selection, name: str) -> Shard:
+    """Lay out one file of these tensors."""
     try:
         layout = plan_image(selection.specs.values())
         header = _header(layout, selection)

@@ -24,13 +24,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs
 from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 
-_AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
+__all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of"]
 _OURS = "the run"  # Trainer resumes from this name; we override every method that would read there.
 
 
@@ -203,29 +204,6 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
         state["gradients"] = [Gradients(model) for model in accelerator._models]
         state["accumulation"] = _Accumulation(accelerator)
     return {name: value for name, value in state.items() if value != []}
-
-
-class AdaLoraRanks:
-    """The values that AdaLoRA needs and its model's state lacks: the importance of each rank, and the remaining ranks.
-
-    ``state = {"model": model, "ranks": AdaLoraRanks(model), ...}``. CkptTrainer and `state_of` add it themselves.
-    """
-
-    def __init__(self, model: Any):
-        self._allocator = model.base_model.rankallocator
-        self._parameters = dict(model.base_model.model.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages by parameter, and the ranks in use."""
-        averages = {name: getattr(self._allocator, name) for name in _AVERAGES}
-        return {**averages, "rank_pattern": self._allocator.peft_config.rank_pattern}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the averages, each on its parameter's device, and the ranks in use."""
-        for name in _AVERAGES:
-            own = {key: value.to(self._parameters[key].device) for key, value in state_dict[name].items()}
-            setattr(self._allocator, name, own)
-        self._allocator.peft_config.rank_pattern = state_dict["rank_pattern"]
 
 
 class _Loader:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import has_length
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
+from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
 from ckpt_tasks.objects.started import Started, outline_of
 from ckpt_tasks.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
 
@@ -84,6 +85,7 @@ class TrainerProgress(Started):
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self._adapters = AdapterConfigs(trainer.accelerator.unwrap_model(trainer.model))
         self._given: dict[str, Any] | None = None
         self._epoch = self._first_step = 0
         self._epoch_steps: float = 0
@@ -141,7 +143,7 @@ class TrainerProgress(Started):
             "reused": _reused(trainer),
         }
         # Each rank has its own losses since the last log, and its own evaluation times.
-        return {"of_ranks": gather_of_ranks(own), "started": self._started}
+        return {"of_ranks": gather_of_ranks(own), "started": self._started, **self._adapters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._given = state

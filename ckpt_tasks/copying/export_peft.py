@@ -1,0 +1,120 @@
+"""Export an adapter of PEFT: what `PeftModel.from_pretrained` loads beside the base model.
+
+The tensors of an adapter have its name as a part of theirs (`….lora_A.default.weight`); PEFT's files leave it out.
+`adapter_config.json` is not in a module's state: AdapterConfigs (integrations/huggingface_adapters.py) has it saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_tasks.copying.export import ExportedFile, ExportPlan, ExportReport, check_out, choose_groups, selection, shard
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.reading.opening import Opened, open_checkpoint
+from ckpt_tasks.storage.port import Store
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CONFIGS = "peft_adapters"  # In the state of AdapterConfigs: name → the text of the adapter's configuration.
+_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # All of these adapters' tensors have the adapter's name in theirs.
+_DEFAULT = "default"  # PEFT's name for the adapter of get_peft_model.
+
+
+def plan_peft_export(
+    store: Store,
+    checkpoint: Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    groups: Iterable[str] | None = None,
+    overwrite: bool = False,
+) -> ExportPlan:
+    """Plan the export of one adapter to the directory `out`; write nothing.
+
+    It is the adapter `default`, or the only one. Raises ConfigError if the checkpoint has no such adapter or no
+    configuration for it, or if its kind keeps tensors that do not have its name.
+    """
+    target = check_out(store, out, overwrite, one_file=False)
+    opened = open_checkpoint(store, checkpoint)
+    chosen = choose_groups(opened, groups, ("module",))
+    if len(chosen) > 1:
+        raise ConfigError(f"{', '.join(chosen)} are several modules", hint="Name the one with the adapter by --group.")
+    adapter, text = _adapter(opened)
+    names = {}
+    left_out = list[str]()
+    for name, value in opened.groups[chosen[0]].tree.items():
+        if type(value) is TensorRef and (short := _short(name, adapter)) is not None:
+            names[short] = value.key
+        else:
+            left_out.append(f"{chosen[0]}/{name}")
+    if not names:
+        raise ConfigError(f"{chosen[0]} has no tensor of the adapter {adapter}", hint="Is it a PeftModel's state?")
+    picked = selection(opened, names, checkpoint, tuple(left_out))
+    file = shard(picked, _WEIGHTS)
+    config = text.encode()
+    report = ExportReport(
+        **picked.origin,
+        groups=chosen,
+        files=(
+            ExportedFile(str(target / _WEIGHTS), len(file.tensors), file.size_bytes),
+            ExportedFile(str(target / _CONFIG), 0, len(config)),
+        ),
+        tied=picked.tied,
+        dtypes=picked.dtypes,
+        left_out=tuple(left_out),
+    )
+    return ExportPlan(
+        out=target,
+        overwrite=overwrite,
+        report=report,
+        opened=opened,
+        shards=(file,),
+        index=config,
+        index_name=_CONFIG,
+        replaces=re.compile(re.escape(_WEIGHTS)),
+    )
+
+
+def _adapter(opened: Opened) -> tuple[str, str]:
+    """Return the name of the adapter to export, and its configuration."""
+    configs: dict[str, str] = {}
+    for saved in opened.groups.values():
+        if saved.kind == "stateful" and isinstance(saved.tree, Mapping):
+            configs |= saved.tree.get(_CONFIGS) or {}
+    step = opened.manifest.step
+    if not configs:
+        raise ConfigError(
+            "the checkpoint has no configuration of an adapter",
+            step=step,
+            hint='CkptTrainer saves it; in a loop of your own add state["adapters"] = AdapterConfigs(model). '
+            "Of this checkpoint: restore it into the PeftModel, and call its save_pretrained.",
+        )
+    if _DEFAULT not in configs and len(configs) > 1:
+        hint = "Restore the checkpoint into the PeftModel, and call its save_pretrained(selected_adapters=[…])."
+        raise ConfigError(f"the adapters are {', '.join(configs)}, and none is called {_DEFAULT}", step=step, hint=hint)
+    name = _DEFAULT if _DEFAULT in configs else next(iter(configs))
+    config: Mapping[str, Any] = json.loads(configs[name])
+    others = [key for key in ("trainable_token_indices", "use_bdlora") if config.get(key)]
+    if config.get("peft_type") not in _NAMED or config.get("bias", "none") != "none" or others:
+        what = f"{config.get('peft_type')}, bias {config.get('bias')}{''.join(f', {key}' for key in others)}"
+        raise ConfigError(
+            f"the adapter {name} ({what}) has tensors that do not have its name",
+            step=step,
+            hint="Restore the checkpoint into the PeftModel, and call its save_pretrained.",
+        )
+    return name, configs[name]
+
+
+def _short(name: str, adapter: str) -> str | None:
+    """Return the name of an adapter's tensor in PEFT's files; None for any other tensor."""
+    for part in (f".modules_to_save.{adapter}", f".{adapter}"):
+        before, found, after = name.rpartition(part)
+        if found and (not after or after.startswith(".")):
+            if before.endswith(".lora_magnitude_vector"):  # DoRA's scales were no module once.
+                return before
+            return before + after
+    return None
