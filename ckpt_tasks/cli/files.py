@@ -119,7 +119,7 @@ def _plan(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapp
 
         return plan_peft_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
     if how["max_shard_bytes"] is not None:
-        raise ConfigError(f"a {chosen} file is not cut into shards", hint="Export safetensors to a directory.")
+        raise ConfigError(f"--format {chosen} cuts nothing into shards", hint="Export safetensors to a directory.")
     if PurePath(out).suffix == ".safetensors":
         raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
     from ckpt_tasks.copying.export_torch import plan_torch_export

@@ -112,9 +112,9 @@ def _adapter(opened: Opened) -> tuple[str, str]:
 def _short(name: str, adapter: str) -> str | None:
     """Return the name of an adapter's tensor in PEFT's files; None for any other tensor."""
     for part in (f".modules_to_save.{adapter}", f".{adapter}"):
-        before, found, after = name.rpartition(part)
-        if found and (not after or after.startswith(".")):
-            if before.endswith(".lora_magnitude_vector"):  # DoRA's scales were no module once.
-                return before
-            return before + after
+        head, found, tail = name.rpartition(part)
+        if found and (not tail or tail.startswith(".")):
+            if head.endswith(".lora_magnitude_vector"):  # DoRA's scales were no module once.
+                return head
+            return head + tail
     return None

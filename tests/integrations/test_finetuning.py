@@ -16,7 +16,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.copying.export import write_export
 from ckpt_tasks.copying.export_peft import plan_peft_export
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.huggingface import AdapterConfigs, CkptTrainer
+from ckpt_tasks.integrations.huggingface import CkptTrainer
+from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
 
 peft = pytest.importorskip("peft")
 

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.integrations.huggingface import AdaLoraRanks, CkptMixin, CkptTrainer, state_of
+from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
+from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks
 
 REUSES = [
     {"steps_per_generation": 4},
