@@ -112,8 +112,8 @@ def _adapter(opened: Opened) -> tuple[str, str]:
 def _short(name: str, adapter: str) -> str | None:
     """Return the name of an adapter's tensor in PEFT's files; None for any other tensor."""
     for part in (f".modules_to_save.{adapter}", f".{adapter}"):
-        head, found, tail = name.rpartition(part)
-        if found and (not tail or tail.startswith(".")):
+        head, middle, tail = name.rpartition(part)
+        if middle and (not tail or tail.startswith(".")):
             if head.endswith(".lora_magnitude_vector"):  # DoRA's scales were no module once.
                 return head
             return head + tail
