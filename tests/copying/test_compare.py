@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckpt_tasks.copying.compare import Comparison, compare_checkpoints
+from ckpt_tasks.copying.distance import Distance
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
@@ -153,6 +154,14 @@ def test_whole_groups(tmp_path: Path) -> None:
     assert compare(a, b).groups["y"].tensors == 1
 
 
+def test_steps_and_metrics_are_no_state(tmp_path: Path) -> None:
+    """The same state saved as another step, with another run's key, is equal."""
+    for name, step in (("a", 1), ("b", 2)):
+        torch.manual_seed(0)
+        save(tmp_path / name, {"x": ONE}, step)
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+
+
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_damaged_bytes_are_never_equal(tmp_path: Path, side: str) -> None:
     """P49: states whose digests agree while the bytes of one have changed are no equal states: IntegrityError."""
@@ -214,3 +223,27 @@ def test_the_same_bytes_elsewhere_are_not_equal(tmp_path: Path) -> None:
     in_three = [Box((0, 0), (1, 1)), Box((1, 0), (2, 1)), Box((3, 0), (1, 1))]
     sides = Regions(a, parts_of(a, one, in_two)), Regions(b, parts_of(b, other, in_three))
     assert distances(*sides, [("x/w", "x/w")])["x/w", "x/w"].differing == 2
+
+
+def test_a_difference_of_parts_adds_up(tmp_path: Path) -> None:
+    """Differences in several regions of a tensor give one distance."""
+    a, b = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
+    zero = torch.zeros(6, 8)
+    sides = Regions(a, parts_of(a, zero, ROWS)), Regions(b, parts_of(b, zero + 1, ROWS))
+    assert distances(*sides, [("x/w", "x/w")]) == {("x/w", "x/w"): Distance(48, 48, 0, 1.0)}
+
+
+def test_training_objects(tmp_path: Path) -> None:
+    """P12, P50: between two trained models each changed weight, moment and learning rate is named."""
+    runs = []
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        runs.append(save(tmp_path / name, {"model": model, "optimizer": optimizer}))
+    places = [one.place for one in compare(*runs).differences]
+    assert places[0] == "model/weight"
+    assert [place for place in places[1:] if not place.endswith("/lr")] == []
+    assert len(places) == 2

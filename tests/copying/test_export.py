@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from ckpt_tasks.copying.export import ExportReport, export_checkpoint
+from ckpt_tasks.copying.export import ExportReport, export_checkpoint, plan_export, write_export
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.layout.image import STORED_DTYPES
 from ckpt_tasks.layout.regions import Box
@@ -154,6 +154,15 @@ def test_tied_tensors_are_stored_once(tmp_path: Path, out: str) -> None:
         assert index["ckpt_tasks"] == json.loads(metadata["ckpt_tasks"])
 
 
+def test_a_tie_is_listed_in_the_shard_of_its_tensor(tmp_path: Path) -> None:
+    """P4: with one tensor to a shard, the shard that holds the tied one lists the other name, and no other shard."""
+    export(save(tmp_path / "run", {"model": Tied()}), tmp_path / "out", max_shard_bytes=1)
+    ties = {p.name: about(p)["tied"] for p in (tmp_path / "out").glob("*.safetensors")}
+    with_tie = [name for name, tied in ties.items() if tied]
+    assert [ties[name] for name in with_tie] == [{"head.weight": "embed.weight"}]
+    assert "embed.weight" in load_file(tmp_path / "out" / with_tie[0])
+
+
 def test_a_tied_name_that_the_header_needs_itself(tmp_path: Path) -> None:
     """P4: ties named as entries of the metadata are listed apart, and do not overwrite these."""
     shared = torch.ones(2)
@@ -165,6 +174,16 @@ def test_a_tied_name_that_the_header_needs_itself(tmp_path: Path) -> None:
         assert opened.metadata()["format"] == "pt"
     assert about(tmp_path / "w.safetensors")["tied"] == dict.fromkeys(("format", "ckpt_tasks", "total_size"), "w")
     assert json.loads((tmp_path / "w" / INDEX).read_text())["metadata"]["total_size"] == 8
+
+
+def test_a_long_list_of_ties_moves_the_tensors(tmp_path: Path) -> None:
+    """P4: where the metadata make the header longer than a page, the tensors lie behind all of it."""
+    tensors = [torch.rand(3), torch.arange(5)]
+    run = save(tmp_path / "run", {"weights": {f"name{n}": tensors[n % 2] for n in range(300)}})
+    report = export(run, tmp_path / "w.safetensors", groups=["weights"])
+    assert report.size_bytes > 8192
+    found = load_file(tmp_path / "w.safetensors")
+    assert [bits(found[name]) for name in ("name0", "name1")] == [*map(bits, tensors)]
 
 
 def test_several_groups_carry_their_names(tmp_path: Path) -> None:
@@ -189,6 +208,13 @@ def test_several_groups_carry_their_names(tmp_path: Path) -> None:
     assert {name for name in found if not name.startswith("optimizer/")} == {"critic.weight", "critic.bias"}
     buffers = {name: t for name, t in found.items() if name.endswith("weight/momentum_buffer")}
     assert [*map(bits, buffers.values())] == [bits(optimizer.state[model.weight]["momentum_buffer"])]
+
+
+def test_a_nested_group_has_full_keys(tmp_path: Path) -> None:
+    """What is not a state_dict has the full keys that `ckpt diff` shows."""
+    run = save(tmp_path / "run", {"nested": {"a": [torch.zeros(1), 3], "b": {"c": torch.ones(1)}}})
+    assert export(run, tmp_path / "n.safetensors", groups=["nested"]).tensors == 2
+    assert {*load_file(tmp_path / "n.safetensors")} == {"nested/a/0", "nested/b/c"}
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
@@ -226,6 +252,16 @@ def test_an_export_says_where_it_came_from_and_nothing_else(tmp_path: Path) -> N
     assert origin["manifest_digest"] == open_run(str(run)).find(3).manifest_digest
 
 
+def test_progress_is_told_of_every_byte(tmp_path: Path) -> None:
+    """What progress is told adds up to what the plan says."""
+    run = open_run(str(save(tmp_path / "run", {"model": nn.Linear(20, 30)})))
+    plan = plan_export(run.history.store, run.find("latest"), tmp_path / "out", max_shard_bytes=100)
+    assert not (tmp_path / "out").exists()
+    told: list[int] = []
+    assert write_export(run.history.store, plan, told.append) == plan.report
+    assert sum(told) == plan.read_bytes == 4 * (20 * 30 + 30)
+
+
 # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -242,6 +278,14 @@ def test_a_tensor_is_put_together_from_objects_of_other_checkpoints(tmp_path: Pa
     store = LocalStore(tmp_path / "run")
     export_checkpoint(store, parts(store, CUBE, boxes), tmp_path / "w.safetensors")
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], CUBE)
+
+
+def test_a_region_larger_than_a_read_is_copied(tmp_path: Path) -> None:
+    """P38: a tensor of several regions is whole, and lies where the header says."""
+    tensor = torch.arange(9 << 20, dtype=torch.float32).reshape(-1, 3)  # 36 MiB: three regions
+    run = save(tmp_path / "run", {"weights": {"b": torch.ones(3, dtype=torch.uint8), "w": tensor}})
+    export(run, tmp_path / "w.safetensors", groups=["weights"])
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], tensor)
 
 
 # ── damage and failures ──────────────────────────────────────────────────────────────────────────────────────────
@@ -282,3 +326,12 @@ def test_a_shard_that_is_cut_or_gone_is_an_error(tmp_path: Path, harm: str) -> N
     with pytest.raises((IntegrityError, StoreError), match=shard.name):
         export(run, tmp_path / "m.safetensors")
     assert [*tmp_path.iterdir()] == [run]
+
+
+def test_another_group_may_be_damaged(tmp_path: Path) -> None:
+    """What is not exported is not read: weights can be had from a checkpoint whose optimizer is lost."""
+    model = nn.Linear(2, 2)
+    run = save(tmp_path / "run", {"model": model, "other": {"w": torch.ones(3)}})
+    only(run, "checkpoint_*/*/other-*").unlink()
+    export(run, tmp_path / "m.safetensors")
+    model.load_state_dict(load_file(tmp_path / "m.safetensors"))

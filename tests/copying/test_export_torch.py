@@ -122,6 +122,16 @@ def test_a_file_that_lies_about_itself_is_refused(tmp_path: Path, lie: dict[str,
         plan_import(tmp_path / "a.pt")
 
 
+def test_one_group_is_the_file(tmp_path: Path, run_dir: Path) -> None:
+    """One group that is named is the whole content, as its state_dict; several are a dict of their names."""
+    state = trained()
+    save(run_dir, state)
+    export(run_dir, tmp_path / "model.pt", groups=["model"])
+    assert equal(loaded(tmp_path / "model.pt"), dict(state["model"].state_dict()))
+    export(run_dir, tmp_path / "two.pt", groups=["head", "seen"])
+    assert loaded(tmp_path / "two.pt").keys() == {"head", "seen", "ckpt_tasks"}
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")  # torch says so of every complex32
 def test_every_dtype(tmp_path: Path, run_dir: Path) -> None:
     """P40: every dtype comes back with its bits, its shape and its flag; also mapped, and without elements."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.copying.fork import plan_fork, run_fork, without_user
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.copying.transfer import Moved
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, RunMismatchError, StateError
 from ckpt_tasks.format.keys import ledger_name
@@ -104,6 +105,15 @@ def test_the_source_may_be_pruned_and_deleted(a: Path, b: Path) -> None:
     assert faults.good
     assert faults.orphans == ()
     assert not list(b.glob("checkpoint_000000000003"))
+
+
+def test_pruning_a_fork_leaves_the_source_whole(a: Path, b: Path) -> None:
+    """The other way round as well: the fork gives up the checkpoint that it began with, and the source keeps it."""
+    fork(a, 3, b)
+    train(b, 5, {"lr": 0.02}, max_num_checkpoints=1)
+    assert [c.step for c in run_of(b).checkpoints()] == [5]
+    assert verify_run_directory(run_of(a).history).good
+    assert [c.step for c in run_of(a).checkpoints()] == [6, 3, 0]
 
 
 def test_what_does_not_change_is_reused_over_a_fork(run_dir: Path, b: Path) -> None:
@@ -313,6 +323,25 @@ def test_the_source_is_leased_while_a_fork_is_made(a: Path, b: Path, monkeypatch
     train(a, 8, {"lr": 0.02}, max_num_checkpoints=1)
     assert [c.step for c in run_of(a).checkpoints()] == [8]
     assert verify_run_directory(run_of(b).history).good
+
+
+def test_a_copy_knows_as_much(a: Path, b: Path, tmp_path: Path) -> None:
+    """`ckpt sync` takes along where a run was forked from and with what its program is built."""
+    fork(a, 3, b, {"lr": 0.5})
+    source, target = run_of(b), LocalStore(tmp_path / "copy")
+    run_sync(source, target, plan_sync(source, target))
+    state = run_of(tmp_path / "copy").head().state
+    assert (state.origin, state.params) == (source.head().state.origin, {"lr": 0.5})
+
+
+def test_a_fork_of_a_fork_names_the_one_before(a: Path, b: Path, tmp_path: Path) -> None:
+    """Parameters add up, and each fork names the run that it came from."""
+    fork(a, 3, b, {"warmup": 9})
+    fork(b, 3, tmp_path / "c", {"lr": 0.5})
+    state = run_of(tmp_path / "c").head().state
+    assert state.params == {"lr": 0.5, "warmup": 9}
+    assert state.origin is not None
+    assert (state.origin.run_key, state.origin.params) == ("b", {"lr": 0.02, "warmup": 9})
 
 
 def test_an_address_in_the_ledger_has_no_secrets() -> None:

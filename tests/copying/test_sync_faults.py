@@ -28,7 +28,7 @@ from ckpt_tasks.upkeep.upkeep import orphans, verify_run_directory
 from tests.support.calls import Mode
 from tests.support.cli_runs import flip, only
 from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
-from tests.support.syncs import check, copy, opened, outcomes, state_of, train
+from tests.support.syncs import Full, check, copy, opened, outcomes, state_of, train
 from tests.support.systems import Hurried, running_on
 
 FEWEST_CALLS = 60  # a sweep that ends before has not swept a whole copy
@@ -214,6 +214,17 @@ def open_checkpoint_objects(run: Run) -> tuple[ObjectRecord, ...]:
     return open_checkpoint(run.history.store, run.find("latest")).manifest.objects
 
 
+def test_new_checkpoints_during_a_copy_wait_for_the_next(run_dir: Path, tmp_path: Path) -> None:
+    """The source may be training: what it commits meanwhile comes with the next copy."""
+    run = train(run_dir, 1, 2)
+    assert outcomes(copy(run, Meanwhile(LocalStore(tmp_path / "b"), lambda: train(run_dir, 3)))) == {
+        1: "copied",
+        2: "copied",
+    }
+    assert outcomes(copy(run, tmp_path / "b"))[3] == "copied"
+    check(tmp_path / "b", run)
+
+
 # ── interrupted ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -310,3 +321,22 @@ def test_killed_at_any_call_only_orphans_are_left(base: Path, victim: Victim, mo
         check(root / "b", run, leased=ended == "killed")
         assert orphans(store, there.head().state) == []
         shutil.rmtree(root)
+
+
+def test_what_a_copy_left_is_orphaned(run_dir: Path, tmp_path: Path) -> None:
+    """P67: after a copy that failed, what it put counts as orphaned, and the target's next owner deletes it."""
+    train(run_dir, 1)
+    run = train(run_dir, 2)  # by owner epoch 2
+
+    with pytest.raises(StoreError, match="full"):
+        copy(run, Full(LocalStore(tmp_path / "b")), 2)
+    there = open_run(str(tmp_path / "b"))
+    left = orphans(there.history.store, there.head().state)
+    assert left
+    assert left == [name for name in there.history.store.names("") if parse_attempt(name)]
+    with opened(tmp_path / "b") as ckpt:
+        ckpt.acquire()
+        ckpt.prune()
+    assert not [*(tmp_path / "b").glob("checkpoint_*")]
+    assert outcomes(copy(run, tmp_path / "b")) == {1: "copied", 2: "copied"}
+    check(tmp_path / "b", run)

@@ -87,6 +87,17 @@ def test_training_goes_on_from_the_copy(run_dir: Path, tmp_path: Path) -> None:
     assert verify_run_directory(run.history).good
 
 
+def test_what_a_save_cost_goes_along(run_dir: Path, tmp_path: Path) -> None:
+    """The entries at the target say of each save what those of the source say, so that a cadence can go on from it."""
+    run = train(run_dir, 1, 2)
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b"))
+    for step in (1, 2):
+        events = [one.history.read_entry(one.find(step).n)[0].event for one in (run, there)]
+        assert events[0] == events[1]
+        assert events[0]["stall_s"] > 0
+
+
 def test_one_checkpoint_and_then_all(run_dir: Path, tmp_path: Path) -> None:
     """The order of commits is the source's, also where a newer checkpoint came first and one has gone meanwhile."""
     run = train(run_dir, 1, 2, 3, 4)
@@ -114,6 +125,19 @@ def test_an_older_checkpoint_stays_the_older_one(run_dir: Path, tmp_path: Path) 
     assert [c.step for c in run.checkpoints()] == [4, 2]
     copy(run, tmp_path / "b", 2)
     assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [3, 2]
+
+
+def test_a_line_that_was_left_is_left_at_the_target(run_dir: Path, tmp_path: Path) -> None:
+    """A way back is known at the target, also where the checkpoint that it went back to is there no more."""
+    run = train(run_dir, 1, 2, 3)
+    copy(run, tmp_path / "b")
+    prune(tmp_path / "b", 2)
+    with opened(run_dir) as ckpt:
+        ckpt.restore(small(0), step=1)
+        ckpt.save(2, small(20))
+    copy(run, tmp_path / "b")
+    there = open_run(str(tmp_path / "b")).checkpoints()
+    assert [(c.step, c.abandoned) for c in there] == [(2, False), (3, True), (2, True)]
 
 
 class Counting(WrappedStore):
@@ -158,6 +182,15 @@ def test_pins_and_evaluations_of_one_checkpoint(run_dir: Path, tmp_path: Path) -
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    """P52: a target that holds a run with another key is refused, and stays as it is."""
+    train(tmp_path / "other", 1)
+    before = tree(tmp_path / "other")
+    with pytest.raises(RunMismatchError, match="holds the run 'other'"):
+        copy(train(run_dir, 1), tmp_path / "other")
+    assert tree(tmp_path / "other") == before
 
 
 def test_a_target_that_went_its_own_way_is_refused(run_dir: Path, tmp_path: Path) -> None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import FencedError, FormatVersionError, RunMismatchError
+from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, FormatVersionError, IntegrityError, RunMismatchError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from tests.support.ledgers import OTHER, commit, owned, owner_of, resealed, steps
+from tests.support.ledgers import ME, OTHER, commit, owned, owner_of, resealed, steps
+
+Change = Callable[[State, int], State]
 
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
     return owned(tmp_path / "run")
+
+
+def test_entries_are_numbered_without_gaps_and_chained(history: History) -> None:
+    """Each entry has the next number and names the digest of the one before it."""
+    for step in (1, 2, 3):
+        assert commit(history, step) == step
+    for n in (1, 2, 3):
+        entry, _ = history.read_entry(n)
+        assert entry.previous == history.read_entry(n - 1)[1]
+    assert steps(history.head()) == [1, 2, 3]
 
 
 def test_number_ten_comes_after_nine(history: History) -> None:
@@ -33,6 +47,17 @@ def test_number_ten_comes_after_nine(history: History) -> None:
 
 
 # ── outcomes of a put ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_change_of_mind_writes_nothing(history: History) -> None:
+    """An error while the next state is made leaves the ledger as it was."""
+
+    def refuse(state: State, n: int) -> State:
+        raise IntegrityError("no")
+
+    with pytest.raises(IntegrityError):
+        history.append({"kind": "note"}, refuse, owner=ME)
+    assert history.head().next_n == 1
 
 
 @pytest.mark.parametrize("owner", [OTHER, owner_of(1, id="b" * 32)])
@@ -122,6 +147,18 @@ def test_an_entry_that_is_read_back_with_wrong_bytes_is_committed_once(history: 
         assert history.head().next_n == 3
 
 
+def test_when_more_are_damaged_than_are_looked_at_first_the_good_one_is_found(history: History) -> None:
+    """P49: also below twenty damaged entries."""
+    for step in range(1, 25):
+        commit(history, step)
+    for n in range(3, 25):
+        damage(history, n, "zero")
+    head = History(LocalStore(history.store.url)).head()
+    assert steps(head) == [1, 2]
+    assert len(head.damaged) == 22
+    assert head.next_n == 25
+
+
 def test_a_newer_entry_is_never_passed_over(history: History) -> None:
     """P59: an entry of a newer version stops the reader; it does not fall back to what was before."""
     commit(history, 1)
@@ -145,6 +182,12 @@ def test_a_directory_is_one_runs(history: History) -> None:
         history.check("yours")
 
 
+def test_a_directory_without_a_run_says_so(tmp_path: Path) -> None:
+    """A wrong directory is CheckpointNotFoundError, not an empty run."""
+    with pytest.raises(CheckpointNotFoundError, match="not a run directory"):
+        History(LocalStore(tmp_path / "nothing")).check(None)
+
+
 @pytest.mark.parametrize("data", [b"", b"null", b"[1]", b"{}", b"\0" * 99, b"[" * 9999, b"x" * (2 << 20)])
 def test_a_damaged_format_file_is_no_other_run(history: History, data: bytes) -> None:
     """P49: a damaged format.json is told from a missing one and from another run's."""
@@ -165,3 +208,11 @@ def test_a_format_file_that_nobody_wrote_is_damage(history: History, body: dict[
     history.create("mine")
     Path(history.store.url, FORMAT_NAME).write_bytes(sealed(body))
     assert history.check("mine") is None
+
+
+def test_a_newer_run_directory_is_refused(history: History) -> None:
+    """P59: the directory of a newer version says so before anything else is read."""
+    history.create("mine")
+    Path(history.store.url, FORMAT_NAME).write_bytes(sealed({"version": 2, "run_key": "mine"}))
+    with pytest.raises(FormatVersionError):
+        history.check(None)

@@ -10,12 +10,49 @@ import pytest
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History, newest_first
+from ckpt_tasks.storage.port import WrappedStore
 from tests.support.ledgers import commit, owned, steps
 
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
     return owned(tmp_path / "run")
+
+
+class Listing(WrappedStore):
+    """Count how often the names are asked for."""
+
+    asked = 0
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        self.asked += 1
+        return super().names(prefix, limit)
+
+
+@pytest.fixture
+def listing(history: History) -> Listing:
+    return Listing(history.store)
+
+
+def test_a_reader_lists_once(history: History, listing: Listing) -> None:
+    """P54: a reader that follows a run asks for the list of entries once, however long the ledger gets."""
+    reader = History(listing)
+    for step in range(1, 100):
+        commit(history, step)
+        assert steps(reader.head()) == [*range(1, step + 1)]
+        assert reader.head() == History(history.store).head()
+    assert commit(reader, 100) == 100
+    assert listing.asked == 1
+
+
+def test_many_entries_at_once_are_found(history: History, listing: Listing) -> None:
+    """A reader that was away for many entries finds the newest by the list."""
+    reader = History(listing)
+    reader.head()
+    for step in range(1, 40):
+        commit(history, step)
+    assert steps(reader.head()) == [*range(1, 40)]
+    assert listing.asked == 2
 
 
 @pytest.mark.parametrize("since", [0, 1, 19, 40])

@@ -74,6 +74,14 @@ def test_the_choices_are_these() -> None:
         CheckpointConfig(checkpoint_dir="x", on_non_finite="ignore")  # type: ignore[arg-type]
 
 
+def test_a_metric_with_a_gradient_is_a_number(run_dir: Path) -> None:
+    """A loss as it comes from the model is read without torch's warning about it, which is an error in these tests."""
+    loss = torch.ones(1, requires_grad=True).sum() * 2
+    with opened(run_dir, step_interval=1) as ckpt:
+        ckpt.step(1, state(), metrics={"loss": loss})  # type: ignore[dict-item]
+    assert open_run(str(run_dir)).checkpoints()[0].metrics == {"loss": 2.0}
+
+
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, lambda n: torch.tensor(n).numpy()[()]])
 def test_a_numpy_integer_is_a_step(run_dir: Path, kind: Any) -> None:
     """A step from a NumPy range is the int that it stands for; a bool, a float and a text are no steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.ledger.goodput import SHARES, Course, follow
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.timeline import Moment, read_timeline
+from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import config, flip, save_steps, some_state
-from tests.support.histories import ReadEntries, Told
+from tests.support.histories import LOST, ReadEntries, Told
+from tests.support.pipelines import opened, state_at
 
 CLOCK = ("taken", "lost", "commit", "failure", "released")
 
@@ -45,6 +48,28 @@ def test_a_commit_of_which_nothing_is_known_ends_no_line() -> None:
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_entries_become_moments(run_dir: Path) -> None:
+    """Owners, commits with metrics and parents, evaluations, failures, prunes and releases come out, oldest first."""
+    with Checkpointer(config(run_dir, max_num_checkpoints=1)) as ckpt:
+        ckpt.save(0, some_state(0))
+        ckpt.save(10, some_state(10), metrics={"loss": 0.5})
+        ckpt._pruner.finish(60)
+        ckpt.note("failure", step=10, why="RuntimeError: <b>no</b>")
+        ckpt.note("mine", about="nothing that a time line shows")
+    run = open_run(str(run_dir))
+    run.record_evaluation(run.find("latest"), "quick", {"heldout_loss": 0.7})
+    found = read_timeline(run.history)
+    assert [one.kind for one in found.moments] == [
+        *("taken", "commit", "commit", "pruned", "failure", "released", "evaluation")
+    ]
+    first, second = (one for one in found.moments if one.kind == "commit")
+    assert (second.step, second.metrics, second.parent) == (10, {"loss": 0.5}, first.identity)
+    failure, evaluation = found.moments[4], found.moments[-1]
+    assert (failure.step, failure.text) == (10, "RuntimeError: <b>no</b>")
+    assert (evaluation.step, evaluation.text, evaluation.metrics) == (10, "quick", {"heldout_loss": 0.7})
+    assert (found.damaged, found.older, found.copied) == (0, 0, False)
 
 
 def test_what_cannot_be_read_is_left_out_and_counted(run_dir: Path) -> None:
@@ -92,6 +117,13 @@ def test_a_far_store_is_read_several_at_a_time_in_order(run_dir: Path) -> None:
 
 
 # ── goodput ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_has_no_goodput() -> None:
+    """Without entries, or with one, no time has passed and there is no goodput."""
+    assert follow([]).goodput is None
+    assert follow(told((5.0, "taken", {}))).goodput is None
+    assert Timeline().moments == ()
 
 
 def test_every_share_has_its_cause() -> None:
@@ -172,6 +204,46 @@ def test_a_clock_that_is_set_back_makes_no_time() -> None:
         (12.0, "commit", {"step": 30, **step}),
     )
     assert shares(follow(run)) == {"useful": 12.0}
+
+
+def test_what_others_write_takes_no_time() -> None:
+    """An evaluation has its place in time and changes no share; one long after the end does not stretch it."""
+    run = told(
+        (0.0, "taken", {}),
+        (4.0, "evaluation", {}),
+        (10.0, "commit", {"step": 10, "step_s": 1.0}),
+        (9_999.0, "evaluation", {}),
+    )
+    course = follow(run)
+    assert (course.wall_s, shares(course)) == (10.0, {"useful": 10.0})
+    assert [one.elapsed_s for one in course.of("evaluation")] == [4.0, 10.0]
+
+
+class SlowDisk(WatchedCalls):
+    """Take 20 ms to make something durable."""
+
+    def fsync(self, fd: int) -> None:
+        time.sleep(0.02)
+        super().fsync(fd)
+
+
+def test_a_loop_that_only_saves_waits_for_its_commits(run_dir: Path) -> None:
+    """Where step() is never called, a step lasts from the end of one save to the next: the save is no training."""
+    with opened(run_dir, SlowDisk()) as ckpt:
+        ckpt.restore(state_at(0))
+        for step in range(1, 6):
+            ckpt.save(step, state_at(step))
+    seconds = follow(read_timeline(open_run(run_dir).history).moments).seconds
+    assert seconds["useful"] < seconds["other"] / 5
+
+
+def test_a_death_in_a_real_ledger(run_dir: Path) -> None:
+    """An owner whose predecessor is gone without a release stands for down-time."""
+    run = Told(run_dir).taken().after(10).commit(10, step_s=1.0, stall_s=0.0, flush_s=0.0)
+    run.after(90).taken(LOST).after(10).commit(20, step_s=1.0, stall_s=0.0, flush_s=0.0)
+    course = follow(read_timeline(run.history).moments)
+    assert course.seconds["down"] == 90.0
+    assert course.wall_s == 110.0
 
 
 seconds = st.floats(0, 1e7)

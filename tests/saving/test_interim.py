@@ -64,6 +64,14 @@ def test_batch_ends_stay_beside_the_interval(
     assert live(run_dir) == expected
 
 
+def test_without_an_interval_every_save_counts(run_dir: Path) -> None:
+    """Where nothing but the ends of batches is saved, they are no interim checkpoints."""
+    with opened(run_dir) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(), interim=True)
+    assert live(run_dir) == {1: False, 2: False}
+
+
 def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
     """The next save by seconds comes when it would have come without the save that ended a batch."""
     with opened(run_dir, save_interval_secs=3600.0) as ckpt:
@@ -108,6 +116,15 @@ def test_the_end_of_a_loop_says_what_is_not_saved(run_dir: Path, caplog: pytest.
             ckpt.step(11, target)
             ckpt.save(11, target)
         assert caplog.records == []
+
+
+def test_step_saves_by_itself_without_an_interval(run_dir: Path) -> None:
+    """A configuration that names only a directory saves in `step()`: once the automatic interval has passed."""
+    with opened(run_dir) as ckpt:
+        assert not ckpt.step(1, state(1.0))
+        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 61.0)
+        assert ckpt.step(2, state(2.0))
+    assert [*live(run_dir)] == [2]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 4))
