@@ -23,6 +23,10 @@ __all__ = ["measure"]
 _PROGRAM = "benchmarks.gang_script:Victim"
 _ROOT = Path(__file__).parents[1]
 _DEADLINE_S = 5.0
+_TORCHRUN = (
+    "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 -m benchmarks.gang_script {folder}"
+)
+_RAY_TRAIN = "-m benchmarks.gang_script {folder} ray"
 
 
 def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
@@ -38,13 +42,15 @@ def measure(directory: Path, *, tiny: bool, rounds: int) -> dict[str, Any]:
     kills = 1 if tiny else min(rounds, 3)
     figures: dict[str, Any] = {"order_s": _order(directory / "order"), "order_alone_s": _order_alone(directory / "one")}
     figures["hang_s"] = _dies(directory / "hang", "stop")["error_s"] - _DEADLINE_S
-    ours, theirs = [], []
+    ours, theirs, rays = [], [], []
     for number in range(kills):
         ours.append(_killed(directory / f"gang-{number}"))
-        theirs.append(_killed_torchrun(directory / f"torchrun-{number}"))
+        theirs.append(_killed_elsewhere(directory / f"torchrun-{number}", _TORCHRUN))
+        rays.append(_killed_elsewhere(directory / f"ray-{number}", _RAY_TRAIN))
     figures |= {name: median(kill.pop(name) for kill in ours) for name in ("death_s", "error_s")}
-    marked = (_ROOT / "benchmarks" / "gang_script.py").read_text().count("  # resume")
-    for name, found, lines in (("gang", ours, 0), ("torchrun, dcp", theirs, marked)):
+    script = (_ROOT / "benchmarks" / "gang_script.py").read_text()
+    of_torchrun, of_ray = script.count("  # resume\n"), script.count("  # resume in Ray\n")
+    for name, found, lines in (("gang", ours, 0), ("torchrun, dcp", theirs, of_torchrun), ("Ray Train", rays, of_ray)):
         figures[name] = {key: median(kill[key] for kill in found) for key in found[0]} | {"lines": lines}
     return figures
 
@@ -109,13 +115,12 @@ def _killed(folder: Path) -> dict[str, float]:
     return {**_dies(folder, "kill"), **_course(folder)}
 
 
-def _killed_torchrun(folder: Path) -> dict[str, float]:
+def _killed_elsewhere(folder: Path, command: str) -> dict[str, float]:
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = ["--max-restarts", "3", "-m", "benchmarks.gang_script", str(folder)]
-    done = subprocess.run([*command, *script], cwd=_ROOT, capture_output=True, text=True, check=False)
+    words = [sys.executable, *command.format(folder=folder).split()]
+    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"torchrun failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{command} failed: {done.stderr[-2000:]}")
     return _course(folder)
 
 

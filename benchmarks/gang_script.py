@@ -1,6 +1,6 @@
-"""A model on two ranks that one kill hits, as a program of ours and as a script of torchrun with `dcp.save`.
+"""A model on two ranks that one kill hits: a program of ours, a script of torchrun with `dcp.save`, and of Ray Train.
 
-Both save every `SAVE_EVERY` steps, and write a line for each step: when it ended, by the host's clock, and its number.
+All save every `SAVE_EVERY` steps, and write a line for each step: when it ended, by the host's clock, and its number.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -91,5 +92,46 @@ def main(folder: str) -> None:
             dist.barrier()  # resume
 
 
+def under_ray(folder: str) -> None:
+    """Train under Ray Train, which starts the workers again; what a user writes to go on is marked for it, too."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    trainer = TorchTrainer(
+        of_a_worker,
+        train_loop_config={"folder": folder},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=f"{folder}/ray", name="run", failure_config=FailureConfig(max_failures=3)),
+        torch_config=TorchConfig(backend="gloo"),
+    )
+    trainer.fit()
+
+
+def of_a_worker(config: dict[str, Any]) -> None:
+    """Train in one of Ray Train's workers."""
+    from ray import train
+
+    folder = config["folder"]
+    program = Victim(folder=folder, what="kill")
+    if before := train.get_checkpoint():  # resume in Ray
+        with before.as_directory() as place:  # resume in Ray
+            model, optimizer = get_state_dict(program.model, program.optimizer)  # resume in Ray
+            state: dict[str, Any] = {"model": model, "optimizer": optimizer, "steps": 0}  # resume in Ray
+            load(state, checkpoint_id=place)  # resume in Ray
+            set_state_dict(  # resume in Ray
+                program.model, program.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )  # resume in Ray
+            program.state["steps"] = state["steps"]  # resume in Ray
+    while program.state["steps"] < STEPS:
+        metrics = program.train_step()
+        if program.state["steps"] % SAVE_EVERY == 0:
+            model, optimizer = get_state_dict(program.model, program.optimizer)  # resume in Ray
+            place = tempfile.mkdtemp()  # resume in Ray
+            state = {"model": model, "optimizer": optimizer, "steps": program.state["steps"]}  # resume in Ray
+            save(state, checkpoint_id=place)  # resume in Ray
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(place))  # resume in Ray
+            shutil.rmtree(place)  # resume in Ray
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (under_ray if sys.argv[2:] else main)(sys.argv[1])
