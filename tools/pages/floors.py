@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 _ROW = re.compile(r"^\| (\d+) \| `ckpt_tasks/(\w+)(?:/|\.py)` \|", flags=re.MULTILINE)
 ROWS = [(int(level), floor) for level, floor in _ROW.findall(PAGE.read_text(encoding="utf-8"))]
 _PICTURE = re.compile(
-    r"(?<=<!-- made by python -m tests\.house\.floors -->\n\n```text\n).*?(?=^```$)", re.DOTALL | re.MULTILINE
+    r"(?<=<!-- made by python -m tools\.pages\.floors -->\n\n```text\n).*?(?=^```$)", re.DOTALL | re.MULTILINE
 )
 
 

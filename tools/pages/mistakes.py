@@ -15,7 +15,7 @@ from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "MISTAKES.md"
 WIDTH = 88
-_LIST = re.compile(r"(?<=<!-- made by python -m tests\.house\.mistakes -->\n).*", re.DOTALL)
+_LIST = re.compile(r"(?<=<!-- made by python -m tools\.pages\.mistakes -->\n).*", re.DOTALL)
 _ONE = re.compile(r"^## ([^\n]+)\n\n```text\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 
