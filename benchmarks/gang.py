@@ -24,7 +24,7 @@ _PROGRAM = "benchmarks.gang_script:Victim"
 _ROOT = Path(__file__).parents[1]
 _DEADLINE_S = 5.0
 _TORCHRUN = (
-    "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 -m benchmarks.gang_script {folder}"
+    "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 20 -m benchmarks.gang_script {folder}"
 )
 _RAY_TRAIN = "-m benchmarks.gang_script {folder} ray"
 
@@ -118,9 +118,11 @@ def _killed(folder: Path) -> dict[str, float]:
 def _killed_elsewhere(folder: Path, command: str) -> dict[str, float]:
     folder.mkdir(parents=True)
     words = [sys.executable, *command.format(folder=folder).split()]
-    done = subprocess.run(words, cwd=_ROOT, capture_output=True, text=True, check=False)
+    said = folder / "said"
+    with said.open("w") as output:  # What Ray starts would keep a pipe open.
+        done = subprocess.run(words, cwd=_ROOT, stdout=output, stderr=output, check=False)
     if done.returncode:
-        raise RuntimeError(f"{command} failed: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{command} failed: {said.read_text()[-2000:]}")
     return _course(folder)
 
 
