@@ -81,7 +81,7 @@ def test_a_signal_to_any_rank_is_one_commit_at_one_step(
     run_dir: Path, whole: tuple[int, dict[str, Any], list[str]], number: signal.Signals, to: list[int]
 ) -> None:
     """SIGTERM, Ctrl-C or SIGUSR1 to one rank or all: all commit one step, release the run, and end by that status."""
-    with ranks(run_dir, step_s=0.05) as children:
+    with ranks(run_dir, step_s=0.25) as children:
         assert children[0].until(lambda: newest(run_dir) >= 4)
         for rank in to:
             children[rank].send(number)
