@@ -30,7 +30,7 @@ def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
 
 
 def hold_within(ckpt: Checkpointer, loop: CodeType) -> None:
-    """Hold signals back only while a frame of this code runs: nobody says when an exception has left a loop."""
+    """Hold signals back only while a frame of this code runs: a loop that an exception has left is not told."""
     ckpt._interrupt.within = loop
 
 

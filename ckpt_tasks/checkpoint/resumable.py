@@ -28,7 +28,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import hold_within
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.unsaved import stands_in_for
 from ckpt_tasks.storage.locations import Location
 
@@ -49,7 +49,7 @@ _OPTIONS = (
     "persistent_workers",
     "in_order",
 )
-_BY_HAND = "Write the loop with a Checkpointer, which is told of each step."
+_BY_HAND = "Write the loop with a Checkpointer: call its step() after each step."
 
 
 @checked
@@ -81,7 +81,7 @@ def resumable(
         raise ConfigError(f"the name {_DATA!r} is the loader's", key=_DATA, hint="Give your object another name.")
     numbers = range(epochs) if isinstance(epochs, int) else epochs
     ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
-    config = checkpoint if isinstance(checkpoint, CheckpointConfig) else CheckpointConfig(checkpoint_dir=checkpoint)
+    config = config_of(checkpoint)
     for former in [*_open]:  # A cell of a notebook that runs again.
         if former.ckpt.config.checkpoint_dir == config.checkpoint_dir:
             former.leave()
@@ -181,10 +181,8 @@ class Epochs(Iterator[int]):
         if not stepped and not (last and steps.unsaved):
             return
         metrics, self._metrics = self._metrics, {}
-        if last:
-            self.ckpt.save(steps.number, self._state, metrics=metrics, epoch=epoch)
-            steps.saved = steps.number
-        elif self.ckpt.step(steps.number, self._state, metrics=metrics, epoch=epoch):
+        report = self.ckpt.save if last else self.ckpt.step
+        if report(steps.number, self._state, metrics=metrics, epoch=epoch):
             steps.saved = steps.number
 
     @contextmanager
@@ -246,7 +244,10 @@ class _Steps:
 def _leave(
     ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
 ) -> None:
-    """End the loop as the end of a `with` block does; neither `error` nor `over`: it was left, nobody knows how."""
+    """End the loop as the end of a `with` block does.
+
+    `over`: its epochs are over. Without that and without an `error`, a `break` or an exception of its own has left it.
+    """
     for hook in hooks:
         hook.remove()
     if over:

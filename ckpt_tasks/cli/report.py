@@ -146,34 +146,37 @@ def metrics(
     """Write metrics of runs, for Prometheus.
 
     DIR is a run, or holds runs. They go into a file for node-exporter's textfile collector, or to the terminal; with
-    --port they are served at /metrics
-    until Ctrl-C. They are read from the ledgers: nothing is asked of a training. deployments/alerts.yaml has an alert
-    for each metric that needs somebody to act.
+    --port they are served at /metrics until Ctrl-C. They are read from the ledgers: nothing is asked of a training.
+    deployments/alerts.yaml has an alert for each metric that needs somebody to act.
     """
     from threading import Event
 
-    from prometheus_client import generate_latest, start_http_server, write_to_textfile
+    from prometheus_client import generate_latest, start_http_server
+    from prometheus_client.parser import text_string_to_metric_families as families
 
     from ckpt_tasks.report.prometheus import registry_of
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as shown:
         registry = registry_of(Location(directory).open())
-        samples = [
-            (sample.name, dict(sample.labels), sample.value) for one in registry.collect() for sample in one.samples
-        ]
-        facts = [{"name": name, "labels": labels, "value": value} for name, labels, value in samples]
         if port is not None:
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
             start_http_server(port, "127.0.0.1", registry)
             Event().wait()
-        elif out is not None:
-            write_to_textfile(str(out), registry)
+        text = generate_latest(registry).decode()
+        samples = [sample for one in families(text) for sample in one.samples]
+        facts = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]
+        if out is not None:
+            write_file(out, text, what="file of metrics", option="--out", is_ours=_is_metrics)
             shown.answer({"file": str(out), "metrics": facts}, [f"{out}: {count(len(facts), 'sample')}"])
         else:
             shown.answer({"metrics": facts}, [])
             if not as_json:  # A line of this format does not wrap.
-                typer.echo(generate_latest(registry), nl=False)
+                typer.echo(text, nl=False)
+
+
+def _is_metrics(head: bytes) -> bool:
+    return not head or head.startswith(b"# HELP ckpt_")
 
 
 def plan(

@@ -27,7 +27,6 @@ from ckpt_tasks.saving.parts import RankPart, Saving, Stored
 from ckpt_tasks.saving.prepared import prepare_checkpoint
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
@@ -45,11 +44,6 @@ class Restored(NamedTuple):
 restored: dict[str, Restored] = {}  # By run; removed when a save continues from the checkpoint.
 _held: dict[str, HeldRun] = {}
 _lock = system().lock()
-
-
-def config_of(run: str | os.PathLike[str] | Location | CheckpointConfig) -> CheckpointConfig:
-    """Return the configuration of a run; a directory, URL or Location alone gets the default one."""
-    return run if isinstance(run, CheckpointConfig) else CheckpointConfig(checkpoint_dir=run)
 
 
 def store_of(config: CheckpointConfig) -> Store:

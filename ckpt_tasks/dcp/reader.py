@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckpt_tasks.dcp.holding import Restored, config_of, restored
+from ckpt_tasks.dcp.holding import Restored, restored
 from ckpt_tasks.dcp.naming import ROOT, flat_state
 from ckpt_tasks.dcp.writer import step_of
 from ckpt_tasks.errors import StateError
@@ -38,7 +38,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.layout.regions import Box
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.reading.boxes import meets
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt_tasks.dcp.holding import Restored, config_of, held_run, restored, store_of
+from ckpt_tasks.dcp.holding import Restored, held_run, restored, store_of
 from ckpt_tasks.dcp.naming import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.dcp.shards import Portion, write_portions
 from ckpt_tasks.dcp.staging import Staged, stage
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.saving.parts import RankPart, Saving
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.tensors import TensorSet

@@ -1,8 +1,7 @@
-"""The common parts of the adapters: a run by path or configuration, numbers of a log, and each rank's values."""
+"""The common parts of the adapters: numbers of a log, and each rank's values."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +9,6 @@ import torch
 from torch import distributed
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.config import CheckpointConfig
-
-
-def config_of(checkpoint: str | os.PathLike[str] | CheckpointConfig) -> CheckpointConfig:
-    """Return the configuration of a run; a directory or URL alone gets the default one."""
-    return checkpoint if isinstance(checkpoint, CheckpointConfig) else CheckpointConfig(checkpoint_dir=checkpoint)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
-from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs
 from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 

@@ -25,9 +25,9 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.keras_state import BACKEND, Variables, named, state_of
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.objects.started import Started
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.attached import config_of, numbers, with_extra
+from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.lightning_state import (
     LightningState,
     LoaderPositions,
@@ -27,7 +27,7 @@ from ckpt_tasks.integrations.lightning_state import (
     fetches_in_step,
     logged_values,
 )
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 

@@ -183,6 +183,11 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def config_of(run: str | os.PathLike[str] | Location | CheckpointConfig) -> CheckpointConfig:
+    """Return the configuration of a run; a directory, URL or Location alone gets the default one."""
+    return run if isinstance(run, CheckpointConfig) else CheckpointConfig(checkpoint_dir=run)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
