@@ -13,6 +13,9 @@ from typing import Any
 
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.gang.launched import Place
+from ckpt_tasks.session.forked import recorded_params
+from ckpt_tasks.session.local import find_program
+from ckpt_tasks.session.parameters import effective_params
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, config_of
 from tests.support.children import Child
@@ -33,7 +36,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def lead(place: Place, config: CheckpointConfig, program: str, options: dict[str, Any]) -> None:
-    with place.lead(config, program, options["params"], "a flow run") as session:
+    # As the flow does: a rank that takes recorded parameters beside one that does not would build its program twice.
+    params = effective_params(find_program(program), recorded_params(config), options["params"])
+    with place.lead(config, program, params, "a flow run") as session:
         session.hold_signals(True)
         session.restore()
         while session.position < options["total"]:
