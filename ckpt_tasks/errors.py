@@ -93,10 +93,16 @@ class StateError(CkptError):
 class NonFiniteError(StateError):
     """A metric is NaN or infinite, and `on_non_finite` says to stop; `key` is its name.
 
-    `rolls_back`: the next restore goes back to an older checkpoint, so that another attempt may help.
+    `rolls_back`: the next restore goes back to an older checkpoint, so that another attempt may help. `began` is the
+    first of the bad steps, if there were several.
     """
 
     rolls_back: bool = False
+    began: int | None = None
+
+
+class SpikeError(NonFiniteError):
+    """The metric that `on_spike` names has spiked in the steps from `began` to `step`; `key` is its name."""
 
 
 class UnsupportedStateError(StateError, TypeError):

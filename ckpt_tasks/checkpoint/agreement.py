@@ -111,14 +111,19 @@ class Agreement:
         """Start to agree on steps, after a restore of `step` in all ranks."""
         self._horizon.begin(step)
 
-    def at(self, step: int, *, save: bool, signal: int | None) -> tuple[bool, int | None]:
-        """Return what all ranks do at a step: whether they save, and which signal ends them (None: they continue).
+    def at(
+        self, step: int, *, save: bool, signal: int | None, spike: tuple[int, int] | None
+    ) -> tuple[bool, int | None, tuple[int, int] | None]:
+        """Return what all ranks do at a step: whether they save, which signal ends them, from which spike they go back.
 
-        `save` and `signal` are this rank's requests. Raises StoreError if rank 0 does not answer.
+        The arguments are this rank's requests. Raises StoreError if rank 0 does not answer.
         """
         wish = f"signal {signal}" if signal is not None else "save" if save else None
-        kind, _, number = (self._horizon.at(step, wish) or "").partition(" ")
-        return kind == "save", int(number) if number else None
+        if spike is not None:
+            wish = f"spike {spike[0]} {spike[1]}"
+        kind, *numbers = (self._horizon.at(step, wish) or "none").split()
+        began, last = (*map(int, numbers), 0, 0)[:2]
+        return kind == "save", began if kind == "signal" else None, (began, last) if kind == "spike" else None
 
     def drain(self) -> None:
         """Wait until the other ranks have read rank 0's answers: this process may hold the store with these answers."""

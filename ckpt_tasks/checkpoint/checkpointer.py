@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
-from ckpt_tasks.checkpoint.rollback import LeftOut, can_leave_out, goes_back
+from ckpt_tasks.checkpoint.rollback import LeftOut, Spikes, can_leave_out, goes_back
 from ckpt_tasks.data.loader import check_dealt
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.keys import STEPS_NAME
@@ -41,17 +41,13 @@ if TYPE_CHECKING:
 
 _PRUNE_S = 10.0  # The time for the prune after the last commit in `close`; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
-_REPLACED = (
-    "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
-    " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
-    " the run: ckpt fork DIR NEW --set NAME=VALUE"
-)
 _NOTHING_LEFT = (
     "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
     "training (another fold or seed) needs a directory of its own"
 )
 _UNSAVED = "Steps %s are not saved: no save was due. Call save(step, state) after the last step."
 Metrics = Mapping[str, float]
+_InMemory = CachedSnapshot | RankSnapshot
 
 
 class Checkpointer(HeldRun):
@@ -81,10 +77,11 @@ class Checkpointer(HeldRun):
     ):
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
-        self._interrupt = Interrupt()
+        self._interrupt = Interrupt(config.spot_notices)
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
         self._finite = FiniteMetrics(config.on_non_finite)
+        self._spikes = Spikes(config.on_spike)
         self._at = Position()
         self._steps = StepLog()
         self._left_out = LeftOut()
@@ -176,9 +173,8 @@ class Checkpointer(HeldRun):
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, state, began_s))
         self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
-        self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
+        self._follow(chosen, known, cached)
         if chosen.n < 0 and cached is not None:  # Storage does not have it yet.
-            self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only such a restore has read every byte from the store.
             self._pruner.verified.add(chosen.manifest_digest)
@@ -187,6 +183,14 @@ class Checkpointer(HeldRun):
         if step is None and selection is None and chosen.step:
             self._saver.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
+
+    def _follow(self, chosen: Checkpoint, known: Sequence[Checkpoint], cached: _InMemory | None) -> None:
+        """Continue the line of a restored checkpoint, with the metrics of its steps."""
+        self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
+        if chosen.n < 0 and cached is not None:
+            self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
+        if self._ranks.first:
+            self._spikes.restored(self._history, self._line.parent, self._steps.since(-1))
 
     def _be_idle(self, state: dict[str, Any]) -> None:
         """Wait for saves under way, and record the state with which training begins, before a restore."""
@@ -222,7 +226,7 @@ class Checkpointer(HeldRun):
         step, epoch = check_step(step, self._at.step), check_epoch(epoch)
         self._raise_failure()
         now = point(step, epoch)
-        due, ending = self._due(now)
+        due, ending = self._due(now, metrics)
         taken = due or ending
         self._check_step(step, metrics, saving=taken)
         self._steps.add(step, {} if metrics is None else metrics)
@@ -261,7 +265,7 @@ class Checkpointer(HeldRun):
         self._check_step(step, metrics, saving=True)
         self._steps.add(step, {} if metrics is None else metrics)
         now = point(step, epoch)
-        _, ending = self._due(now)
+        _, ending = self._due(now, metrics)
         self._at.stepped(now)
         self._left_out.at(step, state)
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
@@ -341,13 +345,6 @@ class Checkpointer(HeldRun):
             return self._went_back(chosen, failed_step, state)
         return None
 
-    def _log_restored(self, chosen: Checkpoint, report: RestoreReport) -> None:
-        """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""
-        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
-        origin = self._history.head().state.origin if report.replaced else None
-        if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
-            _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
-
     def _candidates(self, step: int | None) -> Tried:
         """Return the live checkpoints, those to try in order, and the last rollback."""
         live = self._history.head().state
@@ -358,26 +355,32 @@ class Checkpointer(HeldRun):
 
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
-    ) -> Sequence[CachedSnapshot | RankSnapshot]:
+    ) -> Sequence[_InMemory]:
         """Return snapshots that all ranks have in memory: of the candidates; with `newest` also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
 
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
-        """Record that training goes back to a checkpoint before a step whose metrics were not finite.
+        """Record that training goes back to a checkpoint before a step whose metrics were not finite, or had spiked.
 
         If an object of the state can skip batches, those from there to that step are skipped: they would fail again.
         """
         skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
         rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
-        self._record_rollback(rollback, failed=failed_step)
+        self._record_rollback(rollback, failed=failed_step, **self._finite.back.event)
         return rollback
 
-    def _due(self, now: SavePoint) -> tuple[bool, bool]:
-        """Return whether a save is due at this step, and whether a signal ends training there; all ranks agree."""
+    def _due(self, now: SavePoint, metrics: Metrics | None) -> tuple[bool, bool]:
+        """Return whether a save is due at this step, and whether a signal ends training there; all ranks agree.
+
+        Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
+        """
+        spike = self._spikes.seen(now.step, metrics) if self._ranks.first else None
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
-        save, number = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending)
+        save, number, spike = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending, spike=spike)
+        if spike is not None:
+            raise self._finite.spiked(self._spikes.metric, *spike)
         if number is not None:
             self._interrupt.pending = number
         return due or save, number is not None

@@ -23,6 +23,7 @@ from ckpt_tasks.ledger.ownership import left_here
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("ckpt_tasks")
+_REPLACED = (
+    "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
+    " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
+    " the run: ckpt fork DIR NEW --set NAME=VALUE"
+)
 
 
 class HeldRun:
@@ -308,6 +314,13 @@ class HeldRun:
         """Raise FencedError if the heartbeat has seen another owner; only rank 0 has a heartbeat."""
         if self._tenure is not None:
             self._tenure.check()
+
+    def _log_restored(self, chosen: Checkpoint, report: RestoreReport) -> None:
+        """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""
+        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
+        origin = self._history.head().state.origin if report.replaced else None
+        if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
+            _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
 
     def _wait_idle(self) -> None:
         """Wait for saves under way, whether they succeed or fail; raise only the loss of the run."""

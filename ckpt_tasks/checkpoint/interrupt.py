@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
+from ckpt_tasks.checkpoint.notices import Watch, watch
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
@@ -37,10 +38,11 @@ class Interrupt:
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
     Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not, since
     schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a
-    step that hangs. A forked child holds nothing back: it gets the previous handlers.
+    step that hangs. A forked child holds nothing back: it gets the previous handlers. While signals are held back,
+    notices of the cloud `spot_notices` become SIGTERM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spot_notices: str | None = None) -> None:
         self.pending: int | None = None
         self.is_failing = False  # True while an exception ends the `with` block.
         self.within: CodeType | None = None  # If set, signals are held back only while a frame of this code runs.
@@ -48,6 +50,8 @@ class Interrupt:
         self._handler = self._note  # Keep one object: Prefect compares by identity.
         self._seen: set[int] = set()  # Signals seen until one is delivered.
         self._noted_s: dict[int, float] = {}
+        self._spot_notices = spot_notices
+        self._watch: Watch | None = None
 
     def install(self) -> None:
         """Install our handlers, in the main thread."""
@@ -62,11 +66,14 @@ class Interrupt:
             _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}
             _rename(self._previous[signal.SIGTERM], self._handler)
+        self._watch = watch(self._spot_notices)
 
     def uninstall(self) -> None:
         """Put the previous handlers back, unless another library has set its own since."""
         if not self._previous:
             return
+        if self._watch is not None:
+            self._watch.stop()
         with _prefects_lock():
             self._give_back()
 

@@ -6,13 +6,25 @@ it, and skip the batches that led to it.
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.records import Checkpoint, Rollback
+from ckpt_tasks.layout.steps import StepMetrics
+from ckpt_tasks.ledger.goodput import follow
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.metrics import checked_metrics
+from ckpt_tasks.ledger.steps import read_curve
+from ckpt_tasks.ledger.timeline import read_timeline
+from ckpt_tasks.policy.spikes import SEEN, STREAK, is_spike
 from ckpt_tasks.state.groups import objects_of
+
+_log = logging.getLogger("ckpt_tasks")
 
 
 class LeftOut:
@@ -52,6 +64,63 @@ class LeftOut:
         for value in objects_of(state):
             if callable(getattr(value, "skip_batches", None)):
                 value.skip_batches(last - first + 1)
+
+
+class Spikes:
+    """Watch one metric for spikes, in rank 0: by the last steps of the line that training continues."""
+
+    def __init__(self, metric: str | None):
+        self.metric = metric or ""
+        self._last: deque[tuple[int, float]] = deque(maxlen=SEEN)
+        self._spike: tuple[int, int] | None = None
+        self._without = 0
+
+    def seen(self, step: int, metrics: Mapping[str, Any] | None) -> tuple[int, int] | None:
+        """Take the metric of a completed step; return the first and the last step of a spike, until a restore.
+
+        Waits for a tensor on a device. Raises StateError if the metric is not a number.
+        """
+        if not self.metric or self._spike is not None:
+            return self._spike
+        if not isinstance(metrics, Mapping) or self.metric not in metrics:
+            self._without += 1
+            if self._without == SEEN and not self._last:
+                _log.warning("on_spike watches %r, and %d steps had no such metric", self.metric, SEEN)
+            return None
+        self._take(step, checked_metrics({self.metric: metrics[self.metric]})[self.metric])
+        if is_spike([loss for _, loss in self._last]):
+            self._spike = self._last[-STREAK][0], step
+        return self._spike
+
+    def restored(self, history: History, parent: Checkpoint | None, newer: Sequence[StepMetrics]) -> None:
+        """Take what a process that was never interrupted would know: the steps up to `parent`, and `newer` ones.
+
+        Reads the ledger, and the metrics of as many commits as it needs. Raises StoreError if the store fails.
+        """
+        self._spike = None
+        self._last.clear()
+        if not self.metric:
+            return
+        steps = [one for one in newer if parent is None or one.step > parent.step]
+        commits = [one for one in read_timeline(history).moments if one.kind == "commit"]
+        while commits and (parent is None or commits[-1].identity != parent.manifest_digest):
+            commits.pop()
+        line = follow(commits).line
+        for commit in reversed(commits):
+            if sum(self.metric in one.metrics for one in steps) >= SEEN:
+                break
+            if commit.n in line:
+                curve = read_curve(history, follow([commit])).steps
+                steps = [*(StepMetrics(one.step, one.at_s, one.metrics) for one in curve), *steps]
+        for one in steps:
+            if self.metric in one.metrics:
+                self._take(one.step, float(one.metrics[self.metric]))
+
+    def _take(self, step: int, loss: float) -> None:
+        if self._last and self._last[-1][0] == step:  # Reported again, by save() after step().
+            self._last.pop()
+        if math.isfinite(loss):
+            self._last.append((step, loss))
 
 
 def can_leave_out(state: Mapping[str, Any]) -> bool:

@@ -96,7 +96,7 @@ class GangSession:
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
-        self._interrupt = Interrupt()
+        self._interrupt = Interrupt(config.spot_notices)
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._rows = GangRows()
@@ -241,7 +241,7 @@ class GangSession:
         # Even for a signal: the ranks are in the middle of a step.
         except BaseException as error:
             if isinstance(error, NonFiniteError) and error.rolls_back:
-                self._back.failed(error.step or 0)
+                self._back.failed(error.step or 0, error.began)
             self.clean = False
             self._rows.ended(error)
             self._gang.kill()

@@ -17,6 +17,7 @@ from ckpt_tasks.storage.locations import Location, location_of
 
 OnFlushFailure = Literal["raise", "warn"]
 OnNonFinite = Literal["warn", "stop", "rollback"]
+Cloud = Literal["aws", "google", "azure"]
 BestMode = Literal["min", "max"]
 
 
@@ -78,6 +79,12 @@ class CheckpointConfig:
     it too, and the next `restore()` (a flow's retry) goes back to the newest checkpoint with finite metrics: further
     back each time, three times at most. A checkpoint with such a metric is never the best one.
     """
+    on_spike: str | None = None
+    """The metric, such as `"loss"`, after whose spikes training goes back: when each of its last 3 values is above the
+    median of the 100 before them by more than 10 times their median absolute deviation, `step()` raises SpikeError, and
+    the next `restore()` goes on as after `on_non_finite="rollback"`: from the newest checkpoint before the spike,
+    without its batches. Rank 0's metric counts, for all ranks. A tensor on a device is waited for at each step.
+    """
     flush_timeout_s: float = 600.0
     """A flush is stuck when the store has taken nothing of it for this many seconds. Saves then stay in memory until
     the store answers. The end of a run waits until its flush is stuck; see below. Flushes give way to other programs
@@ -87,6 +94,11 @@ class CheckpointConfig:
     """For a run in an object store: a directory of this host, one for each run. Checkpoints land there before they are
     sent, and are read from there if they are good. The next process on this host restores and sends what the store does
     not have yet.
+    """
+    spot_notices: Cloud | None = None
+    """Ask the metadata server of this cloud (`"aws"`, `"google"` or `"azure"`) for notices that it takes the host away,
+    which come without a signal there. A notice ends the run as SIGTERM does: after the step, with a commit. `None` asks
+    for nothing.
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
@@ -213,6 +225,8 @@ _RULES = {
     "memory_dir": _Rule(lambda value: value is None or _is_text(value), "a directory, 'auto' or None"),
     "on_flush_failure": _one_of(OnFlushFailure),
     "on_non_finite": _one_of(OnNonFinite),
+    "on_spike": _Rule(lambda value: value is None or _is_text(value), "a metric's name or None"),
     "flush_timeout_s": _SECONDS,
     "local_dir": _Rule(lambda value: value is None or _is_text(value), "a directory or None"),
+    "spot_notices": _Rule(lambda value: value in (None, *get_args(Cloud)), "'aws', 'google', 'azure' or None"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.errors import NonFiniteError, StateError
+from ckpt_tasks.errors import NonFiniteError, SpikeError, StateError
 from ckpt_tasks.format.records import Checkpoint
 
 _MOST_ROLLBACKS = 3
@@ -42,21 +42,27 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class GoingBack:
-    """Where the next restore goes, after steps whose metrics were not finite.
+    """Where the next restore goes, after steps whose metrics were not finite, or had spiked.
 
-    `failed_step`: the last bad step, which the next restore must go back before; None if there is none. `furthest`: the
-    highest bad step that training has not got past yet. `limit`: the step of the last rollback, which the next one must
-    go back further than.
+    `failed_step`: the last bad step, which the next restore must go back before; None if there is none. `began`: the
+    first step of a spike that ends there. `furthest`: the highest bad step that training has not got past yet. `limit`:
+    the step of the last rollback, which the next one must go back further than.
     """
 
     failed_step: int | None = None
     furthest: int = -1
     rollbacks: int = 0
     limit: int | None = None
+    began: int | None = None
 
-    def failed(self, step: int) -> None:
-        """Remember a bad step."""
-        self.failed_step, self.furthest = step, max(step, self.furthest)
+    @property
+    def event(self) -> dict[str, int]:
+        """What a rollback's event says of a spike."""
+        return {} if self.began is None else {"began": self.began}
+
+    def failed(self, step: int, began: int | None = None) -> None:
+        """Remember a bad step, or the bad steps since `began`."""
+        self.failed_step, self.furthest, self.began = step, max(step, self.furthest), began
 
     def passed(self, step: int) -> None:
         """Forget the rollbacks if a good step is past the bad ones."""
@@ -70,19 +76,21 @@ class GoingBack:
         Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
         """
         assert self.failed_step is not None
-        limit = self.failed_step if self.limit is None else min(self.failed_step, self.limit)
+        bad = self.failed_step if self.began is None else self.began
+        limit = bad if self.limit is None else min(bad, self.limit)
         good = [c for c in candidates if c.step < limit and all(map(math.isfinite, c.metrics.values()))]
         if self.rollbacks >= _MOST_ROLLBACKS or not good:
             why = f"{self.rollbacks} rollbacks did not help" if good else "there is no older checkpoint to go back to"
-            raise NonFiniteError(
-                f"a metric is NaN or infinite again, and {why}",
+            kind, what = (NonFiniteError, "is NaN or infinite") if self.began is None else (SpikeError, "has spiked")
+            raise kind(
+                f"a metric {what} again, and {why}",
                 step=self.failed_step,
                 hint="Change what makes it diverge: a program that is deterministic does the same again.",
             )
         return good
 
     def went_back(self, step: int) -> int | None:
-        """Count a restore of `step` as a rollback if there was a bad step; return the bad step, else None."""
+        """Count a restore of `step` as a rollback if there was a bad step; return the last bad step, else None."""
         failed_step, self.failed_step = self.failed_step, None
         if failed_step is not None:
             self.rollbacks, self.limit = self.rollbacks + 1, step
@@ -120,6 +128,15 @@ class FiniteMetrics:
         elif numbers:  # A step without metrics does not end a stretch of bad steps.
             self._warned = False
             self.back.passed(step)
+
+    def spiked(self, key: str, began: int, step: int) -> SpikeError:
+        """Return the error to raise for a metric that has spiked in these steps; the next restore goes back."""
+        self.back.failed(step, began)
+        message = f"{key} has spiked since step {began}, and on_spike goes back: this step is not saved"
+        hint = "Call restore(): it goes back to the newest checkpoint before the spike."
+        error = SpikeError(message, step=step, key=key, hint=hint)
+        error.rolls_back, error.began = True, began
+        return error
 
     def _act(self, step: int, message: str, key: str) -> None:
         if self._on_non_finite == "warn":

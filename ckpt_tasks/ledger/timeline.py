@@ -184,7 +184,10 @@ def _text(event: Mapping[str, Any], *names: str) -> str:
 
 def _rolled_back(event: Mapping[str, Any]) -> str:
     """Return why training went back, and which batches it skips."""
-    failed = f"step {event['failed']} was not finite" if event.get("failed") is not None else ""
+    failed, began = event.get("failed"), event.get("began")
+    failed = "" if failed is None else f"step {failed} was not finite"
+    if began is not None:
+        failed = f"a metric spiked in steps {began} to {event.get('failed')}"
     why = failed or _text(event, "why")
     match event.get("skip"):
         case [first, last]:

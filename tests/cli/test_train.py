@@ -34,6 +34,8 @@ GIVEN = {
     "on_non_finite": ("stop", "stop"),
     "flush_timeout_s": ("30", 30.0),
     "local_dir": ("near", "near"),
+    "spot_notices": ("aws", "aws"),
+    "on_spike": ("loss", "loss"),
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CkptError, SpikeError
 from ckpt_tasks.ranks.exchange import StoreExchange
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import config
@@ -238,3 +238,29 @@ def test_a_rank_that_is_stopped_fails_the_save_of_the_others(tmp_path: Path, sto
         assert (kind, error) == ("result", "StoreError"), words
         assert f"rank {stopped}" in words or "cannot reach" in words
     assert steps_of(tmp_path)[0] >= 1
+
+
+def one_spikes(rank: int, size: int, root: str) -> list[tuple[int, int, int]]:
+    """Train until a restore after a spike in rank 0; rank 1's own loss spikes earlier. Return what the error says."""
+    state = state_of("ddp", size)
+    ckpt = Checkpointer(config(root, on_spike="loss", step_interval=50))
+    step = ckpt.restore(state)
+    while True:
+        step += 1
+        time.sleep(0.01)
+        loss = 99.0 if step in ((120, 121, 122) if rank == 0 else (110, 111, 112)) else float(step % 5)
+        try:
+            ckpt.step(step, state, metrics={"loss": loss})
+        except SpikeError as error:
+            done = [(error.began or 0, error.step or 0, ckpt.restore(state)), (0, step, ckpt.position)]
+            ckpt.close()
+            return done
+
+
+def test_a_spike_in_rank_0_stops_all_at_one_step(tmp_path: Path) -> None:
+    """Rank 0's loss decides: all raise SpikeError at the same step, and go back to the same checkpoint."""
+    first, second = run(2, one_spikes, str(tmp_path))
+    assert first == second
+    (began, last, to), (_, raised_at, position) = first
+    assert (began, last, to, position) == (120, 122, 100, 100)
+    assert raised_at >= 122

@@ -54,10 +54,11 @@ def train(
 def main(arguments: Sequence[str]) -> None:
     """Train as arguments of `train` in JSON say; write a line when it has ended."""
     options = json.loads(arguments[0])
-    os.environ[MARK] = options["mark"]
+    os.environ |= {MARK: options["mark"], **options.get("environment", {})}
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     given = {name: options[name] for name in ("ranks", "batch") if name in options}
-    failures = train(config_of(Path(options["run"])), options["params"], options["total"], **given)
+    config = config_of(Path(options["run"]), **options.get("config", {}))
+    failures = train(config, options["params"], options["total"], **given)
     sys.stdout.write(f"ended after {len(failures)} failures\n")
 
 

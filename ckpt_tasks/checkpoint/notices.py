@@ -1,0 +1,191 @@
+"""Notices that a cloud will take this host away: on AWS, Google Cloud and Azure they come by HTTP, and not as a signal.
+
+A thread asks the host's metadata server, and sends this process SIGTERM at a notice: what follows is what follows any
+SIGTERM. The addresses and answers are those of the clouds' documentation, and so is how often to ask. No answer, a slow
+one and a wrong one change nothing in the training: they are logged once, and the server is asked again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from email.message import Message
+from typing import Any, NamedTuple, Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from ckpt_tasks.system import system
+
+_TIMEOUT_S = 2.0
+_WAIT_S = 30  # A request to Google's server waits this long for a change.
+_AFTER_FAILURE_S = 5.0
+_LINK_LOCAL = "http://169.254.169.254"
+_direct = build_opener(ProxyHandler({}))  # A proxy would answer for another host.
+_log = logging.getLogger("ckpt_tasks")
+_heard: set[str] = set()  # A handler of SIGTERM may let the training go on: it is not told of the same notice again.
+
+
+class Notice(NamedTuple):
+    """What a cloud has announced; `ends`: it takes this host away."""
+
+    text: str
+    ends: bool = True
+
+
+class _Cloud(Protocol):
+    every_s: float
+
+    def look(self) -> list[Notice]:
+        """Ask for the notices of this host. Raises OSError or HTTPException, and what a foreign answer leads to."""
+
+
+class Watch:
+    """Ask a cloud's metadata server in a thread until `stop`; send this process SIGTERM at a notice."""
+
+    def __init__(self, cloud: str):
+        self._stop = threading.Event()
+        system().start_thread(_watch, cloud, self._stop, name="ckpt-notices")
+
+    def stop(self) -> None:
+        """Let the thread end after the request that it waits for."""
+        self._stop.set()
+
+
+def watch(cloud: str | None) -> Watch | None:
+    """Watch for notices of a cloud, in the first rank of each host; None: ask for nothing."""
+    if cloud is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    return Watch(cloud)
+
+
+def _watch(name: str, stop: threading.Event) -> None:
+    cloud, fails = CLOUDS[name](), False
+    while not stop.is_set():
+        pause_s = cloud.every_s
+        try:
+            notices = cloud.look()
+            fails = False
+        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+            if not fails:
+                _log.warning(
+                    "The metadata server of %s cannot be asked (%s). Training goes on without its notices, and it is "
+                    "asked again every %g s",
+                    name,
+                    error,
+                    _AFTER_FAILURE_S,
+                )
+            notices, fails, pause_s = [], True, _AFTER_FAILURE_S
+        for notice in notices:
+            if notice.text not in _heard and not stop.is_set():
+                _heard.add(notice.text)
+                _log.warning("%s: %s", name, notice.text)
+                if notice.ends:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        stop.wait(pause_s)
+
+
+class _Aws:
+    """docs.aws.amazon.com: Spot Instance interruption notices; EC2 instance rebalance recommendations; IMDSv2."""
+
+    every_s = 5.0
+
+    def __init__(self) -> None:
+        self._root = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _LINK_LOCAL).rstrip("/") + "/latest"
+        self._token = ""
+
+    def look(self) -> list[Notice]:
+        """Return the interruption of this instance, and that one is likely."""
+        if not self._token:
+            lives = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+            self._token = _ask(f"{self._root}/api/token", lives, method="PUT")[0]
+        notices = []
+        if action := self._read("spot/instance-action"):
+            text = f"this spot instance gets the action {action['action']!r} at {action['time']}"
+            notices.append(Notice(f"{text}: the run ends after this step"))
+        if advice := self._read("events/recommendations/rebalance"):
+            since = advice["noticeTime"]
+            notices.append(Notice(f"an interruption has become likely since {since}; training goes on", ends=False))
+        return notices
+
+    def _read(self, path: str) -> Any:
+        try:
+            return _object(_ask(f"{self._root}/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})[0])
+        except HTTPError as error:
+            if error.code == http.client.UNAUTHORIZED:
+                self._token = ""  # It has expired.
+            if error.code == http.client.NOT_FOUND:  # Nothing is announced.
+                return None
+            raise
+
+
+class _Google:
+    """cloud.google.com: the metadata value `preempted` of Spot VMs; wait_for_change and last_etag."""
+
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+        self._url = f"http://{host}/computeMetadata/v1/instance/preempted"
+        self._etag = ""
+
+    def look(self) -> list[Notice]:
+        """Return the preemption of this instance; wait for it, but not at the first look."""
+        query = f"?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={self._etag}" if self._etag else ""
+        answer, headers = _ask(
+            self._url + query, {"Metadata-Flavor": "Google"}, timeout_s=_TIMEOUT_S + (_WAIT_S if query else 0)
+        )
+        self._etag = headers.get("ETag", "")
+        if answer not in ("TRUE", "FALSE"):
+            raise ValueError(f"neither TRUE nor FALSE: {answer!r:.80}")
+        return [Notice("this instance is preempted: the run ends after this step")] if answer == "TRUE" else []
+
+
+class _Azure:
+    """learn.microsoft.com: Scheduled Events for Linux VMs, of type Preempt; the instance's name is in its metadata.
+
+    An event is not acknowledged (StartRequests): Azure would then evict the host at once, for other programs too.
+    """
+
+    every_s = 1.0
+
+    def __init__(self) -> None:
+        self._root = os.environ.get("AZURE_POD_IDENTITY_AUTHORITY_HOST", _LINK_LOCAL).rstrip("/") + "/metadata"
+        self._name = ""
+
+    def look(self) -> list[Notice]:
+        """Return the evictions of this machine; a scale set's events name its other machines, too."""
+        if not self._name:
+            self._name = self._read("instance/compute/name?api-version=2021-02-01&format=text")
+        document = _object(self._read("scheduledevents?api-version=2020-07-01"))
+        return [
+            Notice(f"this machine is evicted, not before {event['NotBefore'] or 'now'}: the run ends after this step")
+            for event in document["Events"]
+            if event["EventType"] == "Preempt" and self._name in event["Resources"]
+        ]
+
+    def _read(self, path: str) -> str:
+        return _ask(f"{self._root}/{path}", {"Metadata": "true"})[0]
+
+
+CLOUDS: Mapping[str, type[_Cloud]] = {"aws": _Aws, "google": _Google, "azure": _Azure}
+
+
+def _ask(
+    url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = _TIMEOUT_S
+) -> tuple[str, Message]:
+    request = Request(url, headers=dict(headers), method=method)  # noqa: S310 (each caller's URL begins with http)
+    with _direct.open(request, timeout=timeout_s) as answer:
+        return answer.read(1 << 16).decode().strip(), answer.headers
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Read a JSON object; raises ValueError or TypeError for another text."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise TypeError(f"not a JSON object: {text!r:.80}")
+    return value
