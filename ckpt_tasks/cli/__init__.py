@@ -22,6 +22,7 @@ from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, plan, report
+from ckpt_tasks.cli.serve import serve
 from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
 from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
@@ -32,7 +33,7 @@ __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, run, evaluate, up, down),
-    "Look": (ls, show, watch, diff, report, plan, metrics),
+    "Look": (ls, show, watch, serve, diff, report, plan, metrics),
     "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),

@@ -13,13 +13,13 @@ from ckpt_tasks.cli.arguments import (
     JsonOption,
     argument,
     complete_run,
-    kept_because,
     lineage_facts,
     option,
     params_line,
 )
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.report.kept import kept_because
 from ckpt_tasks.report.words import age, count, drill_words, number, size, span, when
 
 if TYPE_CHECKING:

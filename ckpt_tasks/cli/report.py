@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, kept_because, option
+from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
 from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.policy.cadence import (
@@ -24,6 +24,7 @@ from ckpt_tasks.policy.cadence import (
     trade_off,
     trade_off_at,
 )
+from ckpt_tasks.report.kept import kept_because
 from ckpt_tasks.report.words import count, fine_span, percent, printable
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     its time that went into the training its result is made of, and where the rest went. It replaces an older report,
     but no other file.
     """
-    from ckpt_tasks.ledger.steps import read_curve
+    from ckpt_tasks.ledger.curve import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline
     from ckpt_tasks.reading.reading import open_run
     from ckpt_tasks.report.report import make_report, to_html

@@ -1,9 +1,24 @@
-"""The curve of a run: the metrics of every step. `steps.py` reads it; drawing it needs no Arrow."""
+"""The curve of a run: the metrics of every step, read from the tables that its commits name.
+
+Reading them needs no torch; drawing a curve needs no Arrow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.ledger.goodput import Course
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.timeline import Moment
+from ckpt_tasks.process.processes import in_threads
+
+if TYPE_CHECKING:
+    from ckpt_tasks.layout.steps import StepMetrics
+
+_AT_ONCE = 16  # Parallel requests to a remote store.
 
 
 @dataclass(frozen=True)
@@ -23,3 +38,37 @@ class Curve:
 
     steps: tuple[CurveStep, ...] = ()
     damaged: int = 0
+
+
+def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:
+    """Read the metrics of every step that a course's commits added; `known` caches tables for the next call.
+
+    Raises StoreError if the store fails.
+    """
+    tables = {} if known is None else known
+    commits = [commit.moment for commit in course.of("commit") if commit.moment.steps is not None]
+    new = [commit for commit in commits if commit.steps is not None and commit.steps[0] not in tables]
+    read = zip(new, read_tables(history, new), strict=True)
+    tables.update({commit.steps[0]: steps for commit, steps in read if commit.steps})
+    points, damaged = list[CurveStep](), 0
+    for commit in commits:
+        assert commit.steps is not None
+        steps = tables[commit.steps[0]]
+        damaged += steps is None
+        points += [CurveStep(commit.n, s.step, s.at_s, s.metrics, commit.n not in course.line) for s in steps or ()]
+    return Curve(tuple(points), damaged)
+
+
+def read_tables(history: History, commits: Sequence[Moment]) -> list[list[StepMetrics] | None]:
+    """Read the tables of steps that commits name, one for each; None for a table that is missing or damaged."""
+    from ckpt_tasks.layout.steps import MAX_STEPS_BYTES, read_steps
+
+    def read(one: Moment) -> list[StepMetrics] | None:
+        assert one.steps is not None
+        name, digest = one.steps
+        try:
+            return read_steps(history.store.get(name, MAX_STEPS_BYTES), digest=digest, name=name)
+        except (IntegrityError, ObjectNotFoundError):
+            return None  # `verify` reports it.
+
+    return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")

@@ -81,10 +81,14 @@ class Head:
 
 
 class History(RunFormat):
-    """Read and extend the ledger of one run directory."""
+    """Read and extend the ledger of one run directory.
 
-    def __init__(self, store: Store):
+    If not `whole`, it is only for a look: the entries that it reads lack the checkpoints of their segments.
+    """
+
+    def __init__(self, store: Store, *, whole: bool = True):
         super().__init__(store)
+        self._whole = whole
         self._segments = Segments(store)
         self._known: Head | None = None  # The newest entry read by this process, if no newer one is damaged.
         self._seen = False  # True if the last look found no damage: then `_known` is the newest entry.
@@ -198,7 +202,7 @@ class History(RunFormat):
         entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
         if entry.n != n:
             raise IntegrityError(f"the entry says that it is number {entry.n}", key=name)
-        if entry.segments:
+        if entry.segments and self._whole:
             entry = entry.with_segments(self._segments.read(entry.segments))
             if any(checkpoint.n > n for checkpoint in entry.state.live):
                 raise IntegrityError(f"a checkpoint of a later entry than number {n}", key=name)

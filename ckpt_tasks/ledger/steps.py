@@ -1,4 +1,4 @@
-"""The metrics of every step: collected between commits, written with each commit, and read as one curve.
+"""The metrics of every step: collected between commits and written with each commit; `curve.py` reads them.
 
 A commit's table holds the steps that its checkpoint adds to its parent's; the entry's event names the table. So the
 curve is exactly what was committed: a step that was trained, lost and trained again has the metrics of the training
@@ -14,17 +14,11 @@ from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import Attempt, steps_name
 from ckpt_tasks.layout.steps import MAX_STEPS_BYTES, StepMetrics, read_steps, write_steps
-from ckpt_tasks.ledger.curve import Curve, CurveStep
-from ckpt_tasks.ledger.goodput import Course
-from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.metrics import held
-from ckpt_tasks.ledger.timeline import Moment
-from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 
 _MOST_KEPT = 1 << 18  # Above this many uncommitted steps every second one is dropped.
-_AT_ONCE = 16  # Parallel requests to a remote store.
 
 
 class StepLog:
@@ -81,34 +75,3 @@ def _numbers(steps: Iterable[StepMetrics]) -> Iterator[StepMetrics]:
     """Turn tensors on a device into numbers; this waits for the device."""
     for step, at_s, metrics in steps:
         yield StepMetrics(step, at_s, {name: float(value) for name, value in metrics.items()})
-
-
-def read_curve(history: History, course: Course, known: dict[str, list[StepMetrics] | None] | None = None) -> Curve:
-    """Read the metrics of every step that a course's commits added; `known` caches tables for the next call.
-
-    Raises StoreError if the store fails.
-    """
-    tables = {} if known is None else known
-    commits = [commit.moment for commit in course.of("commit") if commit.moment.steps is not None]
-    new = [commit for commit in commits if commit.steps is not None and commit.steps[0] not in tables]
-    read = zip(new, _read(history, new), strict=True)
-    tables.update({commit.steps[0]: steps for commit, steps in read if commit.steps})
-    points, damaged = list[CurveStep](), 0
-    for commit in commits:
-        assert commit.steps is not None
-        steps = tables[commit.steps[0]]
-        damaged += steps is None
-        points += [CurveStep(commit.n, s.step, s.at_s, s.metrics, commit.n not in course.line) for s in steps or ()]
-    return Curve(tuple(points), damaged)
-
-
-def _read(history: History, commits: list[Moment]) -> list[list[StepMetrics] | None]:
-    def read(one: Moment) -> list[StepMetrics] | None:
-        assert one.steps is not None
-        name, digest = one.steps
-        try:
-            return read_steps(history.store.get(name, MAX_STEPS_BYTES), digest=digest, name=name)
-        except (IntegrityError, ObjectNotFoundError):
-            return None  # `verify` reports it.
-
-    return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")

@@ -30,8 +30,8 @@ from pydantic import ValidationError
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.layout.steps import StepMetrics
+from ckpt_tasks.ledger.curve import read_curve
 from ckpt_tasks.ledger.history import Head
-from ckpt_tasks.ledger.steps import read_curve
 from ckpt_tasks.ledger.timeline import Timeline, read_timeline
 from ckpt_tasks.reading.reading import Run, run_of
 from ckpt_tasks.report.picture import sort_metrics

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX
 from ckpt_tasks.format.ledger import State, lineage
-from ckpt_tasks.format.records import Evaluation, Owner
+from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
@@ -54,31 +55,45 @@ def summaries_below(store: Store) -> list[RunSummary]:
 
 def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
     """Summarise the runs among these directories, by name; a damaged run is listed, not raised."""
-    me = identify(None)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-overview") as pool:
-        summaries = pool.map(partial(_summary, me), places, places.values())
-        return [summary for summary in summaries if summary is not None]
+        looked = pool.map(look_at, places, places.values())
+        return [look.summary for look in looked if look is not None]
 
 
-def _summary(me: Owner, name: str, store: Store) -> RunSummary | None:
-    """Summarise one run; return None if the directory is not a run."""
-    history = History(store)
+class Look(NamedTuple):
+    """A run's summary and newest state; the state is empty if the run cannot be read.
+
+    `partial`: only the newest of many checkpoints were read, so `checkpoints` and `size_bytes` do not count the others.
+    """
+
+    summary: RunSummary
+    state: State
+    partial: bool = False
+
+
+def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
+    """Look at one directory; return None if it is not a run. If not `whole`, a run of many checkpoints is `partial`."""
+    history = History(store, whole=whole)
     say = partial(RunSummary, name=name, url=store.url)
     try:
         run_key, missing = _run_key(history)
         if missing and not store.names(LEDGER_PREFIX, limit=1):
             return None
         head = history.head()
-        state, why = _state(history, head, me)
+        state, why = ("damaged", _damage(head)) if head.damaged else life_of(history, head.state)
         if run_key is None:
             state, why = "damaged", f"{FORMAT_NAME} is {'missing' if missing else 'damaged'}"
     except IntegrityError as error:
-        return say(state="damaged", why=str(error))
+        return Look(say(state="damaged", why=str(error)), State())
     except CkptError as error:
-        return say(state="unreadable", why=str(error))
+        return Look(say(state="unreadable", why=str(error)), State())
+    segments = head.entry.segments if head.entry else ()
+    is_partial = bool(segments) and not whole
     newest_first = lineage(head.state.live)
     newest = newest_first[0] if newest_first else None
-    return say(
+    if is_partial and (newest is None or newest.abandoned):
+        return look_at(name, store)  # The newest checkpoint is in a segment.
+    summary = say(
         state=state,
         why=why,
         run_key=run_key,
@@ -89,6 +104,7 @@ def _summary(me: Owner, name: str, store: Store) -> RunSummary | None:
         size_bytes=sum(checkpoint.size_bytes for checkpoint in newest_first),
         metrics={**(newest.metrics if newest else {}), **_evaluated(head.state)},
     )
+    return Look(summary, head.state, is_partial)
 
 
 def _run_key(history: History) -> tuple[str | None, bool]:
@@ -99,14 +115,17 @@ def _run_key(history: History) -> tuple[str | None, bool]:
         return None, True
 
 
-def _state(history: History, head: Head, me: Owner) -> tuple[str, str]:
-    if head.damaged:
-        entries = "1 ledger entry" if len(head.damaged) == 1 else f"{len(head.damaged)} ledger entries"
-        return "damaged", f"{entries} cannot be read"
-    owner = head.state.owner
+def _damage(head: Head) -> str:
+    entries = "1 ledger entry" if len(head.damaged) == 1 else f"{len(head.damaged)} ledger entries"
+    return f"{entries} cannot be read"
+
+
+def life_of(history: History, state: State) -> tuple[str, str]:
+    """Return whether an undamaged run is running, ended, silent or new, and why; its owner's sign of life is read."""
+    owner = state.owner
     if owner is None or owner.released:
-        return ("ended", "") if head.state.live else ("new", "nothing is saved yet")
-    free = why_free(owner, me, Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
+        return ("ended", "") if state.live else ("new", "nothing is saved yet")
+    free = why_free(owner, identify(None), Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
     return ("running", "") if free is None else ("silent", free)
 
 

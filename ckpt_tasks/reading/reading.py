@@ -223,8 +223,8 @@ class Run:
 
     def curve(self) -> Curve:
         """Read the metrics of every step, in the order of their commits; abandoned lines are marked."""
+        from ckpt_tasks.ledger.curve import read_curve
         from ckpt_tasks.ledger.goodput import follow
-        from ckpt_tasks.ledger.steps import read_curve
         from ckpt_tasks.ledger.timeline import read_timeline
 
         return read_curve(self.history, follow(read_timeline(self.history).moments))

@@ -1,0 +1,155 @@
+"""What a chart shows of a run, as JSON data: curves thinned so that spikes stay, marks, and where the time went.
+
+A curve is a series of values by step, and by seconds since the run began. A run whose training went back has its final
+line and stretches that were left behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpt_tasks.layout.steps import StepMetrics
+from ckpt_tasks.ledger.goodput import SHARES, Course
+from ckpt_tasks.ledger.timeline import Moment
+
+_MOST_LEFT = 20  # Stretches that were left behind.
+_MOST_MARKS = 300
+_MARKED = ("failure", "lost", "taken", "fallback", "rollback")
+_DIGITS = 7
+
+_Floats = npt.NDArray[np.float64]
+
+
+class Curves:
+    """Every metric of a run, by name; an evaluation's are named suite/metric. Its history can grow.
+
+    The columns of an array are the values in the order of their commits; its rows are the number of the commit, the
+    step, the time in seconds since 1970, and the value.
+    """
+
+    def __init__(self) -> None:
+        self.by_metric: dict[str, _Floats] = {}
+        self.newest_n = -1
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all values."""
+        return sum(values.nbytes for values in self.by_metric.values())
+
+    def add(self, moments: Iterable[Moment], tables: Mapping[int, Sequence[StepMetrics] | None]) -> None:
+        """Add the commits and evaluations that are newer than those it has; `tables` has the steps of each commit.
+
+        A commit without a table has one value of each of its metrics.
+        """
+        new: dict[str, list[tuple[int, int, float, float]]] = {}
+        for one in moments:
+            if one.n <= self.newest_n or one.step is None or one.kind not in ("commit", "evaluation"):
+                continue
+            self.newest_n = one.n
+            prefix = f"{one.text}/" if one.kind == "evaluation" else ""
+            for step, at_s, metrics in tables.get(one.n) or [
+                StepMetrics(one.step, one.at_s - one.flush_s, one.metrics)
+            ]:
+                for name, value in metrics.items():
+                    new.setdefault(prefix + name, []).append((one.n, step, at_s, value))
+        for name, values in new.items():
+            before = self.by_metric.get(name, np.empty((4, 0)))
+            self.by_metric[name] = np.concatenate([before, np.array(values, np.float64).T], axis=1)
+
+    def line(
+        self, name: str, course: Course, *, by: str, low: float, high: float, most: int
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the final line of a metric between two ends of an axis, and its stretches that were left behind.
+
+        `by`: "step" or "time". Each is thinned to about `most` values.
+        """
+        number, step, at_s, value = self.by_metric.get(name, np.empty((4, 0)))
+        elapsed_s = at_s - began_s(course)
+        along = elapsed_s if by == "time" else step
+        within = (along >= low) & (along <= high)
+        # An evaluation's entry is not on the line, but it measures a checkpoint: it stays.
+        stays = np.isin(number, [*course.line, *(place.moment.n for place in course.of("evaluation"))])
+        went_back = np.flatnonzero(np.diff(step) < 0) + 1
+
+        def thinned(places: npt.NDArray[np.intp]) -> dict[str, Any]:
+            return thin(step[places], elapsed_s[places], value[places], most)
+
+        left = [part[~stays[part] & within[part]] for part in np.split(np.arange(len(step)), went_back)]
+        left = [part for part in left if len(part)][-_MOST_LEFT:]
+        return thinned(np.flatnonzero(stays & within)), [thinned(part) for part in left]
+
+
+def began_s(course: Course) -> float:
+    """Return when a run began, in seconds since 1970; 0 for one without a moment."""
+    return course.placed[0].moment.at_s if course.placed else 0.0
+
+
+def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[str, Any]:
+    """Return values as JSON data: of many, the lowest and the highest of each bucket, and each bucket's mean.
+
+    A value that is not finite is None, and stays where it was. `mean` has the mean of each bucket, at its middle, and
+    `each` the number of values in a bucket.
+    """
+    finite = np.isfinite(value)
+    if len(value) <= most:
+        return {"step": _whole(step), "at_s": _rounded(elapsed_s), "value": _rounded(value)}
+    low, high = np.where(finite, value, math.inf), np.where(finite, value, -math.inf)
+    edges = np.linspace(0, len(value), max(1, most // 2) + 1).astype(int)
+    kept, middles, means = {0, len(value) - 1}, list[int](), list[float]()
+    for begin, end in pairwise(edges.tolist()):
+        good = finite[begin:end]
+        kept |= {begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())}
+        if not good.all():
+            kept.add(begin + int(good.argmin()))  # The first value that is not finite.
+        middles.append((begin + end) // 2)
+        means.append(float(value[begin:end][good].mean()) if good.any() else math.nan)
+    places = sorted(kept)
+    mean = {"step": _whole(step[middles]), "at_s": _rounded(elapsed_s[middles]), "value": _rounded(np.array(means))}
+    return {
+        "step": _whole(step[places]),
+        "at_s": _rounded(elapsed_s[places]),
+        "value": _rounded(value[places]),
+        "mean": {**mean, "each": len(value) / len(means)},
+    }
+
+
+def marks_of(course: Course) -> list[dict[str, Any]]:
+    """Return the newest failures, deaths, resumes and rollbacks, with the step that training had reached by then."""
+    marks: list[dict[str, Any]] = []
+    step = 0
+    first = course.of("taken", "lost")[:1]
+    for place in course.placed:
+        moment = place.moment
+        if moment.kind == "commit" and moment.step is not None:
+            step = moment.step
+        elif moment.kind in _MARKED and place not in first:
+            at_s = round(place.elapsed_s, 3)
+            marks.append({"kind": moment.kind, "step": step, "at_s": at_s, "text": moment.text})
+    return marks[-_MOST_MARKS:]
+
+
+def strip_of(course: Course, columns: int = 300) -> list[str]:
+    """Return the share that most of each column's time went into: the run's wall time, cut into equal columns."""
+    if course.wall_s <= 0:
+        return []
+    width_s = course.wall_s / columns
+    sums = [dict.fromkeys(SHARES, 0.0) for _ in range(columns)]
+    for span in course.spans:
+        for column in range(int(span.begin_s / width_s), min(columns, math.ceil(span.end_s / width_s))):
+            inside_s = min(span.end_s, (column + 1) * width_s) - max(span.begin_s, column * width_s)
+            sums[column][span.kind] += inside_s
+    return [max(column, key=column.__getitem__) for column in sums]
+
+
+def _whole(values: _Floats) -> list[int]:
+    return [int(value) for value in values]
+
+
+def _rounded(values: _Floats) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,289 @@
+// Charts of curves over each other, by uPlot: hover, zoom by dragging, log scale and smoothing. Used by `ckpt serve`
+// and by the one file of `ckpt report`. Texts reach the page by textContent only.
+"use strict";
+
+const ckptChart = (() => {
+  const COLOURS = 8;
+  const DASHES = [[], [7, 4], [2, 3]];
+  const HEIGHT = 240;
+  const MOST_ROWS = 12;
+  const charts = new Set();
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (n) => css(`--c${n % COLOURS}`);
+  const dash = (n) => DASHES[Math.floor(n / COLOURS) % DASHES.length];
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name === "text") made.textContent = value;
+      else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else if (value === true) made.setAttribute(name, "");
+      else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+    }
+    made.append(...children.filter((child) => child !== null && child !== undefined));
+    return made;
+  }
+
+  function number(value) {
+    if (value === null || value === undefined) return "";
+    if (typeof value !== "number") return String(value);
+    if (Number.isInteger(value) && Math.abs(value) < 1e9) return String(value);
+    const text = value.toPrecision(4);
+    return text.includes("e") ? text : String(Number(text));
+  }
+
+  function span(seconds) {
+    const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+    const [length, unit] = units.find(([length]) => seconds >= 2 * length) || [1e-3, "ms"];
+    const amount = seconds / length;
+    return seconds === 0 ? "0" : `${amount < 9.95 ? Number(amount.toFixed(1)) : Math.round(amount)} ${unit}`;
+  }
+
+  // An exponential mean of the values so far, without the bias of its beginning. Of a thinned line it takes the mean of
+  // each bucket, with the weight of all of its values.
+  function smoothed(line, weight) {
+    const base = line.mean || line;
+    const keep = weight ** (line.mean ? line.mean.each : 1);
+    let sum = 0;
+    let share = 0;
+    const value = base.value.map((one) => {
+      if (one === null) return null;
+      sum = keep * sum + (1 - keep) * one;
+      share = keep * share + (1 - keep);
+      return share > 0 ? sum / share : one;
+    });
+    return { ...base, value };
+  }
+
+  function columns(line, by, log) {
+    const along = by === "time" ? line.at_s : line.step;
+    const xs = [];
+    const ys = [];
+    for (let n = 0; n < along.length; n += 1) {
+      const value = log && !(line.value[n] > 0) ? null : line.value[n];
+      if (xs.length && along[n] <= xs[xs.length - 1]) {
+        if (along[n] === xs[xs.length - 1] && value !== null) ys[ys.length - 1] = value; // Two values of one step.
+        continue;
+      }
+      xs.push(along[n]);
+      ys.push(value);
+    }
+    return [xs, ys];
+  }
+
+  // A step whose value is not there for this run is skipped; the nearest one that is there is shown.
+  function nearest(plot, series, at) {
+    const values = plot.data[series];
+    const xs = plot.data[0];
+    const has = (n) => values[n] !== null && values[n] !== undefined;
+    let [before, after] = [at, at];
+    while (before >= 0 && !has(before)) before -= 1;
+    while (after < values.length && !has(after)) after += 1;
+    if (before < 0) return after < values.length ? after : null;
+    if (after >= values.length) return before;
+    return xs[at] - xs[before] <= xs[after] - xs[at] ? before : after;
+  }
+
+  function drawMarks(marks, by) {
+    return (plot) => {
+      const { ctx, bbox } = plot;
+      ctx.save();
+      ctx.beginPath();
+      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+      ctx.clip();
+      for (const mark of marks) {
+        const x = Math.round(plot.valToPos(by === "time" ? mark.at_s : mark.step, "x", true));
+        ctx.strokeStyle = css(mark.kind === "taken" ? "--again" : "--fail");
+        ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+        ctx.lineWidth = devicePixelRatio;
+        ctx.beginPath();
+        ctx.moveTo(x, bbox.top);
+        ctx.lineTo(x, bbox.top + bbox.height);
+        ctx.stroke();
+      }
+      ctx.restore();
+    };
+  }
+
+  // A chart of one metric in `place`. `what`: title, by ("step" or "time"), log, smooth (0 to 0.999), marks, range (low
+  // and high, or null), onzoom(low, high), and runs: label, n (its colour), line and left (as the server thins them).
+  class Chart {
+    constructor(place) {
+      this.title = element("h3");
+      this.note = element("p", { class: "chart-note", hidden: true });
+      this.canvas = element("div", { class: "chart-canvas", tabindex: "0", role: "img" });
+      this.tip = element("div", { class: "chart-tip", hidden: true });
+      this.root = element("figure", { class: "chart" }, this.title, this.note, this.canvas, this.tip);
+      place.append(this.root);
+      this.plot = null;
+      this.canvas.addEventListener("keydown", (event) => this.key(event));
+      this.canvas.addEventListener("blur", () => { this.tip.hidden = true; });
+      this.resized = new ResizeObserver(() => this.fit());
+      this.resized.observe(this.canvas);
+      charts.add(this);
+    }
+
+    remove() {
+      charts.delete(this);
+      this.resized.disconnect();
+      if (this.plot) this.plot.destroy();
+      this.root.remove();
+    }
+
+    fit() {
+      const width = this.canvas.clientWidth;
+      if (this.plot && width > 0 && width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
+    }
+
+    show(what) {
+      this.what = what;
+      if (this.plot) this.plot.destroy();
+      this.tip.hidden = true;
+      const [tables, series] = this.series(what);
+      const data = tables.length ? uPlot.join(tables) : [[]];
+      const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
+      this.title.textContent = what.title;
+      const marks = what.marks || [];
+      const empty = what.log ? "No value above zero." : "No value yet.";
+      this.note.textContent = some ? "" : what.busy ? "Reading…" : empty;
+      this.note.hidden = some;
+      this.canvas.hidden = !some;
+      this.plot = null;
+      this.canvas.setAttribute("aria-label", this.words(what));
+      if (some) this.plot = new uPlot(this.options(what, series, marks), data, this.canvas);
+    }
+
+    series(what) {
+      const tables = [];
+      const series = [{}];
+      const add = (line, look) => {
+        const [xs, ys] = columns(line, what.by, what.log);
+        if (!xs.length) return;
+        tables.push([xs, ys]);
+        series.push({ spanGaps: false, points: { show: xs.length < 60 && look.width > 1, size: 5 }, ...look });
+      };
+      for (const run of what.runs) {
+        const stroke = colour(run.n);
+        for (const left of run.left) add(left, { stroke: `${stroke}77`, width: 1, dash: [3, 3] });
+        if (what.smooth > 0) {
+          add(run.line, { stroke: `${stroke}55`, width: 1 });
+          add(smoothed(run.line, what.smooth), { stroke, width: 2, dash: dash(run.n), run });
+        } else {
+          add(run.line, { stroke, width: 1.6, dash: dash(run.n), run });
+        }
+      }
+      return [tables, series];
+    }
+
+    options(what, series, marks) {
+      const [ink, rule] = [css("--pale"), css("--rule")];
+      const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
+      const font = "12px system-ui, sans-serif";
+      const words = what.by === "time" ? (value) => span(value) : (value) => number(value);
+      const range = what.range;
+      return {
+        width: Math.max(200, this.canvas.clientWidth),
+        height: HEIGHT,
+        series,
+        legend: { show: false },
+        scales: {
+          x: { time: false, ...(range ? { range: () => range } : {}) },
+          y: { distr: what.log ? 3 : 1 },
+        },
+        axes: [
+          { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words) },
+          { ...axis, font, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+        ],
+        cursor: {
+          drag: { x: true, y: false, setScale: false },
+          dataIdx: (plot, at, hovered) => (at === 0 ? hovered : nearest(plot, at, hovered)),
+          points: { size: 7 },
+        },
+        hooks: {
+          draw: [drawMarks(marks, what.by)],
+          setCursor: [(plot) => this.hover(plot)],
+          setSelect: [(plot) => this.zoom(plot)],
+          ready: [(plot) => plot.over.addEventListener("dblclick", () => what.onzoom && what.onzoom(null, null))],
+        },
+      };
+    }
+
+    zoom(plot) {
+      const { left, width } = plot.select;
+      if (width < 4 || !this.what.onzoom) return;
+      const [low, high] = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+      plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      this.what.onzoom(low, high);
+    }
+
+    hover(plot) {
+      const { left, top, idx } = plot.cursor;
+      if (idx === null || idx === undefined || left < 0) {
+        this.tip.hidden = true;
+        return;
+      }
+      const { by, marks } = this.what;
+      const x = plot.data[0][idx];
+      const rows = [];
+      plot.series.forEach((series, n) => {
+        if (!series.run) return;
+        const at = nearest(plot, n, idx);
+        if (at === null) return;
+        const far = plot.data[0][at] === x ? "" : ` at ${by === "time" ? span(plot.data[0][at]) : plot.data[0][at]}`;
+        const swatch = element("i", { class: "swatch" });
+        swatch.style.background = series.run.stroke || colour(series.run.n);
+        rows.push(element("li", {}, swatch, element("b", { text: number(plot.data[n][at]) }), ` ${series.run.label}${far}`));
+      });
+      const near = (marks || []).filter((mark) => {
+        const at = plot.valToPos(by === "time" ? mark.at_s : mark.step, "x");
+        return Math.abs(at - left) < 6;
+      });
+      for (const mark of near.slice(0, 3)) rows.push(element("li", { text: `${mark.kind}: ${mark.text}` }));
+      if (rows.length > MOST_ROWS) rows.splice(MOST_ROWS, rows.length, element("li", { text: `and ${rows.length - MOST_ROWS} more` }));
+      const head = by === "time" ? `after ${span(x)}` : `step ${x}`;
+      this.tip.replaceChildren(element("p", { text: head }), element("ul", {}, ...rows));
+      this.tip.hidden = false;
+      const space = this.root.clientWidth - this.tip.offsetWidth;
+      const wanted = plot.over.offsetLeft + left + 14;
+      const flipped = plot.over.offsetLeft + left - this.tip.offsetWidth - 14;
+      this.tip.style.left = `${Math.max(0, wanted > space ? flipped : wanted)}px`;
+      this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, top - 20)}px`;
+    }
+
+    key(event) {
+      const { plot } = this;
+      if (!plot) return;
+      const xs = plot.data[0];
+      const seen = xs.findIndex((x) => x >= plot.scales.x.min);
+      const at = plot.cursor.idx === null || plot.cursor.idx === undefined ? seen : plot.cursor.idx;
+      const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -50, PageDown: 50 };
+      if (event.key in steps || event.key === "Home" || event.key === "End") {
+        let to = event.key === "Home" ? 0 : event.key === "End" ? xs.length - 1 : at + steps[event.key];
+        to = Math.max(0, Math.min(xs.length - 1, to));
+        plot.setCursor({ left: plot.valToPos(xs[to], "x"), top: 30 });
+      } else if (event.key === "+" && this.what.onzoom) {
+        const { min, max } = plot.scales.x;
+        const width = (max - min) / 4;
+        this.what.onzoom(Math.max(min, xs[at] - width), Math.min(max, xs[at] + width));
+      } else if ((event.key === "-" || event.key === "Escape") && this.what.onzoom) {
+        this.what.onzoom(null, null);
+      } else return;
+      event.preventDefault();
+    }
+
+    words(what) {
+      const last = what.runs.map((run) => {
+        const values = run.line.value.filter((value) => value !== null);
+        return values.length ? `${run.label} ends at ${number(values[values.length - 1])}` : `${run.label} has no value`;
+      });
+      return `${what.title} by ${what.by}. ${last.slice(0, MOST_ROWS).join(", ")}.`;
+    }
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const chart of charts) if (chart.what) chart.show(chart.what);
+  });
+
+  return { Chart, element, number, span, colour, dash };
+})();

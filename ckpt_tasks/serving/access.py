@@ -1,0 +1,60 @@
+"""Who may ask: a page of another site must not read the runs, nor may another user of a network.
+
+A browser names the host that it was told to ask. A site that lets its own name point to this machine (DNS rebinding)
+gives itself away by that name: only names of this machine are answered. With a token, every request needs it: in the
+address (once; then the browser keeps it in a cookie), or as `Authorization: Bearer TOKEN`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from email.message import Message
+from http.cookies import CookieError, SimpleCookie
+
+_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules of one server: the address that it listens at, its port, and the token that a request needs."""
+
+    host: str
+    port: int
+    token: str | None = None
+
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie that holds the token: cookies of one host are shared by all of its ports."""
+        return f"ckpt_serve_{self.port}"
+
+    def refusal(self, headers: Message, given: str | None) -> tuple[int, str] | None:
+        """Return status and text for a request that is refused; `given` is the token in its address."""
+        if self.token is None:
+            name = _name_of(headers.get("Host", ""))
+            return None if name in {*_NAMES, self.host} else (421, f"this server is not {name!r:.100}")
+        bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+        try:
+            kept = SimpleCookie(headers.get("Cookie", "")).get(self.cookie)
+        except CookieError:
+            kept = None
+        tokens = (given, bearer, kept.value if kept else None)
+        if any(hmac.compare_digest(one.encode(), self.token.encode()) for one in tokens if one):
+            return None
+        return 401, "this server needs its token: open the address that ckpt serve printed"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host

@@ -1,0 +1,180 @@
+"""The runs below a root, a row each, made from a run's newest ledger entry; a row is made again when that changes.
+
+A thread looks again and again while somebody asks, and asks nothing of the store otherwise. A directory on a disk shows
+by its time that nothing was added to a ledger. A server is asked for the newest names of each ledger, at a rate that
+does not grow with the number of runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tasks.errors import CkptError
+from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.parsing import finite_json
+from ckpt_tasks.format.records import Owner
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.process.processes import in_threads
+from ckpt_tasks.reading.overview import Look, life_of, look_at
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.locations import stores_below
+from ckpt_tasks.storage.port import Store, unwrapped
+
+_EVERY_S, _REQUESTS_PER_S = 1.0, 10
+_ASKED_S = 30.0  # Without a question for so long, the thread rests.
+_FRESH_S = 2.0  # The clock of a file system may be as coarse as this: a newer time proves nothing.
+_AT_ONCE = 16
+_PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run's row; `sign` tells one state of its ledger from another, `owner` is its owner until that releases it."""
+
+    facts: Mapping[str, Any]
+    sign: object
+    owner: Owner | None
+    revision: int
+
+
+class RunTable:
+    """The rows of all runs; `since` answers from memory while a thread of its own looks at the runs."""
+
+    def __init__(self, root: Store):
+        self.root, self.error = root, ""
+        self.stores: dict[str, Store] = {}
+        self._id = secrets.token_hex(8)
+        self._rows: dict[str, Row] = {}
+        self._gone: dict[str, int] = {}
+        self._revision, self._looks = 0, 0
+        self._changed = threading.Condition()
+        self._asked_s = time.monotonic()
+
+    def start(self) -> None:
+        """Start the thread that looks."""
+        threading.Thread(target=self._watch, name="ckpt-serve-table", daemon=True).start()
+
+    def since(self, revision: int) -> dict[str, Any]:
+        """Return the rows that have changed after a revision, and the names of runs that are gone."""
+        with self._changed:
+            self._asked_s = time.monotonic()
+            self._changed.notify_all()
+            return {
+                "server": self._id,
+                "root": self.root.url,
+                "revision": self._revision,
+                "complete": self._looks > 0,
+                "runs": len(self._rows),
+                "error": self.error,
+                "rows": [row.facts for row in self._rows.values() if row.revision > revision],
+                "gone": [name for name, at in self._gone.items() if at > revision],
+            }
+
+    def look(self) -> None:
+        """Look at every run once; an outage of the store leaves the rows as they are, and is told."""
+        try:
+            is_run = bool(self.root.names(LEDGER_PREFIX, limit=1))
+            name = self.root.url.rstrip("/").rpartition("/")[2]
+            stores = {name: self.root} if is_run else stores_below(self.root)
+        except CkptError as error:
+            self.error = str(error)
+            return
+        self.error, self.stores = "", {**stores}
+        first = self._looks == 0
+        threads = 1 if self.root.near else _AT_ONCE
+        in_threads(lambda name: self._look_at(name, stores[name], first=first), stores, threads, "ckpt-serve")
+        with self._changed:
+            for name in self._rows.keys() - stores.keys():
+                self._drop(name)
+            self._looks += 1
+
+    def _watch(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            self.look()
+            took_s = time.monotonic() - began_s
+            least_s = _EVERY_S if self.root.near else len(self.stores) / _REQUESTS_PER_S
+            with self._changed:
+                # The first look reads less of long lists: the second one follows at once.
+                self._changed.wait(0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
+                while time.monotonic() - self._asked_s > _ASKED_S:
+                    self._changed.wait()
+
+    def _look_at(self, name: str, store: Store, *, first: bool) -> None:
+        known = self._rows.get(name)
+        sign = _sign_of(store)
+        if known is not None and sign is not None and sign == known.sign:
+            if known.owner is not None:
+                self._look_for_life(name, known, store)
+            return
+        look = look_at(name, store, whole=not first)
+        if look is None:
+            with self._changed:
+                self._drop(name)
+            return
+        owner = look.state.owner
+        alive = owner if look.summary.state in ("running", "silent") else None
+        self._put(name, _facts(look), None if look.partial else sign, alive)
+
+    def _look_for_life(self, name: str, known: Row, store: Store) -> None:
+        try:
+            state, why = life_of(History(store), State(owner=known.owner))
+        except CkptError as error:
+            state, why = "unreadable", str(error)
+        self._put(name, {**known.facts, "state": state, "why": why}, known.sign, known.owner)
+
+    def _put(self, name: str, facts: Mapping[str, Any], sign: object, owner: Owner | None) -> None:
+        with self._changed:
+            known = self._rows.get(name)
+            is_new = known is None or known.facts != facts
+            self._revision += is_new
+            revision = self._revision if known is None or is_new else known.revision
+            self._rows[name] = Row(facts, sign, owner, revision)
+            self._gone.pop(name, None)
+
+    def _drop(self, name: str) -> None:
+        if self._rows.pop(name, None) is not None:
+            self._revision += 1
+            self._gone[name] = self._revision
+
+
+def _sign_of(store: Store) -> object:
+    """Return what changes with every new ledger entry; None if that is unknown, or changed a moment ago."""
+    place = unwrapped(store)
+    if not isinstance(place, LocalStore):
+        return tuple(store.names(LEDGER_PREFIX, limit=1)) or None
+    try:
+        times = [Path(place.root, part).stat().st_mtime_ns for part in ("", LEDGER_PREFIX)]
+    except OSError:
+        return None
+    return None if time.time() - max(times) / 1e9 < _FRESH_S else tuple(times)
+
+
+def _facts(look: Look) -> dict[str, Any]:
+    """Return a row as JSON data."""
+    summary, state = asdict(look.summary), look.state
+    if look.partial:
+        summary |= {"checkpoints": None, "size_bytes": None}
+    params = dict(list(flat(state.params or {}).items())[:_PARAMS_SHOWN])
+    host = state.owner.host if state.owner else None
+    facts: dict[str, Any] = finite_json({**summary, "program": state.program, "host": host, "params": params})
+    return facts
+
+
+def flat(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested parameters as one dict with dotted names; long values are cut."""
+    dotted: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping) and value:
+            dotted |= flat(value, f"{above}{name}.")
+        else:
+            short = value if isinstance(value, int | float | None) else str(value)[:_PARAM_LENGTH]
+            dotted[f"{above}{name}"] = short
+    return dotted
