@@ -129,9 +129,9 @@ class OptimizerPart:
         if lost and lacking:  # Options on one side only come from another version of torch.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
-        if not self._optimizer.state:
+        if not any(self._optimizer.state.values()):  # Reading a missing state makes an empty one.
             options = [group["options"] for group in self._tree["param_groups"]]
-            replaced_options(self._group, self._optimizer.param_groups, options, differences)
+            replaced_options(self._group, self._optimizer, options, differences)
         for name, (n, parameter) in here.items():
             if there.get(name, n) != n:
                 differences.differ(f"{self._group}/{name}", f"in param group {n} here, {there[name]} in the checkpoint")

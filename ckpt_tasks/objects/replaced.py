@@ -7,7 +7,10 @@ meant to change it must be told. Only new objects, which have not taken a step, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 _SCALARS = (bool, int, float, str)
 # Schedules change these options as they run: `initial_lr` has the original rate.
@@ -25,15 +28,14 @@ class Noting(Protocol):
     def replace(self, place: str, here: object, there: object) -> None: ...
 
 
-def replaced_options(
-    name: str, live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], noting: Noting
-) -> None:
+def replaced_options(name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], noting: Noting) -> None:
     """Record the options of a new optimizer's param groups that have other values in the checkpoint."""
     notes: list[dict[str, tuple[Any, Any]]] = []
-    for own, there in zip(live, saved, strict=False):
+    counted = _counted(optimizer)
+    for own, there in zip(optimizer.param_groups, saved, strict=False):
         # A schedule that is made later starts from the current rate, unless it has one of these two options.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
-        left_out = _MOVED | ({"lr"} if "initial_lr" in there else set())
+        left_out = counted | _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
         shared = sorted((here.keys() & there.keys()) - left_out)
         notes.append({key: (here[key], there[key]) for key in shared if _differ(here[key], there[key])})
@@ -42,6 +44,15 @@ def replaced_options(
         for key, values in note.items():
             place = f"{name} {'lr' if key == 'initial_lr' else key}"
             noting.replace(place if alike else f"{place} of param group {n}", *values)
+
+
+def _counted(optimizer: Optimizer) -> frozenset[str]:
+    """Return the options that an optimizer counts in its param groups as it trains: no argument sets them.
+
+    Examples are `k`, `weight_sum` and `train_mode` of schedulefree.
+    """
+    makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+    return frozenset(optimizer.defaults.keys() - {name for make in makers for name in signature(make).parameters})
 
 
 def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, noting: Noting) -> None:
