@@ -72,7 +72,7 @@ class Manifest:
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
         body = {
-            "version": _version(b"", self.groups, self.world_size),
+            "version": _version_of(b"", self.groups, self.world_size),
             "run_key": self.run_key,
             "step": self.step,
             "attempt": self.attempt,
@@ -85,7 +85,7 @@ class Manifest:
             "groups": self.groups,
         }
         data = _written(body)
-        if (version := _version(data, self.groups, self.world_size)) != body["version"]:
+        if (version := _version_of(data, self.groups, self.world_size)) != body["version"]:
             data = _written({**body, "version": version})
         try:
             check_json(data)
@@ -120,7 +120,7 @@ class Manifest:
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
             )
-            if body["version"] != _version(data, manifest.groups, manifest.world_size):
+            if body["version"] != _version_of(data, manifest.groups, manifest.world_size):
                 raise ValueError(f"version {body['version']} is not that of its trees and {manifest.world_size} ranks")
             _check_objects(manifest)
         except MALFORMED as error:
@@ -132,7 +132,7 @@ def _written(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _version(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
+def _version_of(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
     """Return the first format version that has all of a manifest: its ranks, its kinds of groups and of values."""
     known = [KINDS[group["kind"]].since for group in groups.values() if group["kind"] in KINDS]
     return max(since(data), RANKS_VERSION if world_size > 1 else FORMAT_VERSION, *known)

@@ -24,14 +24,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import numbers, with_extra
-from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs
+from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs, without_base
 from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
 from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
-__all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of"]
+__all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]
 _OURS = "the run"  # Trainer resumes from this name; we override every method that would read there.
 
 
@@ -39,7 +39,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     """Save the steps of a Trainer's `train` into a run, and resume there when `train` is called again.
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
-    CheckpointConfig; `state` names objects of your own that are saved too. `train(resume_from_checkpoint=…)` counts
+    CheckpointConfig; `state` names objects of your own that are saved too; with `base` a frozen base is not stored, but
+    named so (`without_base`). `train(resume_from_checkpoint=…)` counts
     only until the run has a checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the
     training after the current step, with a commit. What Trainer logs becomes the metrics of the step.
 
@@ -51,10 +52,12 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         *args: Any,
         checkpoint: str | os.PathLike[str] | CheckpointConfig,
         state: Mapping[str, Any] | None = None,
+        base: str | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         _refuse(self)
+        self._base_source = base
         self.ckpt = Checkpointer(config_of(checkpoint))
         self._own_state = state
         self._ckpt_state: dict[str, Any] = {}
@@ -92,10 +95,15 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
+        if self._base_source is not None:
+            state |= without_base(self.model, self._base_source)
+            state.pop("adapters", None)  # They are in `trainer`.
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
         if hasattr(getattr(self.model, "base_model", None), "rankallocator"):
             state["ranks"] = AdaLoraRanks(self.model)
+        if getattr(self.args, "sync_ref_model", False):  # TRL moves it towards the model.
+            state["ref_model"] = self.accelerator.unwrap_model(self.ref_model)
         self._ckpt_state = with_extra(state, self._own_state)
         self.ckpt.restore(self._ckpt_state)
         self._resumed = self.ckpt.last_restore is not None

@@ -1,4 +1,4 @@
-"""What adapters of PEFT keep outside of their model's state: ranks of AdaLoRA, and how each adapter is made."""
+"""What adapters of PEFT keep outside of their model's state, and models whose frozen base is not stored at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import copy
 import json
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+
+from ckpt_tasks.checked import checked
+from ckpt_tasks.errors import ConfigError, StateError, StateMismatchError
+from ckpt_tasks.format.digests import Digest
+
+_VIEWED: WeakKeyDictionary[nn.Module, tuple[nn.Module, set[str]]] = WeakKeyDictionary()
 _AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
@@ -62,3 +71,79 @@ class AdaLoraRanks:
             own = {key: value.to(self._parameters[key].device) for key, value in state_dict[name].items()}
             setattr(self._allocator, name, own)
         self._allocator.peft_config.rank_pattern = state_dict["rank_pattern"]
+
+
+@checked
+def without_base(model: nn.Module, source: str) -> dict[str, Any]:
+    """Return the state of a model whose frozen base is not stored: `source` names it, a digest checks it at a restore.
+
+    ``state = {**without_base(model, "org/name@revision"), "optimizer": optimizer}``. The base is every tensor of the
+    state_dict that takes no gradient and belongs to no adapter of PEFT. Call it when adapters are made and layers are
+    frozen, before DistributedDataParallel. Reads all of the base once.
+
+    Raises ConfigError if nothing is frozen; a save raises StateError if the base has changed since, and a restore
+    StateMismatchError if the run has another one.
+    """
+    adapters = {*getattr(model, "peft_config", ())}
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    base = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and name not in trained and adapters.isdisjoint(name.split("."))
+    }
+    if not base:
+        raise ConfigError("the model has no frozen base", hint="Freeze it first: p.requires_grad_(False).")
+    state = {"model": _WithoutBase(model, {*base}), "base": _Base(source, base)}
+    return {**state, "adapters": AdapterConfigs(model)} if adapters else state
+
+
+class _WithoutBase(nn.Module):
+    """The same module, by another class: its state_dict lacks the base."""
+
+    def __init__(self, model: nn.Module, base: set[str]):
+        self.__dict__ = model.__dict__
+        _VIEWED[self] = model, base
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        model, base = _VIEWED[self]
+        state = model.state_dict(*args, **kwargs)
+        for name in base:
+            del state[name]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        model, base = _VIEWED[self]
+        whole = model.state_dict()
+        return model.load_state_dict({**state_dict, **{name: whole[name] for name in base}}, *args, **kwargs)
+
+
+class _Base:
+    """The tensors that are not stored, by where they come from and the digest of their bytes."""
+
+    def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]):
+        digest = Digest()
+        for name in sorted(tensors):
+            value = tensors[name].detach()
+            digest.update(f"{name} {value.dtype} {[*value.shape]} ".encode())
+            digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._own = {"source": source, "digest": digest.hexdigest(), "tensors": len(tensors)}
+        self._versions = [(name, value, value._version) for name, value in tensors.items()]
+
+    def state_dict(self) -> dict[str, Any]:
+        for name, value, version in self._versions:
+            if value._version != version:
+                raise StateError(
+                    "a tensor of the base, which is not stored, has changed",
+                    key=name,
+                    hint="Save the whole model instead, or call without_base() after the change.",
+                )
+        return {"base": self._own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        saved = state_dict["base"]
+        if saved["digest"] != self._own["digest"]:
+            raise StateMismatchError(
+                "the base is another one: {source} with {tensors} tensors, digest {digest}".format(**self._own),
+                different=("the run has {source} with {tensors} tensors, digest {digest}".format(**saved),),
+                hint=f"Make the model from {saved['source']}, in the same dtype and with the same layers frozen.",
+            )

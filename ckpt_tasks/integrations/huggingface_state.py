@@ -36,6 +36,7 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+_OF_TRL = ("_step", "_buffered_inputs", "_metrics", "_total_train_tokens")
 _LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
 _ORDER = "The epoch goes on in another order: some of its samples come twice, others not at all."
 _ARGUMENTS = ("num_train_epochs", "max_steps", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16")
@@ -252,12 +253,13 @@ class TrainerProgress(Started):
 
 
 def _reused(trainer: Any) -> dict[str, Any]:
-    """Return the values that TRL's trainers keep between steps: the count, reused generations, sums of metrics."""
-    own = {name: vars(trainer).get(name) for name in ("_step", "_buffered_inputs", "_metrics")}
-    if "_buffered_inputs" not in vars(trainer) or own["_step"] is None or own["_metrics"] is None:
+    """Return what TRL's trainers keep between steps: sums of metrics, tokens, reused generations with their count."""
+    own = {name: vars(trainer)[name] for name in _OF_TRL if name in vars(trainer)}
+    if not isinstance(own.get("_metrics"), dict) or "train" not in own["_metrics"]:
         return {}
-    every = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
-    own["_buffered_inputs"] = send_to_device(own["_buffered_inputs"], "cpu") if own["_step"] % every else None
+    if "_buffered_inputs" in own:
+        every = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
+        own["_buffered_inputs"] = send_to_device(own["_buffered_inputs"], "cpu") if own["_step"] % every else None
     return {**own, "_metrics": {mode: dict(values) for mode, values in own["_metrics"].items()}}
 
 

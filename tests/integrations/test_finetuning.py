@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.copying.export import write_export
 from ckpt_tasks.copying.export_peft import plan_peft_export
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, StateError, StateMismatchError
 from ckpt_tasks.integrations.huggingface import CkptTrainer
-from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
+from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs, without_base
+from tests.support.cli_runs import ckpt
 
 peft = pytest.importorskip("peft")
 
@@ -48,9 +49,13 @@ def scattered(model: Any) -> Any:
     return model
 
 
-def saved(model: Any, place: Path, **more: Any) -> None:
-    with Checkpointer(CheckpointConfig(checkpoint_dir=place, memory_dir=None)) as ckpt:
-        ckpt.save(1, {"model": model, **more})
+def saved(place: Path, **state: Any) -> None:
+    with Checkpointer(CheckpointConfig(checkpoint_dir=place, memory_dir=None)) as own:
+        own.save(1, state)
+
+
+def stored(place: Path) -> list[Path]:
+    return [*place.rglob("*.safetensors")]
 
 
 def export(place: Path, out: Path, **how: Any) -> Any:
@@ -66,7 +71,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_from_pretrained_loads_an_exported_adapter(kind: str, tmp_path: Path) -> None:
     """An exported adapter has PEFT's names and configuration, its values bit for bit, and 1.2 x its size at most."""
     model = scattered(peft.get_peft_model(base(), KINDS[kind]()))
-    saved(model, tmp_path / "run", adapters=AdapterConfigs(model))
+    saved(tmp_path / "run", model=model, adapters=AdapterConfigs(model))
     report = export(tmp_path / "run", tmp_path / "out")
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
 
@@ -82,14 +87,30 @@ def test_from_pretrained_loads_an_exported_adapter(kind: str, tmp_path: Path) ->
     assert (tmp_path / "out" / name).stat().st_size <= 1.2 * (tmp_path / "theirs" / name).stat().st_size + HEADER_BYTES
 
 
+def test_the_command_exports_an_adapter_for_from_pretrained(tmp_path: Path) -> None:
+    """`ckpt export RUN@STEP DIR --format peft` makes a directory whose adapter gives equal logits on its base."""
+    model = scattered(peft.get_peft_model(base(), KINDS["lora"]())).eval()
+    saved(tmp_path / "run", model=model, adapters=AdapterConfigs(model))
+    answer = ckpt("export", f"{tmp_path / 'run'}@1", tmp_path / "adapter", "--format", "peft", "--json")
+    assert answer.status == 0, answer.err
+    assert [Path(file["path"]).name for file in answer.data["files"]] == [
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    ]
+    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter")).eval()
+    ids = torch.arange(12)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert not torch.equal(base().eval()(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
 def test_an_adapter_that_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     """Without a configuration, or for a kind whose tensors lack the adapter's name, nothing is written."""
     model = peft.get_peft_model(base(), KINDS["lora"]())
-    saved(model, tmp_path / "without")
+    saved(tmp_path / "without", model=model)
     with pytest.raises(ConfigError, match=r"no configuration.*AdapterConfigs\(model\)"):
         export(tmp_path / "without", tmp_path / "out")
     tuned = peft.get_peft_model(base(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    saved(tuned, tmp_path / "tuned", adapters=AdapterConfigs(tuned))
+    saved(tmp_path / "tuned", model=tuned, adapters=AdapterConfigs(tuned))
     with pytest.raises(ConfigError, match=r"PROMPT_TUNING.*save_pretrained"):
         export(tmp_path / "tuned", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -126,9 +147,43 @@ def test_a_trainer_stores_a_frozen_base_once(tmp_path: Path) -> None:
         trainer(model, tmp_path, steps).train()
     run = open_run(tmp_path / "run")
     assert [one.step for one in run.checkpoints()] == [8, 7, 6, 5, 4, 3, 2, 1]
-    files = [path for path in (tmp_path / "run").rglob("*.safetensors") if path.stat().st_size >= 1 << 20]
+    files = [path for path in stored(tmp_path / "run") if path.stat().st_size >= 1 << 20]
     assert len(files) == 1
     assert files[0].stat().st_size > sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     export(tmp_path / "run", tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     assert equal(loaded.state_dict(), model.state_dict())
+
+
+def test_a_base_that_is_named_is_not_stored(tmp_path: Path) -> None:
+    """Of a model whose base is named only adapters are stored, under their names; a restore brings them back."""
+    model = scattered(peft.get_peft_model(base(), KINDS["dora"]()))
+    saved(tmp_path / "run", **without_base(model, "a/base@1"))
+    run = open_run(tmp_path / "run")
+    assert sum(path.stat().st_size for path in stored(tmp_path / "run")) < 1 << 17
+    fresh = scattered(peft.get_peft_model(base(), KINDS["dora"]()))
+    run.restore(run.find("latest"), without_base(fresh, "elsewhere/base"))
+    assert equal(fresh.state_dict(), model.state_dict())
+    export(tmp_path / "run", tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
+    assert equal(loaded.state_dict(), model.state_dict())
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    """A restore onto another base raises before anything changes, and names the run's; so does a base that changes."""
+    saved(tmp_path / "run", **without_base(scattered(peft.get_peft_model(base(), KINDS["lora"]())), "a/base@1"))
+    model = peft.get_peft_model(base(), KINDS["lora"]())
+    with torch.no_grad():
+        model.base_model.model.lm_head.weight[0, 0] += 1
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as own:
+        with pytest.raises(StateMismatchError, match=r"a/base@1.*b/base@2"):
+            own.restore(without_base(model, "b/base@2"))
+        assert equal(before, model.state_dict())
+    state = without_base(model, "b/base@2")
+    with torch.no_grad():
+        model.base_model.model.lm_head.weight[0, 0] += 1
+    with pytest.raises(StateError, match="has changed"):
+        saved(tmp_path / "changed", **state)
+    with pytest.raises(ConfigError, match="no frozen base"):
+        without_base(base(), "a/base@1")
