@@ -29,6 +29,7 @@ from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.saving.parts import RankPart, Saving
+from ckpt_tasks.saving.schedule import check_step
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
@@ -104,12 +105,13 @@ class CkptWriter(StorageWriter, AsyncStager):
             self._step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise ConfigError if there is no step, or if the ranks do not save together."""
+        """Raise ConfigError if there is no step, or if the ranks do not save together, StateError if it is no step."""
         if self._step is None:
             raise ConfigError(
                 "a checkpoint needs its step",
                 hint="Write CkptWriter(run, step=…), or a checkpoint_id such as step-100.",
             )
+        check_step(self._step, 0)
         if not kwargs.get("use_collectives", True):
             raise ConfigError("ranks that save alone have no common checkpoint", hint="Leave use_collectives=True.")
 

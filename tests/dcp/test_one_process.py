@@ -202,12 +202,14 @@ def test_retention_is_that_of_the_configuration(run_dir: Path) -> None:
 
 
 def test_steps_go_up(run_dir: Path) -> None:
-    """A step that has been saved is refused, and so is a writer without a step."""
+    """A step that has been saved is refused, and so is a writer without a step, or with a number that is none."""
     write(run_dir, {"w": torch.ones(1)}, 5)
     with pytest.raises(CheckpointException, match="step 5 is not after step 5"):
         write(run_dir, {"w": torch.ones(1)}, 5)
     with pytest.raises(CheckpointException, match="needs its step"):
         save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir))
+    with pytest.raises(CheckpointException, match="a step is a whole number"):
+        save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir), checkpoint_id="at-20261127150000")
 
 
 def test_who_has_not_loaded_does_not_commit(run_dir: Path) -> None:
