@@ -205,7 +205,7 @@ class Checkpointer(HeldRun):
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)
-        self._at.restored(0, None)
+        self._at.restored(0, None, self._own().resume.begun())
         self._deliver_signal()
         return 0
 

@@ -36,7 +36,8 @@ SeedOption = Annotated[int | None, option("--seed", "N", "short for --param seed
 
 _PANEL = "Checkpoints"
 _DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
-_UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
+_UNITS: dict[type, str] = {bool: "true|false", int: "N", float: "SECONDS", str: "NAME"}
+_SWITCH = {"true": True, "false": False}
 
 
 def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +148,13 @@ def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **chang
 
 
 def _option(setting: Field[Any], kind: Any, text: str) -> Any:
-    default = _DEFAULTS.get(setting.name) or ("none" if setting.default is None else setting.default)
+    default = _DEFAULTS.get(setting.name) or (
+        "none"
+        if setting.default is None
+        else str(setting.default).lower()
+        if setting.default is False
+        else setting.default
+    )
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
     begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays, "A metric" does not.
     shown = f"{begin}{first[1:]} [default: {default}]"
@@ -172,6 +179,10 @@ def _value(name: str, text: str, kind: Any) -> Any:
     types, flag = _types(kind), "--" + name.replace("_", "-")
     if text.lower() == "none" and NoneType in types:
         return None
+    if bool in types:
+        if text.lower() not in _SWITCH:
+            raise ConfigError(f"{flag} must be true or false, not {text!r:.80}")
+        return _SWITCH[text.lower()]
     for type_, words in ((int, "a whole number"), (float, "a number")):
         if type_ in types:
             try:

@@ -25,6 +25,7 @@ MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
 STEPS_NAME = "steps.arrow"  # The name of a snapshot's steps in memory.
 LEDGER_PREFIX = "ledger/"
+COMPILED_PREFIX = "compiled/"
 MAX_STEP = 10**12 - 1
 MAX_EPOCH = 10**9 - 1  # The highest owner epoch: an attempt's name has room for nine digits.
 MAX_LEDGER_NUMBER = 10**20 - 1
@@ -36,6 +37,7 @@ _SHARD = re.compile(rf"{_GROUP.pattern}-[0-9]{{5,9}}{_OF_RANKS}", re.ASCII)
 _EVALUATION = re.compile(rf"evals/([0-9]{{12}})-({_GROUP.pattern})-[0-9a-f]{{16}}\.arrow", re.ASCII)
 _STEPS = re.compile(r"steps/([0-9]{12})-e(?:[0-9]{6}|[1-9][0-9]{6,8})-[0-9a-f]{16}\.arrow", re.ASCII)
 _LIVE_LIST = re.compile(r"live/[0-9a-f]{32}\.json", re.ASCII)
+_COMPILED = re.compile(r"compiled/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9a-f]{16})-([0-9a-f]{32})\.pack", re.ASCII)
 _LEDGER = re.compile(r"ledger/([0-9]{20})-([0-9]{20})\.json", re.ASCII)
 _ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9a-f]{16})(?:/.*)?", re.ASCII)
 
@@ -51,6 +53,14 @@ class Attempt(NamedTuple):
     def name(self) -> str:
         """The attempt's directory name, unique for ever, so that two attempts never write the same object."""
         return f"e{self.epoch:06d}-{self.nonce}"
+
+
+class Compiled(NamedTuple):
+    """A pack of compiled code: the owner epoch of its writer, the kind of host that it is for, and its digest."""
+
+    epoch: int
+    kind: str
+    digest: str
 
 
 def attempt_prefix(attempt: Attempt) -> str:
@@ -113,6 +123,17 @@ def evaluation_name(step: int, suite: str, nonce: str) -> str:
 def steps_name(attempt: Attempt) -> str:
     """Name the table with the metrics of the steps that a checkpoint adds; it outlives the checkpoint."""
     return f"steps/{attempt.step:012d}-{attempt.name}.arrow"
+
+
+def compiled_name(compiled: Compiled) -> str:
+    """Name a pack of compiled code."""
+    return f"{COMPILED_PREFIX}e{compiled.epoch:06d}-{compiled.kind}-{compiled.digest}.pack"
+
+
+def parse_compiled(name: str) -> Compiled | None:
+    """Read the name of a pack of compiled code; return None for any other name."""
+    match = _COMPILED.fullmatch(name)
+    return Compiled(int(match[1]), match[2], match[3]) if match else None
 
 
 def heartbeat_name(epoch: int) -> str:

@@ -100,6 +100,10 @@ class CheckpointConfig:
     which come without a signal there. A notice ends the run as SIGTERM does: after the step, with a commit. `None` asks
     for nothing.
     """
+    compile_cache: bool = False
+    """Keep in the run what `torch.compile` has built, and bring it back before the first step of the next process, on a
+    host of the same kind. It is code: who can write to the run can run code in that process (docs/OPERATING.md).
+    """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
         """Raise ConfigError for an unknown option, or one without a name."""
@@ -229,4 +233,5 @@ _RULES = {
     "flush_timeout_s": _SECONDS,
     "local_dir": _Rule(lambda value: value is None or _is_text(value), "a directory or None"),
     "spot_notices": _Rule(lambda value: value in (None, *get_args(Cloud)), "'aws', 'google', 'azure' or None"),
+    "compile_cache": _Rule(lambda value: isinstance(value, bool), "True or False"),
 }

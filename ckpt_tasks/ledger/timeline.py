@@ -19,12 +19,25 @@ MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # Parallel requests to a remote store.
 _LONGEST_TEXT = 300
 # The parts of a resume in the order of time: docs/FORMAT.md, "Events".
-RESUMED = ("start_s", "owner_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
+RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
 _MOST_S = 1e9  # Thirty years.
 # How ownership.py describes a lost owner; one that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
-_NOTES = {"failure": "failure", "fallback": "fallback", "rollback": "rollback", "gang": "gang", SYNCED: "copied"}
-_TOLD_BY = {"failure": ("because", "why"), "fallback": ("skipped",), "gang": ("on",), "copied": ("from",)}
+_NOTES = {
+    "failure": "failure",
+    "fallback": "fallback",
+    "rollback": "rollback",
+    "gang": "gang",
+    "compiled": "compiled",
+    SYNCED: "copied",
+}
+_TOLD_BY = {
+    "failure": ("because", "why"),
+    "fallback": ("skipped",),
+    "gang": ("on",),
+    "copied": ("from",),
+    "compiled": ("size_bytes",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +45,12 @@ class Moment:
     """The part of one ledger entry that belongs to a run's course.
 
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
-    dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned" or
-    "copied". `at_s` is in seconds since 1970 by the writer's clock. `text` is the entry's own text: why an owner came,
-    what failed, which suite. Identities and seconds are those of a commit: how long training waited, the time from
-    snapshot to commit, and the time of a step (None: unknown); `steps` are name and digest of its table of steps;
-    `resumed` says where the time of the resume before it went, by RESUMED.
+    dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
+    "compiled" (compiled code was kept, of `text` bytes) or "copied". `at_s` is in seconds since 1970 by the writer's
+    clock. `text` is the entry's own text: why an owner came, what failed, which suite. Identities and seconds are those
+    of a commit: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown; of
+    "compiled": of the first step, which built the code); `steps` are name and digest of its table of steps; `resumed`
+    says where the time of the resume before it went, by RESUMED.
     """
 
     kind: str
@@ -120,7 +134,8 @@ def moment(entry: Entry) -> Moment | None:
             return Moment(**about, kind="released", step=_step(event))
         case "note" if kind := _NOTES.get(str(event.get("note"))):
             text = _rolled_back(event) if kind == "rollback" else _text(event, *_TOLD_BY[kind])
-            return Moment(**about, kind=kind, step=_step(event), text=text)
+            first_s = _seconds(event, "step_s") if kind == "compiled" else None
+            return Moment(**about, kind=kind, step=_step(event), text=text, step_s=first_s)
     return None
 
 

@@ -45,7 +45,19 @@ _SAID = {
     "copied": "copied",
 }
 # The parts of RETURNED in words; the step is that of the first commit after the restore.
-RETURNS_HEAD = ("saved at", "noticed", "start", "owner", "read", "verify", "copy", "data", "first step", "together")
+RETURNS_HEAD = (
+    "saved at",
+    "noticed",
+    "start",
+    "owner",
+    "compiled",
+    "read",
+    "verify",
+    "copy",
+    "data",
+    "first step",
+    "together",
+)
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
@@ -99,10 +111,29 @@ class Report:
         if steps_s:
             stalls = f"a save stalls {fine_span(median(moment.stall_s for moment in commits))}"
             rows.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
+        if (compiled := self.compiled)["size_bytes"]:
+            with_it = [f"{fine_span(compiled['with_s'])} with it"] if compiled["with_s"] is not None else []
+            without = [f"{fine_span(compiled['without_s'])} without"] if compiled["without_s"] is not None else []
+            rows.append(
+                ("compiled code", f"{size(compiled['size_bytes'])} kept; first step: {', '.join([*with_it, *without])}")
+            )
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
             rows.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
         return [*rows, ("checkpoints in", self.url)]
+
+    @property
+    def compiled(self) -> dict[str, Any]:
+        """The compiled code that was kept last, in bytes, and the median seconds of first steps with it and without."""
+        kept = [place.moment for place in self.course.of("compiled")]
+        first_s = [parts["step_s"] for _, parts in self.course.returns if "compiled_s" in parts and "step_s" in parts]
+        without_s = [moment.step_s for moment in kept if moment.step_s is not None]
+        last = kept[-1].text if kept else ""
+        return {
+            "size_bytes": int(last) if last.isdecimal() else 0,
+            "with_s": median(first_s) if first_s else None,
+            "without_s": median(without_s) if without_s else None,
+        }
 
     def caveats(self) -> list[str]:
         """Return the facts that this report cannot know, in sentences."""
@@ -150,6 +181,7 @@ class Report:
             "deaths": len(course.deaths),
             "evaluations": len(course.of("evaluation")),
             "resumes": [{"step": moment.step, **parts} for moment, parts in course.returns],
+            "compiled": self.compiled,
             "copied": self.timeline.copied,
             "entries": {"damaged": self.timeline.damaged, "older": self.timeline.older},
         }

@@ -90,6 +90,8 @@ class Resume:
 
     def __init__(self) -> None:
         self.owner_s: float | None = None  # How long the process waited for the run directory; None after a restore.
+        self.compiled_s: float | None = None  # How long it took to bring compiled code back; None if there was none.
+        self.first_s: float | None = None  # How long the first step of this tenure took.
         self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
         self._at_s = system().monotonic()
         self._state: Mapping[str, object] = {}
@@ -103,12 +105,23 @@ class Resume:
         self._parts = {**parts, "copy_s": report.copy_s}
         if self.owner_s is not None:
             self._parts |= {"start_s": system().age_s() - self.owner_s - rest_s, "owner_s": self.owner_s}
+            if self.compiled_s is not None:
+                self._parts |= {"compiled_s": self.compiled_s, "read_s": self._parts["read_s"] - self.compiled_s}
         self.owner_s, self._at_s, self._state, self.parts = None, now_s, state, {}
+        return self
+
+    def begun(self) -> Resume:
+        """Begin without a restore: the run has no checkpoint."""
+        self._at_s = system().monotonic()
         return self
 
     def stepped(self) -> None:
         """End with the first step."""
         step_s = system().monotonic() - self._at_s
+        if self.first_s is None:
+            self.first_s = step_s
+        if not self._parts:
+            return  # Nothing was restored.
         data = [value.found_s for value in objects_of(self._state) if isinstance(value, Started)]
         data_s = sum(found_s for found_s in data if found_s is not None)
         self._parts |= {"data_s": data_s} if any(data) else {}

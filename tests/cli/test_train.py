@@ -34,6 +34,7 @@ GIVEN = {
     "on_non_finite": ("stop", "stop"),
     "flush_timeout_s": ("30", 30.0),
     "local_dir": ("near", "near"),
+    "compile_cache": ("true", True),
     "spot_notices": ("aws", "aws"),
     "on_spike": ("loss", "loss"),
 }

@@ -16,6 +16,7 @@ from tools.sources import files, parse
 SMALL = {
     "cli.output._FIRST_ANSWER_S",
     "checkpoint.checkpointer._PRUNE_S",
+    "checkpoint.compiled.MAX_PACK_BYTES",
     "copying.export.MAX_HEADER_BYTES",
     "deploying.automations._RESUME_AFTER_S",
     "orchestration.abandoned._PAGE",
