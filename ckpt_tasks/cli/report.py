@@ -64,7 +64,8 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     from ckpt_tasks.ledger.curve import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline
     from ckpt_tasks.reading.reading import open_run
-    from ckpt_tasks.report.report import make_report, to_html
+    from ckpt_tasks.report.html import to_html
+    from ckpt_tasks.report.report import make_report
 
     with output(as_json) as shown:
         run = open_run(directory)
@@ -84,7 +85,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
 
 
 def _is_report(head: bytes) -> bool:
-    from ckpt_tasks.report.report import GENERATOR
+    from ckpt_tasks.report.html import GENERATOR
 
     return not head or GENERATOR.encode() in head
 

@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt_tasks.layout.steps import StepMetrics
+from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.ledger.goodput import SHARES, Course
 from ckpt_tasks.ledger.timeline import Moment
+from ckpt_tasks.report.picture import sort_metrics
 
 _MOST_LEFT = 20  # Stretches that were left behind.
-_MOST_MARKS = 300
+_MOST_MARKS, _MOST_COMMITS = 300, 150
 _MARKED = ("failure", "lost", "taken", "fallback", "rollback")
 _DIGITS = 7
 
@@ -83,6 +85,43 @@ class Curves:
         left = [part[~stays[part] & within[part]] for part in np.split(np.arange(len(step)), went_back)]
         left = [part for part in left if len(part)][-_MOST_LEFT:]
         return thinned(np.flatnonzero(stays & within)), [thinned(part) for part in left]
+
+
+def curves_of(course: Course, curve: Curve) -> Curves:
+    """Return the curves of a run from all of its steps."""
+    tables: dict[int, list[StepMetrics]] = {}
+    for one in curve.steps:
+        tables.setdefault(one.n, []).append(StepMetrics(one.step, one.at_s, one.metrics))
+    curves = Curves()
+    curves.add([place.moment for place in course.placed], tables)
+    return curves
+
+
+def chart_data(
+    curves: Curves,
+    course: Course,
+    names: Iterable[str] | None = None,
+    *,
+    by: str = "step",
+    low: float = -math.inf,
+    high: float = math.inf,
+    most: int = 1_000,
+) -> dict[str, Any]:
+    """Return all that charts of a run draw: the lines of some metrics, or of all, and its course in time."""
+    known = sort_metrics(curves.by_metric)
+    lines = {}
+    for name in known if names is None else (name for name in names if name in curves.by_metric):
+        line, left = curves.line(name, course, by=by, low=low, high=high, most=most)
+        lines[name] = {"line": line, "left": left}
+    commits = [round(place.elapsed_s, 1) for place in course.of("commit")]
+    return {
+        "metrics": known,
+        "lines": lines,
+        "marks": marks_of(course),
+        "commits": commits[:: 1 + len(commits) // _MOST_COMMITS],
+        "strip": strip_of(course),
+        "wall_s": course.wall_s,
+    }
 
 
 def began_s(course: Course) -> float:

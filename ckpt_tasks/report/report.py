@@ -1,7 +1,6 @@
-"""The report of a run: as markdown, and as one self-contained HTML file.
+"""The report of a run: its facts, and these as markdown; `html.py` writes them as one file.
 
-Texts from a run directory (keys, names of metrics, reasons) may be hostile. Every such text is escaped, and the HTML
-file forbids the browser to load or run anything.
+Texts from a run directory (keys, names of metrics, reasons) may be hostile. Every such text is escaped.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from html import escape
 from statistics import median
 from typing import Any
 
@@ -25,7 +22,6 @@ from ckpt_tasks.report.curves import draw_curves
 from ckpt_tasks.report.picture import draw_run, sort_metrics
 from ckpt_tasks.report.words import count, fine_span, number, percent, printable, size, utc
 
-GENERATOR = '<meta name="generator" content="ckpt-tasks report">'
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
     "lost": "training that was thrown away, and done again",
@@ -295,77 +291,3 @@ def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: i
         cells = [in_markdown(cell[:_TEXT_SHOWN]) for cell in row]
         lines.append([*cells[:first], *(cell.replace(" ", "\u00a0") for cell in cells[first:])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-# ── HTML ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_STYLE = """
-:root{color-scheme:light dark;--ink:#222;--pale:#667;--rule:#ddd;--back:#fff}
-@media (prefers-color-scheme:dark){:root{--ink:#e4e4e7;--pale:#a1a1aa;--rule:#3a3c42;--back:#1c1d20}}
-body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif;color:var(--ink);
-background:var(--back);max-width:1400px;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:2rem 0 .4rem}p{margin:.3rem 0 1rem;color:var(--pale)}
-svg{max-width:100%;height:auto;min-width:44rem}.wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
-th{font-weight:500;color:var(--pale);text-align:left}
-th,td{padding:.25rem .9rem .25rem 0;border-bottom:1px solid var(--rule);vertical-align:top;white-space:nowrap}
-th{vertical-align:bottom}
-td.n,th.n{text-align:right}th.n{white-space:normal}
-td.w,th.w{white-space:normal;overflow-wrap:anywhere;min-width:10rem}
-"""
-
-
-def to_html(report: Report) -> str:
-    """Write the report as one HTML file."""
-    name, columns = escape(printable(report.run_key)), list(report.checkpoints[0]) if report.checkpoints else []
-    rows = [[row[column] for column in columns] for row in report.checkpoints]
-    shares = [(share, SHARES_MEAN[share], fine_span(s), percent(part)) for share, s, part in report.shares]
-    words = {"kept because", "", "saved (UTC)"}
-    numbers = {n for n, column in enumerate(columns) if column not in words}
-    texts = {n for n, column in enumerate(columns) if column == "kept because"}
-    curves = draw_curves(report.curve, heading=report.run_key)
-    parts = [
-        "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
-        GENERATOR,
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body>",
-        f"<h1>{name}</h1><p>{escape(printable(report.summary))}</p>",
-        *(f"<p>{escape(printable(caveat))}</p>" for caveat in report.caveats()),
-        # On a phone a picture scrolls like a table: made narrower, its words would be too small to read.
-        f'<div class="wide">{draw_run(report.course, heading=report.run_key, curve=report.curve)}</div>',
-        f'<div class="wide">{curves}</div>' if curves else "",
-        _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
-        _html_table(
-            "From a death to the first step", RETURNS_HEAD, report.returns(), numbers={*range(len(RETURNS_HEAD))}
-        ),
-        _html_table("In numbers", (), report.facts(), texts={1}),
-        _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={2}),
-        _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),
-        "</body></html>",
-    ]
-    return "\n".join(part for part in parts if part) + "\n"
-
-
-def _html_table(
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: AbstractSet[int] = frozenset(),
-    texts: AbstractSet[int] = frozenset(),
-) -> str:
-    """Write a table. Columns of `texts` wrap, within a word if necessary; other columns do not."""
-    if not rows:
-        return ""
-    css = {**dict.fromkeys(numbers, ' class="n"'), **dict.fromkeys(texts, ' class="w"')}
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        marked = ((css.get(n, ""), escape(printable(cell))) for n, cell in enumerate(cells))
-        return "<tr>" + "".join(f"<{tag}{mark}>{cell}</{tag}>" for mark, cell in marked) + "</tr>"
-
-    headings = line("th", head) if any(head) else ""
-    body = "\n".join(line("td", row) for row in rows)
-    return f'<h2>{title}</h2>\n<div class="wide"><table>{headings}\n{body}</table></div>'

@@ -15,9 +15,8 @@ from ckpt_tasks.ledger.curve import Curve, read_tables
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import Timeline, read_timeline
-from ckpt_tasks.report.charts import Curves, marks_of, strip_of
+from ckpt_tasks.report.charts import Curves, chart_data
 from ckpt_tasks.report.kept import kept_because
-from ckpt_tasks.report.picture import sort_metrics
 from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN, make_report
 from ckpt_tasks.storage.port import Store
 
@@ -39,22 +38,10 @@ class OpenRun:
         return len(self._timeline.moments) * _MOMENT_BYTES + self._curves.size_bytes
 
     def curves(self, names: Sequence[str], *, by: str, low: float, high: float, most: int) -> dict[str, Any]:
-        """Return the lines of some metrics; without names, the names of all."""
+        """Return what charts of some metrics draw."""
         with self._lock:
             course = self._read(curves=True)
-            shown = [name for name in names if name in self._curves.by_metric]
-            lines = {}
-            for name in shown:
-                line, left = self._curves.line(name, course, by=by, low=low, high=high, most=most)
-                lines[name] = {"line": line, "left": left}
-            return {
-                "newest": self._timeline.newest_n,
-                "metrics": sort_metrics(self._curves.by_metric),
-                "lines": lines,
-                "marks": marks_of(course),
-                "strip": strip_of(course),
-                "wall_s": course.wall_s,
-            }
+            return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
 
     def about(self) -> dict[str, Any]:
         """Return the run's report, its parameters, and what made its newest checkpoint."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -18,8 +20,9 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
+from ckpt_tasks.report.html import GENERATOR, page_file, to_html
 from ckpt_tasks.report.picture import draw_run, main_metric, sort_metrics
-from ckpt_tasks.report.report import GENERATOR, Report, checkpoint_rows, in_markdown, make_report, to_html, to_markdown
+from ckpt_tasks.report.report import Report, checkpoint_rows, in_markdown, make_report, to_markdown
 from ckpt_tasks.report.words import clock, printable, utc
 from tests.support.ledgers import made
 
@@ -172,17 +175,27 @@ class Tags(HTMLParser):
         self.attributes.update(name for name, _ in attrs)
 
 
-def test_the_html_file_holds_nothing_that_could_run() -> None:
+def test_the_html_file_runs_its_own_scripts_and_nothing_else() -> None:
     """Keys, metric names and reasons with markup in them appear as text; nothing is loaded from anywhere."""
     page = to_html(report_of(broken(run_of(3.0, 2.0, name=HOSTILE)), run_key=HOSTILE))
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    policy = re.search(r'content="(default-src[^"]*)"', page)[1]  # type: ignore[index]
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    assert policy.rpartition("script-src ")[2] == " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert len(scripts) == 3
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]  # type: ignore[index]
+    assert json.loads(data)["label"] == HOSTILE
+    assert not set(data) & set("<>")
+    for one in (*scripts, data):
+        page = page.replace(one, "")
     tags = Tags()
     tags.feed(page)
-    assert not tags.tags & {"script", "img", "iframe", "object", "link", "a", "h3"}
+    assert not tags.tags & {"img", "iframe", "object", "link", "a", "h3"}
     assert not [name for name in tags.attributes if name.startswith("on") or name in ("src", "href")]
     assert "&lt;script&gt;" in page
     assert "\x1b" not in page
     assert page[:1000].count(GENERATOR) == 1
-    assert """http-equiv="Content-Security-Policy" content="default-src 'none';""" in page
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src ")
 
 
 def test_markdown_shows_foreign_text_as_it_stands() -> None:
@@ -346,9 +359,11 @@ def test_axes_have_titles() -> None:
 def test_only_columns_of_texts_break_words() -> None:
     """A table that is wider than the page scrolls: with every column breakable, a browser made one letter wide."""
     page = to_html(report_of(run_of(3.0, 2.0)))
-    rules = dict(re.findall(r"^([^{}\n]+)\{([^{}]*)\}", page.partition("</style>")[0], re.MULTILINE))
+    style = page_file("report.css")
+    assert style in page
+    rules = dict(re.findall(r"^([^{}\n]+) \{([^{}]*)\}", style, re.MULTILINE))
     breaking = [name for name, rule in rules.items() if "overflow-wrap" in rule or "word-break" in rule]
-    assert breaking == ["td.w,th.w"]
-    assert "min-width" in rules["td.w,th.w"]
-    assert "white-space:nowrap" in rules["th,td"]
+    assert breaking == ["h1", "p", "td.w, th.w"]
+    assert "min-width" in rules["td.w, th.w"]
+    assert "white-space: nowrap" in rules["th, td"]
     assert re.search(r"<td>from, to</td><td class=\"w\">", page)

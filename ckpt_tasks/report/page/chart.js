@@ -6,7 +6,15 @@ const ckptChart = (() => {
   const COLOURS = 8;
   const DASHES = [[], [7, 4], [2, 3]];
   const HEIGHT = 240;
+  // Round spans of time for the ticks of an axis, in seconds.
+  const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+  for (let days = 2; days < 1e5; days *= days.toString()[0] === "2" ? 2.5 : 2) SPANS.push(days * 86400);
   const MOST_ROWS = 12;
+  // What the time went into, as in the table of a report.
+  const SHARES = {
+    useful: "#2e9e6b", lost: "#d1495b", saving: "#d9a100", starting: "#7d8ff0", down: "#8b8f98", idle: "#c9ccd3",
+    other: "#5fb3c4",
+  };
   const charts = new Set();
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -85,13 +93,29 @@ const ckptChart = (() => {
     return xs[at] - xs[before] <= xs[after] - xs[at] ? before : after;
   }
 
-  function drawMarks(marks, by) {
+  // Marks of what happened; by time also a tick for each commit, and a strip of what the time went into.
+  function drawCourse(what) {
     return (plot) => {
       const { ctx, bbox } = plot;
+      const { by } = what;
+      const marks = what.marks || [];
+      const high = 9 * devicePixelRatio;
+      const bottom = bbox.top + bbox.height;
       ctx.save();
       ctx.beginPath();
       ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
       ctx.clip();
+      const strip = by === "time" ? what.strip || [] : [];
+      const ends = strip.map((_, n) => plot.valToPos((n * what.wall_s) / strip.length, "x", true));
+      ends.push(plot.valToPos(what.wall_s || 0, "x", true));
+      strip.forEach((share, n) => {
+        ctx.fillStyle = SHARES[share];
+        ctx.fillRect(ends[n], bottom - high, Math.max(1, ends[n + 1] - ends[n] + 0.5), high);
+      });
+      ctx.fillStyle = css("--good");
+      for (const at_s of by === "time" ? what.commits || [] : []) {
+        ctx.fillRect(plot.valToPos(at_s, "x", true), bottom - 1.7 * high, devicePixelRatio, 0.6 * high);
+      }
       for (const mark of marks) {
         const x = Math.round(plot.valToPos(by === "time" ? mark.at_s : mark.step, "x", true));
         ctx.strokeStyle = css(mark.kind === "taken" ? "--again" : "--fail");
@@ -114,7 +138,8 @@ const ckptChart = (() => {
       this.note = element("p", { class: "chart-note", hidden: true });
       this.canvas = element("div", { class: "chart-canvas", tabindex: "0", role: "img" });
       this.tip = element("div", { class: "chart-tip", hidden: true });
-      this.root = element("figure", { class: "chart" }, this.title, this.note, this.canvas, this.tip);
+      this.keys = element("ul", { class: "chart-keys" });
+      this.root = element("figure", { class: "chart" }, this.title, this.note, this.canvas, this.keys, this.tip);
       place.append(this.root);
       this.plot = null;
       this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -144,14 +169,15 @@ const ckptChart = (() => {
       const data = tables.length ? uPlot.join(tables) : [[]];
       const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
       this.title.textContent = what.title;
-      const marks = what.marks || [];
       const empty = what.log ? "No value above zero." : "No value yet.";
       this.note.textContent = some ? "" : what.busy ? "Reading…" : empty;
       this.note.hidden = some;
       this.canvas.hidden = !some;
       this.plot = null;
       this.canvas.setAttribute("aria-label", this.words(what));
-      if (some) this.plot = new uPlot(this.options(what, series, marks), data, this.canvas);
+      const shares = Object.keys(SHARES).filter((share) => what.by === "time" && (what.strip || []).includes(share));
+      this.keys.replaceChildren(...shares.map((share) => element("li", {}, this.swatch(SHARES[share]), share)));
+      if (some) this.plot = new uPlot(this.options(what, series), data, this.canvas);
     }
 
     series(what) {
@@ -176,7 +202,7 @@ const ckptChart = (() => {
       return [tables, series];
     }
 
-    options(what, series, marks) {
+    options(what, series) {
       const [ink, rule] = [css("--pale"), css("--rule")];
       const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
       const font = "12px system-ui, sans-serif";
@@ -192,7 +218,7 @@ const ckptChart = (() => {
           y: { distr: what.log ? 3 : 1 },
         },
         axes: [
-          { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words) },
+          { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words), ...(what.by === "time" ? { incrs: SPANS } : {}) },
           { ...axis, font, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
         ],
         cursor: {
@@ -201,7 +227,7 @@ const ckptChart = (() => {
           points: { size: 7 },
         },
         hooks: {
-          draw: [drawMarks(marks, what.by)],
+          drawClear: [drawCourse(what)],
           setCursor: [(plot) => this.hover(plot)],
           setSelect: [(plot) => this.zoom(plot)],
           ready: [(plot) => plot.over.addEventListener("dblclick", () => what.onzoom && what.onzoom(null, null))],
@@ -231,9 +257,7 @@ const ckptChart = (() => {
         const at = nearest(plot, n, idx);
         if (at === null) return;
         const far = plot.data[0][at] === x ? "" : ` at ${by === "time" ? span(plot.data[0][at]) : plot.data[0][at]}`;
-        const swatch = element("i", { class: "swatch" });
-        swatch.style.background = series.run.stroke || colour(series.run.n);
-        rows.push(element("li", {}, swatch, element("b", { text: number(plot.data[n][at]) }), ` ${series.run.label}${far}`));
+        rows.push(element("li", {}, this.swatch(colour(series.run.n)), element("b", { text: number(plot.data[n][at]) }), ` ${series.run.label}${far}`));
       });
       const near = (marks || []).filter((mark) => {
         const at = plot.valToPos(by === "time" ? mark.at_s : mark.step, "x");
@@ -249,6 +273,12 @@ const ckptChart = (() => {
       const flipped = plot.over.offsetLeft + left - this.tip.offsetWidth - 14;
       this.tip.style.left = `${Math.max(0, wanted > space ? flipped : wanted)}px`;
       this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, top - 20)}px`;
+    }
+
+    swatch(background) {
+      const piece = element("i", { class: "swatch" });
+      piece.style.background = background;
+      return piece;
     }
 
     key(event) {
@@ -285,5 +315,5 @@ const ckptChart = (() => {
     for (const chart of charts) if (chart.what) chart.show(chart.what);
   });
 
-  return { Chart, element, number, span, colour, dash };
+  return { Chart, SHARES, element, number, span, colour, dash };
 })();

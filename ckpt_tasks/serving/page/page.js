@@ -3,7 +3,7 @@
 "use strict";
 
 (() => {
-  const { Chart, element, number, span, colour, dash } = ckptChart;
+  const { Chart, SHARES, element, number, span, colour, dash } = ckptChart;
   const EVERY_MS = 2000;
   const SLOWEST_MS = 15000;
   const CHARTS = 6;
@@ -11,7 +11,6 @@
   const POINTS = 800;
   const MOST_CHOSEN = 24;
   const ABOUTS = 8;
-  const SHARES = { useful: "#2e9e6b", lost: "#d1495b", saving: "#d9a100", starting: "#7d8ff0", down: "#8b8f98", idle: "#c9ccd3", other: "#5fb3c4" };
   const $ = (id) => document.getElementById(id);
 
   const runs = new Map(); // The rows of the table, by name.
@@ -316,18 +315,18 @@
   function draw(wanted = [...charts.keys()], names = chosen()) {
     for (const metric of wanted) {
       const drawn = [];
-      let marks = [];
+      let course = {};
       let busy = false;
       names.forEach((name, n) => {
         const answer = curves.get(name)?.answer;
         busy = busy || !answer;
         const found = answer?.lines[metric];
         if (found) drawn.push({ label: name, n, line: found.line, left: found.left });
-        if (answer && names.length === 1) marks = answer.marks;
+        if (answer && names.length === 1) course = answer;
       });
       charts.get(metric).show({
-        title: metric, by: state.by, log: state.log, smooth: state.smooth, marks, busy,
-        range: state.range, runs: drawn, onzoom: zoom,
+        title: metric, by: state.by, log: state.log, smooth: state.smooth, busy,
+        marks: course.marks, strip: course.strip, commits: course.commits, wall_s: course.wall_s, range: state.range, runs: drawn, onzoom: zoom,
       });
     }
   }
