@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
-from ckpt_tasks.tensors.tensors import DTYPES
+from ckpt_tasks.tensors.tensors import DTYPES, ConstantTensor
 
 Array = np.ndarray[Any, Any]
 
@@ -28,17 +28,18 @@ class _Writable:
         self.__array_interface__ = {**shown, "data": (shown["data"][0], False)}
 
 
-def tensor_of(array: Array, key: str) -> Any:
+def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
     """Return a tensor that shares an array's memory, or bytes with the dtype's name.
 
-    Raises UnsupportedStateError with the key for an array of something else than numbers.
+    `constant`: nobody writes to that memory while the array is referenced, so a save may copy it later. Raises UnsupportedStateError with the key for an array of something else than numbers.
     """
     dtype, narrow = _TORCH.get(array.dtype.name), _is_of_ml_dtypes(array.dtype)
     if dtype is None and not (narrow and array.dtype.itemsize == 1):
         raise UnsupportedStateError(f"an array of {array.dtype} cannot be stored", key=key)
     bits = array.view(f"u{array.dtype.itemsize}") if narrow else array
-    tensor = torch.from_numpy(np.asarray(_Writable(bits)))
-    return {"dtype": array.dtype.name, "data": tensor} if dtype is None else tensor.view(dtype)
+    tensor = torch.from_numpy(np.asarray(_Writable(bits))).view(dtype or torch.uint8)
+    shown = tensor.as_subclass(ConstantTensor) if constant else tensor
+    return {"dtype": array.dtype.name, "data": shown} if dtype is None else shown
 
 
 def array_of(saved: Any) -> Array:

@@ -34,6 +34,9 @@ class JaxState:
     be any that JAX knows. A restore replaces `value` by a tree of the same structure; each array comes back with the
     sharding that the program's has, so a program on another number of devices gets the same values.
 
+    JAX's arrays cannot be changed, so training does not wait until one is copied: a save holds it until then. A
+    function to which such an array is donated gets new memory meanwhile. Arrays on several devices are copied at once.
+
     Raises UnsupportedStateError, by its path, for a leaf of another kind and for an array with shards in other
     processes; StateMismatchError if names, shapes or dtypes differ.
     """
@@ -62,7 +65,7 @@ class JaxState:
             return tensor_of(leaf, name) if isinstance(leaf, np.ndarray) and leaf.dtype.isbuiltin != 1 else leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return {"key": str(jax.random.key_impl(leaf)), "data": self._taken(name, jax.random.key_data(leaf))}
-        saved = tensor_of(self._on_host(name, leaf), name)
+        saved = tensor_of(self._on_host(name, leaf), name, constant=leaf.is_fully_replicated)
         return {"weak": True, "data": saved} if leaf.weak_type else saved
 
     def _on_host(self, name: str, leaf: jax.Array) -> Array:

@@ -88,7 +88,8 @@ def _value_of(variable: Any, name: str) -> Any:
     value = variable.value
     if BACKEND == "torch":
         return value.detach()
-    return tensor_of(np.asarray(value.read_value() if BACKEND == "tensorflow" else value), name)
+    array = np.asarray(value.read_value() if BACKEND == "tensorflow" else value)
+    return tensor_of(array, name, constant=BACKEND == "jax")
 
 
 def _made_seeds() -> dict[str, Any]:

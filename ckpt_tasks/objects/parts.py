@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -90,7 +90,8 @@ class Captured:
     `frozen` are the keys of parameters without gradient: they go into separate files, which need not be written again.
     `places` has, for each part of a sharded tensor, the shape of the whole and the part's offset. `replicated` has the
     parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has all
-    other plain tensors, even in the ranks that do not write them.
+    other plain tensors, even in the ranks that do not write them. `constant` are keys of tensors whose values do not
+    change while they are referenced.
     """
 
     groups: dict[str, GroupState]
@@ -100,6 +101,7 @@ class Captured:
     replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
     one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tables: Sequence[TableCapture] = ()
+    constant: Set[str] = frozenset()
 
 
 class RestorePart(Protocol):

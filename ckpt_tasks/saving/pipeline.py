@@ -30,6 +30,7 @@ from ckpt_tasks.saving.parts import Digested, Saving
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.device import DeviceCopy
+from ckpt_tasks.snapshot.snapshot import LateCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet
 from ckpt_tasks.system import system
@@ -64,7 +65,7 @@ class Snapshot:
 
     `keep`: no newer snapshot may replace it. `digested` yields each file, and then None; then `known` is
     set, and `error` says why digesting may have ended early. `sealed` is the index and manifest that the snapshot has
-    in memory. `copy` runs on devices: call its wait() before reading the images. `given_up` asks the threads to drop
+    in memory. `copy` is not finished: call its wait() before reading the images. `given_up` asks the threads to drop
     the snapshot; `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended.
     `patience`: the flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory
     directory could not take its seal. `compared` returns what is compared between ranks. `files`: of tables.
@@ -77,7 +78,7 @@ class Snapshot:
     stall_s: float
     keep: bool
     observed: Mapping[str, Any]
-    copy: DeviceCopy | None = None
+    copy: DeviceCopy | LateCopy | None = None
     compared: Callable[[], Compared] = dict
     files: Sequence[TableFileCapture] = ()
     taken_s: float = field(default_factory=lambda: system().monotonic())

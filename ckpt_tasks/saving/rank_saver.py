@@ -38,7 +38,7 @@ from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill
 from ckpt_tasks.snapshot.pages import GaveWay, allocate, touch
 from ckpt_tasks.snapshot.samples import sample_values, take_samples
-from ckpt_tasks.snapshot.snapshot import Image, ImageSet, SnapshotPlan, plan_snapshot
+from ckpt_tasks.snapshot.snapshot import Image, ImageSet, LateCopy, SnapshotPlan, plan_snapshot
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system
 
@@ -97,20 +97,20 @@ class RankSaver:
             self._plan = None
             self._sets.clear()
 
-    def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | None]:
+    def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | LateCopy | None]:
         """Copy a state into the images of a slot; the plan must fit it.
 
-        On return host tensors are copied. A device copies its tensors before any work that training queues later: wait
-        for the DeviceCopy before you read the images. Raises StoreError if there is no memory.
+        On return host tensors are copied, but constant ones. A device copies its tensors before any work that training
+        queues later: wait for what is returned before you read the images. Raises StoreError if there is no memory.
         """
         assert self._plan is not None
         first = FirstCopy(self._plan, captured.tensors)
         self._hurries = True
         with self._taking:
             self._hurries = False
-            images = self._take(slot, self._plan, first.write)
+            images = self._take(slot, self._plan, None if captured.constant else first.write)
             self._cache.unseal(slot)
-        return images, None if first.done else images.fill(captured.tensors, self._devices)
+        return images, None if first.done else images.fill(captured.tensors, self._devices, captured.constant)
 
     def sample(self, captured: Captured, saving: Saving) -> Callable[[], Compared]:
         """Sample values that several ranks hold; return a function that computes, in the background, their digests."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import eq
@@ -124,12 +124,16 @@ class ImageSet:
         self._large = {key: (view.data_ptr(), view.nbytes) for key, view in self._places if view.nbytes >= LARGE_BYTES}
 
     @gc_paused()
-    def fill(self, tensors: Mapping[str, torch.Tensor], devices: Devices) -> DeviceCopy | None:
+    def fill(
+        self, tensors: Mapping[str, torch.Tensor], devices: Devices, constant: Set[str] = frozenset()
+    ) -> DeviceCopy | LateCopy | None:
         """Copy captured tensors into the images: host tensors at once, device tensors on the devices' streams.
 
-        Wait for the returned DeviceCopy before you read the images.
+        Large `constant` ones are copied by the thread that waits for what is returned: do so before you read the
+        images.
         """
         moves: list[Move] = []
+        late: list[tuple[Move, torch.Tensor]] = []
         into, out_of = [], []
         on_devices: list[tuple[torch.Tensor, torch.Tensor]] = []
         for key, view in self._places:
@@ -139,13 +143,32 @@ class ImageSet:
                 # Use our own alias: assigning to the live tensor's `.data` must not free memory that the device reads.
                 on_devices.append((view, storable(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
-                moves.append((large[0], live.data_ptr(), large[1]))
+                move = large[0], live.data_ptr(), large[1]
+                if key in constant:
+                    late.append((move, live))
+                else:
+                    moves.append(move)
             else:
                 into.append(view)
                 out_of.append(storable(live))
         copy = devices.start(on_devices) if on_devices else None  # Start this first: devices copy while the host does.
         copy_tensors(into, out_of, moves)
-        return copy
+        return LateCopy(late, copy) if late else copy
+
+
+class LateCopy:
+    """Copies that are made by the thread that waits for them, from tensors that nobody changes; and those of devices."""
+
+    def __init__(self, moves: Sequence[tuple[Move, torch.Tensor]], on_devices: DeviceCopy | None):
+        self._moves = moves  # Each with the tensor that holds the memory.
+        self._on_devices = on_devices
+
+    def wait(self) -> None:
+        """Copy everything; raise StateError if a device failed."""
+        copy_tensors((), (), [move for move, _ in self._moves])
+        self._moves = ()
+        if self._on_devices is not None:
+            self._on_devices.wait()
 
 
 _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]

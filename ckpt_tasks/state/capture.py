@@ -69,5 +69,12 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
     still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
     frozen = frozenset(still.intersection(tensors.tensors))
     return Captured(
-        groups, tensors.tensors, frozen, tensors.places, tensors.replicated, tensors.one_for_all, tensors.tables
+        groups,
+        tensors.tensors,
+        frozen,
+        tensors.places,
+        tensors.replicated,
+        tensors.one_for_all,
+        tensors.tables,
+        tensors.constant,
     )

@@ -44,6 +44,13 @@ class RankRule(Enum):
     BUFFER = "each rank has its own; another number of ranks takes rank 0's"
 
 
+class ConstantTensor(torch.Tensor):
+    """A tensor whose values nobody changes while it is referenced, as those of a JAX array: a save copies it later.
+
+    Make one with `tensor.as_subclass(ConstantTensor)`.
+    """
+
+
 class TensorSet:
     """Collect live tensors by their full keys, and every piece of memory once.
 
@@ -52,8 +59,8 @@ class TensorSet:
 
     With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors what their
     `RankRule` says. `places` has, for each part, the shape of the whole tensor and the offset in it. `one_for_all` and
-    `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER. Without a `world`, every tensor
-    is taken as it is.
+    `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER; `constant` those of tensors that
+    were added as such. Without a `world`, every tensor is taken as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:
@@ -62,6 +69,7 @@ class TensorSet:
         self.replicated: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self.one_for_all: dict[str, torch.Tensor] = {}
         self.buffers: list[str] = []
+        self.constant: set[str] = set()
         self.tables: list[Any] = []  # Each lookup table's TableCapture (objects/parts.py).
         self.world = world
         self._keys: set[str] = set()

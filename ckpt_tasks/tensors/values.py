@@ -29,7 +29,7 @@ from ckpt_tasks.format.tree import (
     refusal,
 )
 from ckpt_tasks.tensors.kinds import KINDS, build, kind_of_value
-from ckpt_tasks.tensors.tensors import TensorSet
+from ckpt_tasks.tensors.tensors import ConstantTensor, TensorSet
 
 REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objects and get new contents.
 
@@ -49,6 +49,10 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     kind = type(value)
     if kind in SCALARS:
         return value
+    if kind is ConstantTensor:
+        ref = pack(value.as_subclass(torch.Tensor), path, tensors, depth)
+        tensors.constant.add(ref.key)
+        return ref
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         try:
             return tensors.add(value, path if "/" in path else f"{path}/value")

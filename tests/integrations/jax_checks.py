@@ -12,7 +12,7 @@ import pytest
 from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import NoGoodCheckpointError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.integrations.jax import JaxState
 from tests.support.cli_runs import ckpt, flip, only
@@ -134,6 +134,29 @@ def test_a_restore_is_given_away_as_any_other_array(tmp_path: Path) -> None:
     found = restored(tmp_path / "run", zeros(value))
     jax.jit(lambda x: x * 2, donate_argnums=0)(found["one"])
     assert bits(found["other"]) == bits(found["tied"]) == bits(value["one"])
+
+
+def test_training_neither_waits_for_a_copy_nor_changes_it(tmp_path: Path) -> None:
+    """P1: arrays that are donated, deleted and replaced right after `step()` are in the checkpoint as they were."""
+    config = CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1, max_num_checkpoints=None)
+    update = jax.jit(lambda value: jax.tree.map(lambda x: x + 1, value), donate_argnums=0)
+    moments, state = (
+        {},
+        {"train": JaxState({"w": jnp.zeros((4, 1 << 20)), "n": jnp.zeros(3, "int4"), "b": jnp.ones(9)})},
+    )
+    with Checkpointer(config) as checkpointer:
+        for step in range(1, 7):
+            moments[step] = {name: np.array(leaf) for name, leaf in state["train"].value.items()}
+            assert checkpointer.step(step, state)
+            for _ in range(3):
+                state["train"].value = update(state["train"].value)
+            checkpointer.wait()  # Otherwise a newer snapshot may replace this one.
+    run, found = open_run(tmp_path / "run"), {"train": JaxState(zeros(state["train"].value))}
+    assert len(run.checkpoints()) == len(moments)
+    for checkpoint in run.checkpoints():
+        run.restore(checkpoint, found)
+        value = {name: np.array(leaf) for name, leaf in found["train"].value.items()}
+        assert all(np.array_equal(value[name], then) for name, then in moments[checkpoint.step].items()), checkpoint
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
