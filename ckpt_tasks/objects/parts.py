@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -101,7 +102,7 @@ class Captured:
     replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
     one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tables: Sequence[TableCapture] = ()
-    constant: Set[str] = frozenset()
+    constant: AbstractSet[str] = frozenset()
 
 
 class RestorePart(Protocol):

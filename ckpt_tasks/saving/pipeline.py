@@ -30,9 +30,8 @@ from ckpt_tasks.saving.parts import Digested, Saving
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.device import DeviceCopy
-from ckpt_tasks.snapshot.snapshot import LateCopy
 from ckpt_tasks.snapshot.memory import SLOTS
-from ckpt_tasks.snapshot.snapshot import ImageSet
+from ckpt_tasks.snapshot.snapshot import ImageSet, LateCopy
 from ckpt_tasks.system import system
 
 _LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.

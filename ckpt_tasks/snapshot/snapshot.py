@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import eq
@@ -125,7 +126,7 @@ class ImageSet:
 
     @gc_paused()
     def fill(
-        self, tensors: Mapping[str, torch.Tensor], devices: Devices, constant: Set[str] = frozenset()
+        self, tensors: Mapping[str, torch.Tensor], devices: Devices, constant: AbstractSet[str] = frozenset()
     ) -> DeviceCopy | LateCopy | None:
         """Copy captured tensors into the images: host tensors at once, device tensors on the devices' streams.
 
@@ -157,7 +158,7 @@ class ImageSet:
 
 
 class LateCopy:
-    """Copies that are made by the thread that waits for them, from tensors that nobody changes; and those of devices."""
+    """Copies made by the thread that waits for them, from tensors that nobody changes; and those of devices."""
 
     def __init__(self, moves: Sequence[tuple[Move, torch.Tensor]], on_devices: DeviceCopy | None):
         self._moves = moves  # Each with the tensor that holds the memory.
