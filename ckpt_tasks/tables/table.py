@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks.checked import checked
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.layout.tables import Floats, Ids
 from ckpt_tasks.tables.files import Chain
 from ckpt_tasks.tables.rows import RowStore, new_rows
@@ -144,6 +144,13 @@ class LookupTable(nn.Module):
         """Forget gradients that no `step` has used."""
         super().zero_grad(set_to_none)
         self._waiting.clear()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return nothing as a part of a module; raise StateError of the table alone: who asks would lose its rows."""
+        if not args and "destination" not in kwargs:
+            hint = "Give the table itself to a Checkpointer: state={..., 'users': users}."
+            raise StateError("the rows of a LookupTable are in no state_dict", hint=hint)
+        return super().state_dict(*args, **kwargs)
 
     @checked
     def delete(self, ids: torch.Tensor) -> int:

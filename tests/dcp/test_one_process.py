@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter, holding
 from ckpt_tasks.dcp.holding import held_run
+from ckpt_tasks.errors import StateError
 from tests.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
 
@@ -124,6 +125,25 @@ def test_what_cannot_be_stored_is_refused_by_key(run_dir: Path) -> None:
     with pytest.raises(CheckpointException, match="nested/deep"):
         write(run_dir, {"w": torch.ones(2), "nested": {"deep": (1, Hidden())}}, 1)
     assert open_run(run_dir).checkpoints() == []
+
+
+def test_a_lookup_table_beside_dcp(run_dir: Path) -> None:
+    """DCP loads what is beside a table and its files as bytes, diff tells the rows; a save by DCP is refused."""
+    model, users = torch.nn.Linear(4, 1), LookupTable(4)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run_dir)) as ckpt_:
+        for step in (1, 2):
+            model(users(torch.arange(step * 10))).sum().backward()
+            users.step()
+            ckpt_.save(step, {"model": model, "users": users})
+    place = str(run_dir)
+    metadata = CkptReader(run_dir).read_metadata().state_dict_metadata
+    assert {"users.count", "users.files.0", "model.weight"} <= metadata.keys()
+    found = {"model": emptied(dict(model.state_dict())), "users": {"count": 0}}
+    load(found, storage_reader=CkptReader(run_dir))
+    assert same(found, {"model": dict(model.state_dict()), "users": {"count": 20}})
+    assert "users/count" in ckpt("diff", f"{place}@1", f"{place}@2").out
+    with pytest.raises(StateError, match="in no state_dict"):
+        save({"model": model, "users": users}, storage_writer=CkptWriter(run_dir, step=3))
 
 
 def test_nothing_that_is_stored_is_a_pickle(run_dir: Path) -> None:
