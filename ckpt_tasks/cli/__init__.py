@@ -25,7 +25,7 @@ from ckpt_tasks.cli.report import metrics, plan, report
 from ckpt_tasks.cli.serve import serve
 from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
-from ckpt_tasks.cli.verify import restore_drill, verify, verify_resume
+from ckpt_tasks.cli.verify import bisect, restore_drill, verify, verify_resume
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
@@ -34,7 +34,7 @@ __all__ = ["app", "main"]
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, run, evaluate, up, down),
     "Look": (ls, show, watch, serve, diff, report, plan, metrics),
-    "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
+    "Keep": (verify, restore_drill, verify_resume, bisect, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),
 }

@@ -42,6 +42,7 @@ OutOption = Annotated[
 RootArgument = Annotated[str, argument("DIR", "a run directory, or one that holds runs", complete_run)]
 TextOption = Annotated[Path | None, option("--out", "FILE", "write this file, whole or not at all", show_default=False)]
 PortOption = Annotated[int | None, option("--port", "N", "serve them to this host at this port", show_default=False)]
+OtlpOption = Annotated[bool, option("--otlp", None, "send them once to an OpenTelemetry collector, over HTTP")]
 CapOption = Annotated[
     float, option("--overhead-cap", "SHARE", "the largest share of its time that training may wait for saves")
 ]
@@ -143,12 +144,18 @@ class _Planned:
 
 
 def metrics(
-    directory: RootArgument, *, out: TextOption = None, port: PortOption = None, as_json: JsonOption = False
+    directory: RootArgument,
+    *,
+    out: TextOption = None,
+    port: PortOption = None,
+    otlp: OtlpOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write metrics of runs, for Prometheus.
+    """Write metrics of runs, for Prometheus or OpenTelemetry.
 
     DIR is a run, or holds runs. They go into a file for node-exporter's textfile collector, or to the terminal; with
-    --port they are served at /metrics until Ctrl-C. They are read from the ledgers: nothing is asked of a training.
+    --port they are served at /metrics until Ctrl-C; with --otlp they are sent once, to the collector that
+    OTEL_EXPORTER_OTLP_ENDPOINT names. They are read from the ledgers: nothing is asked of a training.
     deployments/alerts.yaml has an alert for each metric that needs somebody to act.
     """
     from threading import Event
@@ -165,6 +172,10 @@ def metrics(
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
             start_http_server(port, "127.0.0.1", registry)
             Event().wait()
+        if otlp:
+            from ckpt_tasks.report.otlp import push
+
+            push(registry)
         text = generate_latest(registry).decode()
         samples = [sample for one in families(text) for sample in one.samples]
         facts = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]
@@ -172,8 +183,8 @@ def metrics(
             write_file(out, text, what="file of metrics", option="--out", is_ours=_is_metrics)
             shown.answer({"file": str(out), "metrics": facts}, [f"{out}: {count(len(facts), 'sample')}"])
         else:
-            shown.answer({"metrics": facts}, [])
-            if not as_json:  # A line of this format does not wrap.
+            shown.answer({"metrics": facts}, [f"{count(len(facts), 'sample')} sent"] if otlp else [])
+            if not (as_json or otlp):  # A line of this format does not wrap.
                 typer.echo(text, nl=False)
 
 

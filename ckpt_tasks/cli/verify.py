@@ -1,4 +1,4 @@
-"""`ckpt verify` and `ckpt verify-resume`: prove that what is stored is good, and that a killed program resumes."""
+"""`ckpt verify`, `restore-drill`, `verify-resume`, `bisect`: prove that what is stored is good, and what trains it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, RunOrCheckpointArgument, option, parse_target
+from ckpt_tasks.cli.arguments import (
+    CheckpointArgument,
+    JsonOption,
+    RunArgument,
+    RunOrCheckpointArgument,
+    argument,
+    option,
+    parse_target,
+)
 from ckpt_tasks.cli.output import Column, Output, column, first, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import age, count, drill_words, size, span
@@ -182,6 +190,62 @@ def verify_resume(
         proof = _proof(program, steps, params or [], ranks)
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
+
+
+# ── bisect ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bisect(
+    directory: RunArgument,
+    command: Annotated[list[str] | None, argument("-- COMMAND…", "a test: status 0 passes, 1 to 124 fail")] = None,
+    *,
+    test: Annotated[
+        str | None,
+        option("--test", "MODULE:FUNCTION", "a test in Python instead of a command: program → True or False"),
+    ] = None,
+    program: Annotated[
+        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
+    ] = None,
+    params: Annotated[list[str] | None, option("--set", "NAME=VALUE", "a parameter of the program")] = None,
+    replay: Annotated[
+        bool, option("--replay", None, "train the steps between the two again, and name the first that fails")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the first checkpoint at which a test fails.
+
+    The oldest checkpoint has to pass and the newest to fail; between them the search halves. {checkpoint} among the
+    command's words is DIR@STEP, and {export} a safetensors file of the weights. What is tried is leased: no prune takes
+    it. --replay trains a scratch copy from the last good checkpoint on, with a checkpoint for each step.
+
+    ckpt bisect runs/first -- python test.py {export}
+
+    ckpt bisect runs/first --test tests.quality:is_good --replay
+    """
+    from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
+    from ckpt_tasks.proving.bisect import replay as replayed
+
+    with output(as_json) as out:
+        if (test is None) == (not command):
+            raise ConfigError("a test is wanted, and only one", hint="Give --test MODULE:FUNCTION, or -- COMMAND.")
+        run = parse_target(directory).open()
+        built = program_of(run, program, dict(map(_parsed, params or []))) if test is not None or replay else None
+        passes = function_test(test, built) if test is not None and built else command_test(command or [])
+
+        def tell(step: int, good: bool) -> None:
+            out.print((f"step {step}: {'passes' if good else 'fails'}", "green" if good else "red"))
+
+        between: Bisection = bisect_run(run, passes, tell)
+        tests = between.tried
+        if replay and built and not between.exact:
+            out.print(f"Training steps {between.good_step + 1} to {between.bad_step} again.")
+            between = replayed(run, between, built, passes, tell)
+            tests += between.tried
+        more = "" if between.exact else " --replay names the step between them."
+        words = f"The test passes at step {between.good_step} and fails at step {between.bad_step}.{more}"
+        tried = [{"step": step, "passes": good} for step, good in tests]
+        facts = {"good_step": between.good_step, "bad_step": between.bad_step, "exact": between.exact, "tests": tried}
+        out.answer({"run_key": run.run_key, "checkpoint_dir": run.history.store.url, **facts}, [words])
 
 
 def _words(proof: Proof, program: list[str]) -> Iterator[str]:

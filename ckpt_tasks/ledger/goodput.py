@@ -109,6 +109,28 @@ class Course:
         ends = [(before, after.moment) for before, after in pairwise(self.of(*_CLOCK)) if after.moment.kind in _OWNERS]
         return [Placed(before.elapsed_s, owner) for before, owner in ends if before.moment.kind != "released"]
 
+    @property
+    def redone_steps(self) -> int:
+        """The steps that training had completed, and did again after a restore.
+
+        The ledger knows them of commits, and of attempts that failed in a process that lived on; it does not say how
+        far a killed process had come since its last commit.
+        """
+        steps: dict[str | None, int] = {None: 0}
+        redone = reached = 0
+        for moment in (place.moment for place in self.of("commit", "failure")):
+            step = moment.step or 0
+            if moment.kind == "failure":
+                reached = max(reached, step)
+                continue
+            steps[moment.identity] = step
+            # Without `resumed` it continues without a break, or it is a snapshot from memory, which repeats nothing.
+            if moment.resumed:
+                redone += max(0, reached - steps.get(moment.parent, reached))
+                reached = step
+            reached = max(reached, step)
+        return redone
+
     def of(self, *whats: str) -> list[Placed]:
         """Return the moments of some kinds, oldest first."""
         return [place for place in self.placed if place.moment.kind in whats]

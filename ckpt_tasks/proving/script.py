@@ -45,7 +45,7 @@ def verify_script(command: Sequence[str]) -> Proof:
     ConfigError if the command makes no run in the given directory, or saves too seldom to be killed in between, and
     ProgramError if it fails.
     """
-    with _exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
+    with exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         twin, other = (_Script(command, Path(folder, name)) for name in ("twin", "killed"))
         twin.end()
         commits = twin.commits()
@@ -62,7 +62,7 @@ def verify_script(command: Sequence[str]) -> Proof:
 
 
 @contextmanager
-def _exits_on_signals() -> Iterator[None]:
+def exits_on_signals() -> Iterator[None]:
     """Exit on SIGTERM and SIGHUP as on an error: then the running command is killed, and its directory removed."""
 
     def leave(number: int, frame: object) -> None:

@@ -110,6 +110,10 @@ _METRICS: dict[str, tuple[str, _Values]] = {
     "resumes_total": ("owners after the first", _one(lambda run, state, course: len(course.resumes))),
     "fallbacks_total": ("restores that passed over a checkpoint that did not verify", _number_of("fallback")),
     "rollbacks_total": ("times that training went back to an older checkpoint", _number_of("rollback")),
+    "steps_redone_total": (
+        "steps that were completed and had to be done again, as far as commits and failed attempts tell",
+        _one(lambda run, state, course: course.redone_steps),
+    ),
     "time_seconds_total": (
         "the run's wall time, by what it went into: useful, lost, saving, starting, down, idle, other",
         lambda run, state, course: [({"share": share}, value) for share, value in course.seconds.items()],

@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import threading
 import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.format.parsing import seconds_of
+from ckpt_tasks.ledger.goodput import follow
+from ckpt_tasks.ledger.timeline import read_timeline
 from ckpt_tasks.report.prometheus import metric_texts, registry_of
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import die
@@ -76,6 +82,7 @@ def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:
         ("ckpt_resumes_total", "killed"): 1,
         ("ckpt_fallbacks_total", "killed"): 1,
         ("ckpt_rollbacks_total", "killed"): 0,
+        ("ckpt_steps_redone_total", "killed"): 1,  # Step 2, whose checkpoint was damaged.
     }
     assert {key: found.get(key) for key in expected} == expected
     assert found["ckpt_flush_seconds", "killed"] > 0
@@ -83,6 +90,90 @@ def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:
     assert found["ckpt_goodput_ratio", "killed"] == pytest.approx(shares["useful"] / sum(shares.values()))
     assert {key[0] for key in found} <= {*metric_texts()}
     assert not any("nothing" in key for key in found)
+
+
+def test_steps_that_were_done_again_are_counted(run_dir: Path) -> None:
+    """Steps behind a failed attempt and behind a rollback count once each; a restart where it ended repeats nothing."""
+    config = CheckpointConfig(checkpoint_dir=run_dir, memory_dir=None, step_interval=1000, max_num_checkpoints=None)
+    state = {"x": torch.zeros(8)}
+    redone = []
+    with Checkpointer(config) as ckpt:
+
+        def until(*steps: int) -> None:
+            begin = ckpt.restore(state)
+            for step in range(begin + 1, steps[-1] + 1):
+                ckpt.step(step, state)
+                if step in steps[:-1]:
+                    ckpt.save(step, state)
+            [course] = [follow(read_timeline(open_run(run_dir).history).moments)]
+            redone.append(course.redone_steps)
+
+        until(5, 8)
+        ckpt.record_failure(attempt=1, step=8, why="injected")
+        until(6, 10, 10)  # Steps 6 to 8 again.
+        until(11, 12, 12)
+        ckpt.rollback(6)
+        until(7, 7)  # Steps 7 to 12 again.
+    assert redone == [0, 3, 3, 9]
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[ExportMetricsServiceRequest]]]:
+    """A receiver of OTLP over HTTP: its URL, and what it has taken."""
+    taken: list[ExportMetricsServiceRequest] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/v1/metrics":
+                taken.append(ExportMetricsServiceRequest.FromString(body))
+            self.send_response(200 if self.path == "/v1/metrics" else 400)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", taken
+        server.shutdown()
+        thread.join()
+
+
+def test_a_collector_gets_the_same_numbers(
+    runs: Path, collector: tuple[str, list[ExportMetricsServiceRequest]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--otlp` sends once, as OTLP has it: each sample with its labels, counters as sums; the answer counts them."""
+    url, taken = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "trainings")
+    answer = ckpt("metrics", runs / "killed", "--otlp", "--json")
+    [request] = taken
+    [resource] = request.resource_metrics
+    named = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert named["service.name"] == "trainings"
+    found = {}
+    for metric in resource.scope_metrics[0].metrics:
+        total = "_total" if metric.HasField("sum") else ""
+        assert not total or metric.sum.is_monotonic
+        for point in (metric.sum if total else metric.gauge).data_points:
+            labels = {one.key: one.value.string_value for one in point.attributes}
+            found[metric.name + total, *sorted(labels.values())] = point.as_double or float(point.as_int)
+    expected = {(one["name"], *sorted(one["labels"].values())): one["value"] for one in answer.data["metrics"]}
+    assert found == expected
+    assert len(taken) == 1
+    assert "samples sent" in ckpt("metrics", runs / "killed", "--otlp").out
+
+
+def test_a_collector_that_refuses_is_an_error(
+    runs: Path, collector: tuple[str, list[ExportMetricsServiceRequest]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics that nobody has taken are no success."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{collector[0]}/elsewhere")
+    answer = ckpt("metrics", runs / "killed", "--otlp")
+    assert answer.status == 1
+    assert "has not taken the metrics" in answer.err
 
 
 def test_a_metric_is_read_again_each_time(runs: Path) -> None:

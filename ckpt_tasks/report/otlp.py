@@ -1,0 +1,49 @@
+"""The metrics of `prometheus.py`, sent once to an OpenTelemetry collector over HTTP, with the SDK's own exporter.
+
+Where to, with which headers and for how long it is tried say the standard variables: OTEL_EXPORTER_OTLP_ENDPOINT,
+OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from ckpt_tasks.errors import ConfigError, StoreError
+
+
+def push(registry: CollectorRegistry) -> None:
+    """Send every sample as a gauge, each of a counter as a sum.
+
+    Raises ConfigError without the packages, and StoreError if the collector does not take them.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed", hint="pip install 'ckpt-tasks[otel]'") from error
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    meter = provider.get_meter("ckpt-tasks")
+    for metric in registry.collect():
+        observe = partial(_observed, metric)
+        if metric.type == "counter":
+            meter.create_observable_counter(metric.name, [observe], description=metric.documentation)
+        else:
+            meter.create_observable_gauge(metric.name, [observe], description=metric.documentation)
+    data = reader.get_metrics_data()
+    if data is None or OTLPMetricExporter().export(data) is not MetricExportResult.SUCCESS:
+        raise StoreError(
+            "the OpenTelemetry collector has not taken the metrics",
+            hint="The lines before this one say why. Set OTEL_EXPORTER_OTLP_ENDPOINT, for example http://host:4318.",
+        )
+    provider.shutdown()
+
+
+def _observed(metric: Any, options: object) -> Any:
+    from opentelemetry.metrics import Observation
+
+    return [Observation(sample.value, sample.labels) for sample in metric.samples]
