@@ -43,7 +43,7 @@ from ckpt_tasks.saving import commit, one_save, prepared, saver
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
 from ckpt_tasks.tables.rules import Adagrad
-from tests.golden.kinds import kinds_at
+from tests.golden.kinds import OF_TORCHAO, kinds_at, wrapped
 
 HERE = Path(__file__).parents[1] / "tests" / "golden"
 RUN_KEY = "golden"
@@ -157,6 +157,17 @@ def make_kinds(directory: Path) -> None:
         shutil.rmtree(directory / name)
 
 
+def make_wrappers(directory: Path) -> None:
+    """Write a run whose manifest says version 5; it needs torchao."""
+    with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        ckpt.save(1, {"values": [wrapped(bits, 1) for bits in OF_TORCHAO]})
+    for name in (".ckpt-reserve", "heartbeat"):
+        shutil.rmtree(directory / name)
+
+
 def make_tables(directory: Path) -> None:
     """Write a run of version 4: a lookup table, with a base and a delta."""
     users = LookupTable(2, slots=Adagrad(lr=0.5), seed=7)
@@ -260,6 +271,7 @@ if __name__ == "__main__":
     made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
     made[HERE / "v3" / "kinds"] = make_kinds
     made[HERE / "v4" / "tables"] = make_tables
+    made[HERE / "v5" / "wrappers"] = make_wrappers
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

@@ -358,6 +358,7 @@ _TYPED = dict.fromkeys(
     ("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range", "~bytearray"),
     3,
 )
+_TYPED["~wrapper"] = 5  # Version 5 adds only this entry.
 # One row for each kind that JSON lacks. A row of tensors/kinds.py says what a Typed one is as a live value.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),

@@ -39,6 +39,8 @@ _INDICES = {
 }
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _MOST_POOL = 1024
+# Classes of tensors that are made of others, torchao's moments of few bits: `__tensor_flatten__` gives all of them.
+_WRAPPERS = {f"torchao.optim.subclass_{bits.lower()}:OptimState{bits}" for bits in ("4bit", "8bit", "Fp8")}
 _OF_TORCH: dict[str, Any] = {"device": torch.device, "size": torch.Size}
 _OF_NUMPY = {name: np.dtype(name).type for name in NUMBERS}
 
@@ -200,6 +202,31 @@ def _build_quantized(head: Head, parts: dict[str, Any], live: Any) -> Any:
     return _beside(made, live)
 
 
+def _take_wrapper(tensor: Any) -> Taken:
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    return (_path_of(type(tensor)),), {**parts, "": [*context]}
+
+
+def _build_wrapper(head: Head, parts: dict[str, Any], live: Any) -> Any:
+    (path,) = head
+    if path not in _WRAPPERS:
+        raise ValueError(f"{path!r:.80} is no class of such tensors")
+    if (kind := _imported(path)) is None:
+        raise StateMismatchError(
+            f"the checkpoint has tensors of {path.replace(':', '.')}, and this program has not imported that class",
+            hint="Make the optimizer that keeps such tensors before the restore.",
+        )
+    try:
+        return kind.__tensor_unflatten__(parts, parts.pop(""))
+    except AssertionError as error:  # It checks the dtypes of its parts.
+        raise ValueError(f"no {kind.__name__}") from error
+
+
+def _path_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def _take_torch(value: Any) -> Taken:
     kind = "size" if type(value) is torch.Size else type(value).__name__
     return (kind, [*value] if kind == "size" else str(value).removeprefix("torch.")), {}
@@ -244,10 +271,15 @@ def _is_quantized(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _QUANTIZED
 
 
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _path_of(type(value)) in _WRAPPERS
+
+
 # One row for each kind, in the order in which `has` is called; format/tree.py has its tag and first format version.
 KINDS = {
     "~quantized": ValueKind(_take_quantized, _build_quantized, has=_is_quantized, reads=True),
     "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),
+    "~wrapper": ValueKind(_take_wrapper, _build_wrapper, has=_is_wrapper),
     "~named": ValueKind(_take_named, _build_named, has=_is_named, place=True, key=True),
     "~enum": ValueKind(_take_enum, _build_enum, has=lambda v: isinstance(type(v), EnumMeta), key=True),
     "~torch": ValueKind(_take_torch, _build_torch, (torch.dtype, torch.device, torch.Size), key=True),

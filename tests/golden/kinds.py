@@ -1,10 +1,11 @@
-"""The values of the golden run of version 3, in a module of their own: their classes have one name wherever it runs."""
+"""The values of the golden runs of versions 3 and 5, in a module of their own: their classes have one name anywhere."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from datetime import datetime
 from enum import Enum, Flag
+from importlib import import_module
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -49,3 +50,20 @@ def kinds_at(k: int) -> dict[str, Any]:
         "times": [np.datetime64(k, "s"), np.timedelta64(k, "D"), datetime(2024, 10, 27, k, fold=1)],  # noqa: DTZ001
         "more": [range(k), bytearray(b"a" * k), defaultdict(list, {k: [1]})],
     }
+
+
+OF_TORCHAO = ("4bit", "8bit", "fp8")
+
+
+def wrapped(bits: str, k: int) -> Any:
+    """Return a tensor of few bits, as an optimizer of torchao keeps its moments; `k` is in it."""
+    module = import_module(f"torchao.optim.subclass_{bits}")
+    (kind,) = (one for name, one in vars(module).items() if name.startswith("OptimState"))
+    made = kind.zeros((4, 256), **({} if bits == "fp8" else {"signed": True}))
+    return made.copy_(torch.arange(1024.0).reshape(4, 256) * k)
+
+
+def flattened(tensor: Any) -> tuple[type, list[Any], list[Any]]:
+    """Return all that such a tensor is made of."""
+    names, context = tensor.__tensor_flatten__()
+    return type(tensor), [getattr(tensor, name).tolist() for name in names], [*context]

@@ -29,7 +29,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.tables.rules import Adagrad
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.golden.kinds import kinds_at
+from tests.golden.kinds import OF_TORCHAO, flattened, kinds_at, wrapped
 from tests.support.roundtrip import assert_same
 from tools.sources import ROOT
 
@@ -174,6 +174,17 @@ def test_values_in_parts_are_restored_to_what_was_saved(step: int, tmp_path: Pat
     assert_same(state["values"], kinds_at(step))
 
 
+def test_tensors_made_of_others_are_restored_to_what_was_saved(tmp_path: Path) -> None:
+    """P59: version 5 has torchao's tensors of few bits by their parts."""
+    pytest.importorskip("torchao")
+    shutil.copytree(HERE / "v5" / "wrappers", tmp_path / "run")
+    own = [wrapped(bits, 1) for bits in OF_TORCHAO]
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "run"))) as ckpt:
+        state: dict[str, Any] = {"values": []}
+        assert ckpt.restore(state) == 1
+    assert [*map(flattened, state["values"])] == [*map(flattened, own)]
+
+
 def test_a_lookup_table_is_restored_to_what_was_saved(tmp_path: Path) -> None:
     """P59: version 4 has a table's base and delta, the ledger names the base as reused, and new ids begin as ever."""
     shutil.copytree(HERE / "v4" / "tables", tmp_path / "run")
@@ -241,7 +252,7 @@ def test_a_golden_ledger_of_many_goes_on(source: Path, tmp_path: Path) -> None:
 
 def test_the_golden_runs_hold_every_word_of_the_tree() -> None:
     """P9, P59: what the vocabulary has a word for is in a golden run of its version, so that no entry goes unread."""
-    for version, run in ((1, RUNS[-1]), (3, HERE / "v3" / "kinds")):
+    for version, run in ((1, RUNS[-1]), (3, HERE / "v3" / "kinds"), (5, HERE / "v5" / "wrappers")):
         text = "".join(path.read_text() for path in run.rglob("manifest.json"))
         assert {row.tag for row in tree.KINDS if row.since == version and f'{{"{row.tag}":' not in text} == set()
         assert f'"version":{version}' in text
@@ -254,7 +265,7 @@ def test_the_golden_runs_hold_every_word_of_the_tree() -> None:
 def raised(data: bytes) -> bytes:
     """Raise the version of a JSON object beyond every known one, with a fitting digest if it has one of its own."""
     body = json.loads(data)
-    body["version"] += 4
+    body["version"] += 8
     if "digest" not in body:
         return json.dumps(body).encode()
     del body["digest"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.legs import Moment, assert_equal, begins, compared
+from tests.support.legs import Moment, assert_equal, compared
 
 for _name in ("peft", "trl", "bitsandbytes", "schedulefree", "torchao"):
     pytest.importorskip(_name)
@@ -44,10 +44,10 @@ SLOW: list[Case] = [
 
 
 def two(case: Case) -> list[Moment]:
-    """Draw two moments: in a step, and in a step or in a save."""
+    """Draw two moments: in a step whose predecessors are committed, and in a step or in a save as they come."""
     chance = random.Random(str(case))
-    second: list[Moment] = [("steps", chance.randint(1, 5)), ("files", chance.randint(60, 140))]
-    return [("steps", chance.randint(2, 6)), chance.choice(second)]
+    second: list[Moment] = [("steps", chance.randint(1, 4)), ("files", chance.randint(60, 140))]
+    return [("step", chance.randint(3, 6)), chance.choice(second)]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,9 @@ def test_killed_twice_at_random(job: str, options: dict[str, Any], tmp_path: Pat
 
     No start is warned of anything, or told of settings that the restore replaced.
     """
-    reference, legs, statuses = compared(job, tmp_path, options, two((job, options)))
+    moments = two((job, options))
+    reference, legs, statuses = compared(job, tmp_path, options, moments)
     assert statuses == [0, -9, -9, 0]
-    assert begins(legs)[-1] > 0
+    assert next(step for what, step, _ in legs[1] if what == "begin") == moments[0][1]
     assert_equal(reference, legs)
     assert [line for leg in (reference, *legs) for line in leg if line[0].startswith("warned")] == []

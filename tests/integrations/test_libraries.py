@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +23,12 @@ from transformers import (
 )
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import IntegrityError, StateMismatchError
+from ckpt_tasks.format.tree import Typed
 from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks
+from ckpt_tasks.tensors.kinds import build
+from tests.golden.kinds import OF_TORCHAO, flattened, wrapped
 
 REUSES = [
     {"steps_per_generation": 4},
@@ -235,3 +240,33 @@ def test_an_optimizer_in_train_mode_has_taken_no_step(tmp_path: Path, caplog: py
         with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "trained", memory_dir=None)) as ckpt:
             ckpt.restore({"model": model, "optimizer": optimizer})
     assert "optimizer has taken steps" in caplog.text
+
+
+@pytest.mark.parametrize("bits", OF_TORCHAO)
+def test_a_tensor_that_is_made_of_others_comes_back_as_it_was(bits: str, tmp_path: Path) -> None:
+    """P9: codes, scales, maps and what else torchao's tensors of few bits hold; none is stored twice or decoded."""
+    pytest.importorskip("torchao")
+    value = wrapped(bits, 1)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as ckpt:
+        ckpt.save(1, {"it": [value]})
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as ckpt:
+        state: dict[str, Any] = {"it": [wrapped(bits, -1)]}
+        ckpt.restore(state)
+    assert flattened(state["it"][0]) == flattened(value)
+
+
+def test_bytes_cannot_name_another_class_of_tensors() -> None:
+    """Only the classes of the table are looked for, and only in modules that the program has imported."""
+    pytest.importorskip("torchao")
+    codes = wrapped("8bit", 1).codes
+    for name in ("torch:Tensor", "os:system", "torchao.optim.subclass_8bit:OptimState4bit"):
+        with pytest.raises(IntegrityError, match="no class of such tensors"):
+            build(Typed("~wrapper", (name,), {}), {"codes": codes, "": []}, None)
+    path = "torchao.optim.subclass_8bit:OptimState8bit"
+    parts = {"codes": codes.float(), "scale": torch.ones(4), "qmap": torch.ones(256), "": [True, torch.float32]}
+    with pytest.raises(IntegrityError):  # other dtypes than its own
+        build(Typed("~wrapper", (path,), {}), parts, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torchao.optim.subclass_8bit")
+        with pytest.raises(StateMismatchError, match="has not imported"):
+            build(Typed("~wrapper", (path,), {}), {"": []}, None)

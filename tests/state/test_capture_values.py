@@ -98,7 +98,8 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 def test_every_row_of_the_table_is_tried() -> None:
     """P59: a kind of value that no other test here has fails this one."""
     saved = save({"it": [*VALUES, *(make() for make in ODD_TENSORS.values())]}, rng=False)
-    assert [row.tag for row in KINDS if f'{{"{row.tag}": ' not in saved.manifest] == []
+    untried = {"~wrapper"}  # test_a_tensor_that_is_made_of_others_comes_back_as_it_was
+    assert {row.tag for row in KINDS if f'{{"{row.tag}": ' not in saved.manifest} == untried
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|Sparse|sparse|rototype|deprecated).*")
