@@ -89,18 +89,28 @@ class Hidden:
 def refused(rank: int, size: int, root: str) -> str:
     warnings.simplefilter("ignore")
     state = {"w": tensor_of(size), "own0": 1, "own1": Hidden() if rank else 0}
+    text = ""
     try:
         save({name: state[name] for name in ("w", f"own{rank}")}, storage_writer=CkptWriter(root, step=1))
     except CheckpointException as error:
-        return str(error)
-    return ""
+        text = str(error)
+    report([path.name for path in Path(root).rglob("*.safetensors")] if rank == 0 else [])
+    dist.barrier()
+    save({"w": state["w"]}, storage_writer=CkptWriter(root, step=2))
+    return text
 
 
 def test_what_one_rank_cannot_store_is_refused_in_all(tmp_path: Path) -> None:
     """Each rank reads the key, nothing is committed, and the next save leaves nothing of it."""
     root = tmp_path / "run"
-    assert all("own1" in text and "UnsupportedStateError" in text for text in run(2, refused, str(root)))
-    assert open_run(root).checkpoints() == []
+    with Gang(2, refused, str(root)) as gang:
+        _, left = gang.said(0)
+        assert [name.partition("-")[0] for name in left] == ["model"], "rank 0 has written before rank 1 was refused"
+        assert all("own1" in text and "UnsupportedStateError" in text for text in gang.results())
+    (checkpoint,) = open_run(root).checkpoints()
+    assert checkpoint.step == 2
+    assert len([*root.rglob("*.safetensors")]) == 2
+    assert len([*root.glob("checkpoint_*")]) == 1
 
 
 def uneven(rank: int, size: int, root: str) -> str:
@@ -138,6 +148,23 @@ def test_a_flipped_bit_changes_no_ranks_target(tmp_path: Path) -> None:
     data[-4] ^= 1
     shard.write_bytes(data)
     assert run(2, damaged, str(root)) == [(True, True)] * 2
+
+
+def differing(rank: int, size: int, root: str) -> str:
+    warnings.simplefilter("ignore")
+    for step in (1, 2):
+        save({"same": torch.full((9,), step)}, storage_writer=CkptWriter(root, step=step))
+    found = {"same": torch.zeros(9)}
+    try:
+        load(found, storage_reader=CkptReader(root, step=1 + rank))
+    except CheckpointException as error:
+        return str(error) * (not found["same"].any())
+    return ""
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    """One may have been committed between their looks: every rank raises, and no target has changed."""
+    assert all("of steps [1, 2]" in text for text in run(2, differing, str(tmp_path / "run")))
 
 
 def saves_later(rank: int, size: int, root: str, kind: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import pickletools
 import warnings
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
@@ -21,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter, holding
 from ckpt_tasks.dcp.holding import held_run
-from ckpt_tasks.errors import StateError
+from ckpt_tasks.errors import ConfigError, StateError
 from tests.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
 
@@ -120,8 +123,18 @@ class Hidden:
     """A class of the user's without a state of its own."""
 
 
+class Bytes(DefaultSavePlanner):
+    """A planner of the user's, which pickles in a way of its own."""
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> io.BytesIO:
+        return io.BytesIO(pickle.dumps(value))
+
+
 def test_what_cannot_be_stored_is_refused_by_key(run_dir: Path) -> None:
-    """Of one process nothing is written then."""
+    """Of one process nothing is written then: neither an object of a class, nor the bytes of a planner."""
+    state = {"w": torch.ones(2), "nested": {"deep": (1, 2)}}
+    with pytest.raises(CheckpointException, match=r"Bytes has made bytes of cannot be stored \(at nested\.deep"):
+        save(state, storage_writer=CkptWriter(run_dir, step=1), planner=Bytes())
     with pytest.raises(CheckpointException, match="nested/deep"):
         write(run_dir, {"w": torch.ones(2), "nested": {"deep": (1, Hidden())}}, 1)
     assert open_run(run_dir).checkpoints() == []
@@ -197,19 +210,36 @@ def test_a_writer_and_a_reader_are_pickled(run_dir: Path) -> None:
     load({"w": torch.zeros(2)}, storage_reader=pickle.loads(pickle.dumps(reader)))
 
 
-def test_a_flipped_bit_changes_no_target(run_dir: Path) -> None:
-    """It is noticed before anything is read into the state."""
+@pytest.mark.parametrize("place", [20, -1000])
+def test_a_flipped_bit_changes_no_target(run_dir: Path, place: int) -> None:
+    """It is noticed before anything is read into the state, in a file's header and in its tensors."""
     state = {"a": torch.randn(200), "b": torch.randn(200_000)}
     write(run_dir, state, 1)
     (shard,) = run_dir.rglob("*.safetensors")
     data = bytearray(shard.read_bytes())
-    data[-1000] ^= 1
+    data[place] ^= 1
     shard.write_bytes(data)
     found = emptied(state)
     with pytest.raises(CheckpointException, match="have changed"):
         load(found, storage_reader=CkptReader(run_dir))
     assert not found["a"].any()
     assert not found["b"].any()
+
+
+class Narrow(DefaultLoadPlanner):
+    """A planner of the user's, which gives a target that has another shape than its plan says."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return super().resolve_tensor(read_item)[:2]
+
+
+def test_a_target_of_another_shape_is_refused_by_name(run_dir: Path) -> None:
+    """Nothing is read into it, nor into another target."""
+    write(run_dir, {"a": torch.ones(3), "b": torch.ones(3)}, 1)
+    found = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match=r"the target has \(2,\) of \(3,\) \(at a\)"):
+        load(found, storage_reader=CkptReader(run_dir), planner=Narrow())
+    assert same(found, {"a": torch.zeros(3), "b": torch.zeros(3)})
 
 
 def test_retention_is_that_of_the_configuration(run_dir: Path) -> None:
@@ -230,6 +260,13 @@ def test_steps_go_up(run_dir: Path) -> None:
         save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir))
     with pytest.raises(CheckpointException, match="a step is a whole number"):
         save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir), checkpoint_id="at-20261127150000")
+
+
+def test_ranks_that_save_alone_are_refused(run_dir: Path) -> None:
+    """Each would have a checkpoint of its own: nothing is written."""
+    with pytest.raises((CheckpointException, ConfigError), match="no common checkpoint"):
+        save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir, step=1), use_collectives=False)
+    assert not run_dir.exists()
 
 
 def test_who_has_not_loaded_does_not_commit(run_dir: Path) -> None:
