@@ -92,8 +92,8 @@ class CkptTasks(Contender):
         self._step = 0
         config = CheckpointConfig(checkpoint_dir=self._run, run_key="bench", step_interval=1, max_num_checkpoints=2)
         self._ckpt = Checkpointer(config)
-        self._commits: list[object] = []
-        self._ckpt.listen(Listener(committed=self._commits.append))
+        self.commits: list[object] = []
+        self._ckpt.listen(Listener(committed=self.commits.append))
 
     def save_async(self, state: State, path: Path) -> None:
         self.wait()
@@ -102,8 +102,8 @@ class CkptTasks(Contender):
 
     def wait(self) -> None:
         self._ckpt.wait()
-        if len(self._commits) != self._step:  # a newer one took its place: it has cost too little
-            raise RuntimeError(f"{len(self._commits)} of {self._step} saves were committed")
+        if len(self.commits) != self._step:  # a newer one took its place: it has cost too little
+            raise RuntimeError(f"{len(self.commits)} of {self._step} saves were committed")
 
     def load(self, path: Path, into: State) -> None:
         run = open_run(self._run)

@@ -39,7 +39,6 @@ from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.ranks.exchange import StoreExchange
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.committer import Committer
-from ckpt_tasks.saving.differences import compared
 from ckpt_tasks.saving.parts import (
     RankPart,
     Saving,
@@ -49,7 +48,7 @@ from ckpt_tasks.saving.parts import (
     new_attempt,
     same_step,
 )
-from ckpt_tasks.saving.prepared import prepare_checkpoint
+from ckpt_tasks.saving.prepared import compared, prepare_checkpoint
 from ckpt_tasks.saving.tenure import Line
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.samples import Samples, take_samples

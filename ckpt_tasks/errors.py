@@ -7,6 +7,7 @@
     │   └── ProgramError             … the program of a flow cannot be built
     ├── StateError                   fix the state: nothing was written, the target is untouched
     │   ├── NonFiniteError           … a metric is NaN or infinite: restore an older step, and change what made it so
+    │   │   └── SpikeError           … a metric is far above its earlier values: the same
     │   ├── UnsupportedStateError    … a value that cannot be stored
     │   └── StateMismatchError       … the checkpoint and the target differ
     ├── RunMismatchError             use another directory: this one belongs to another run
@@ -47,6 +48,7 @@ __all__ = [
     "RankError",
     "RunMismatchError",
     "SiteError",
+    "SpikeError",
     "StateError",
     "StateMismatchError",
     "StoreError",

@@ -18,14 +18,27 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from ckpt_tasks.checkpoint.leaving import die, look, seal, settle
+from ckpt_tasks.checkpoint.leaving import die, elapse, look, seal, settle, under_way
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import OneByOne, Store, WrappedStore
 from ckpt_tasks.storage.retrying import RetryingStore
 
-__all__ = ["Fate", "FaultyStore", "InjectedError", "MemoryStore", "Rule", "die", "located", "look", "seal", "settle"]
+__all__ = [
+    "Fate",
+    "FaultyStore",
+    "InjectedError",
+    "MemoryStore",
+    "Rule",
+    "die",
+    "elapse",
+    "located",
+    "look",
+    "seal",
+    "settle",
+    "under_way",
+]
 
 Fate = Literal["done", "refused", "unanswered", "exists", "late", "twice", "torn", "flipped"]
 _numbers = count()

@@ -19,7 +19,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.exchange import StoreExchange, Together, all_or_none, find_exchange, from_first
 from ckpt_tasks.ranks.horizon import Horizon
 from ckpt_tasks.reading.restore import HostSnapshot
-from ckpt_tasks.saving.differences import refuse_differences
+from ckpt_tasks.saving.prepared import refuse_differences
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.tensors.placements import World

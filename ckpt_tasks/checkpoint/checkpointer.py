@@ -356,7 +356,7 @@ class Checkpointer(HeldRun):
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[_InMemory]:
-        """Return snapshots that all ranks have in memory: of the candidates; with `newest` also uncommitted ones."""
+        """Return the snapshots of the candidates that all ranks have in memory; with `newest` also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
 

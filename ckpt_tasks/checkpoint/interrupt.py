@@ -158,6 +158,11 @@ def _is_timeout(handler: Any) -> bool:
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
 
 
+def held_back() -> int | None:
+    """Return the signal that this process holds back until the step boundary, or None."""
+    return _installed[-1].pending if _installed else None
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that a scheduler sends before it ends this process: those in CKPT_STOP_SIGNALS, else SIGUSR1.
 

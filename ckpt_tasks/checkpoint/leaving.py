@@ -1,9 +1,22 @@
-"""What tests do with a Checkpointer that stands for a process of its own: let it die, finish, seal, or look."""
+"""What tests do with a Checkpointer that stands for a process of its own: let it die, finish, seal, look or show."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.saving.saver import UnderWay
+
+
+def under_way(ckpt: Checkpointer) -> UnderWay:
+    """Return the saves of a Checkpointer that have not ended, and its memory for them; does not wait."""
+    return ckpt._saver.under_way()
+
+
+def elapse(ckpt: Checkpointer, seconds: float) -> None:
+    """Let a save by time come due as if `seconds` more had passed since the last save."""
+    ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - seconds)
 
 
 def die(ckpt: Checkpointer) -> None:
@@ -19,9 +32,11 @@ def die(ckpt: Checkpointer) -> None:
 
 
 def settle(ckpt: Checkpointer) -> None:
-    """Wait until saves under way and the prune after them have ended; a failure is kept for the next call."""
+    """Wait until saves under way and all work after a commit have ended; a failure is kept for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)
+    if ckpt._compiled is not None:
+        ckpt._compiled.finish(600.0)
 
 
 def seal(ckpt: Checkpointer) -> None:

@@ -82,7 +82,7 @@ def resumable(
     numbers = range(epochs) if isinstance(epochs, int) else epochs
     ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
     config = config_of(checkpoint)
-    for former in [*_open]:  # A cell of a notebook that runs again.
+    for former in [*_open]:  # In a notebook the same cell may run again.
         if former.ckpt.config.checkpoint_dir == config.checkpoint_dir:
             former.leave()
     loop = Epochs(Checkpointer(config), ours, numbers, {**state, _DATA: ours})
@@ -92,7 +92,8 @@ def resumable(
 class Epochs(Iterator[int]):
     """The numbers of the epochs that are left; `resumable` makes them.
 
-    Asking for the next one ends the epoch before; after the last one the last step is committed, and the run released.
+    The call for the next number ends the current epoch. After the last epoch the last step is committed, and the run is
+    released.
     """
 
     def __init__(self, ckpt: Checkpointer, loader: ResumableLoader, numbers: range, state: dict[str, Any]):
@@ -187,7 +188,7 @@ class Epochs(Iterator[int]):
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Leave the run if the block raises: the loop is not told of it."""
+        """Release the run if the block raises: the loop itself cannot see the exception."""
         try:
             yield
         except BaseException as error:
@@ -235,7 +236,7 @@ class _Steps:
         self.has_stepped = self.has_stepped or self._counts_batches
 
     def end(self) -> bool:
-        """Count a step if there was one."""
+        """End the current step, if one has begun."""
         stepped, self.has_stepped = self.has_stepped, False
         self.number += stepped
         return stepped

@@ -47,7 +47,7 @@ def sync(
     single_writer: SingleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a run, or one checkpoint, to another store.
+    """Copy DIR, or DIR@STEP alone, to TO; list what was copied.
 
     Without @STEP it copies all live checkpoints, with evaluations and pins. Every byte is verified on the way. Objects
     that TO has are not copied again: repeat the command after an interruption, or to copy what is new. Removes nothing
@@ -143,7 +143,7 @@ def fork(
     single_writer: SingleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Begin a new run from a checkpoint of another one.
+    """Begin the run TO with the checkpoint DIR@STEP.
 
     In one file system nothing is copied: the new run gets hard links. In one S3 store the server copies. Otherwise
     every byte is sent and verified. Afterwards the runs are independent: either may be pruned or deleted. After an

@@ -42,7 +42,7 @@ def doctor(
     deployment: DeploymentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether killed runs would resume by themselves.
+    """List what keeps killed runs from resuming by themselves.
 
     Checks Prefect's server, automations and work pool, the store of DIR, this host's memory and the clocks. Changes
     nothing; if DIR holds no run yet, it writes a few small objects below DIR/probe and deletes them. Exits with 1 if
@@ -89,7 +89,7 @@ _MEANS = {
 
 
 def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
-    """Test what a store can do, and how fast.
+    """List what the store at URL can do, and how fast.
 
     Exits with 0 if it is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and deletes
     it again. Does not touch a run at URL.

@@ -65,7 +65,7 @@ def export(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as safetensors, torch.save or DCP.
+    """Write DIR@STEP to OUT as safetensors, torch.save or DCP.
 
     Reading the files needs neither this package nor the run. In safetensors files a single module has the names of
     its state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or
@@ -193,7 +193,7 @@ def import_(
     single_writer: SingleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint from a file of torch.save or others.
+    """Make a checkpoint in TO of a file of torch.save or others.
 
     SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, a directory of them, or one of DCP. Weights
     become the group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed:

@@ -48,7 +48,7 @@ SkipOption = Annotated[
 
 
 def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: JsonOption = False) -> None:
-    """Keep a checkpoint, whatever the policy of its run says.
+    """Pin DIR@STEP: no policy removes it from now on.
 
     Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
     """
@@ -59,7 +59,7 @@ def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: J
 
 
 def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
-    """Remove a pin: the retention policy decides again.
+    """Unpin DIR@STEP, and print why it was pinned.
 
     Works while another process trains the run.
     """
@@ -74,7 +74,7 @@ def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
 
 
 def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
-    """Remove one checkpoint from its run, and delete its objects.
+    """Remove DIR@STEP; print what it frees, or why it stays.
 
     The newest, the newest good, pinned and leased checkpoints stay, with exit status 1, as do objects that the store
     refuses to delete. The newest checkpoint is read back first. Takes ownership of the run while it works, so a run
@@ -110,7 +110,7 @@ def prune(
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove checkpoints that no rule keeps.
+    """Remove what no rule keeps; list what stays in DIR, and why.
 
     Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased
     ones always stay. Takes ownership of the run while it works: a run that is training is refused, since it prunes
@@ -152,7 +152,7 @@ def rollback(
     reason: WhyOption = "by hand",
     as_json: JsonOption = False,
 ) -> None:
-    """Go back to an older checkpoint.
+    """Go back to DIR@STEP, and print what is left behind.
 
     The next restore takes DIR@STEP. Checkpoints after it are marked as abandoned, not deleted. Every byte of DIR@STEP
     is read back first. Uncommitted snapshots in memory are not used. Takes ownership of the run for a moment: a run

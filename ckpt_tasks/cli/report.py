@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.report.report import Report
 
 _RETURNS = 8
-# The number of characters that stand for all the time.
+# The width of the bar, in characters.
 _BAR = 36
 
 OutOption = Annotated[
@@ -56,7 +56,7 @@ SvgOption = Annotated[Path | None, option("--svg", "FILE", "also draw the curve 
 
 
 def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
-    """Write the report of a run.
+    """Print where a run's time went, and write its HTML report.
 
     One HTML file: the run on a time line (loss, evaluations, commits, failures, resumes), and its goodput: the share of
     its time that went into the training its result is made of, and where the rest went. It replaces an older report,
@@ -151,7 +151,7 @@ def metrics(
     otlp: OtlpOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write metrics of runs, for Prometheus or OpenTelemetry.
+    """Print metrics of the runs in DIR, or send them by OTLP.
 
     DIR is a run, or holds runs. They go into a file for node-exporter's textfile collector, or to the terminal; with
     --port they are served at /metrics until Ctrl-C; with --otlp they are sent once, to the collector that
@@ -201,7 +201,7 @@ def plan(
     svg: SvgOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Recommend how often to save.
+    """Print how often the run in DIR should save.
 
     Computes the interval at which waiting for saves and repeating lost work cost least together, from the cost of the
     run's newest saves and its failures so far; shows what other intervals would cost.

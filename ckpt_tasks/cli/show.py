@@ -41,7 +41,7 @@ DifferencesOption = Annotated[
 
 
 def show(checkpoint: CheckpointArgument, *, every: ObjectsOption = False, as_json: JsonOption = False) -> None:
-    """Show what is in a checkpoint, and what made it."""
+    """Show what is in DIR@STEP, and what made it."""
     from ckpt_tasks.reading.opening import open_checkpoint
 
     with output(as_json) as out:
@@ -215,7 +215,7 @@ def diff(
     every: DifferencesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the states of two checkpoints bit for bit.
+    """List the values in which two checkpoints differ.
 
     Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
     of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.

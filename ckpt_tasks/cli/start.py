@@ -221,7 +221,7 @@ def evaluate(
     as_json: JsonOption = False,
     named: ProgramOption = None,
 ) -> None:
-    """Evaluate committed checkpoints, each once per suite.
+    """Evaluate a run's checkpoints, each once per suite.
 
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """

@@ -39,7 +39,7 @@ HistoryOption = Annotated[bool, typer.Option("--history", help="on a server, rea
 
 
 def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_json: JsonOption = False) -> None:
-    """Read a run or one checkpoint back and list what is damaged.
+    """Read DIR or DIR@STEP back, and list what is damaged.
 
     Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
     whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
@@ -135,7 +135,7 @@ def restore_drill(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore a run into its program in a fresh process.
+    """Restore DIR into its program in a fresh process.
 
     The process is one of this host, and the run keeps the result. Restored is the newest checkpoint, or the one that
     @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.

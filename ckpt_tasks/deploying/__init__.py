@@ -1,3 +1,3 @@
 """What a server needs, so that runs resume by themselves."""
 
-TAG = "ckpt-tasks"  # of the deployments whose flow runs are resumed
+TAG = "ckpt-tasks"  # The deployments with this tag have their flow runs resumed.

@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.flows.engines import find_engine
+from ckpt_tasks.flows.step_batch import run_in_batches, step_batch
 from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.gang.launched import launched
 from ckpt_tasks.ledger.config import CheckpointConfig
@@ -28,7 +29,6 @@ from ckpt_tasks.orchestration.endings import (
 )
 from ckpt_tasks.orchestration.events import announce, delivers_events
 from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
-from ckpt_tasks.orchestration.step_batch import run_in_batches, step_batch
 from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params, roll_back
 from ckpt_tasks.session.local import LocalSession, find_program

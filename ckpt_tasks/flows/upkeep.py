@@ -2,18 +2,100 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
+from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import IntegrityError, OwnedError
 from ckpt_tasks.format.records import Drill
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.orchestration.upkeep import Pruned, Verified, check_drilled, check_good, prune_run, verify_run
+from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.words import drill_words
 from ckpt_tasks.session.drill import drill_run
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The results of verifying: the steps of the good checkpoints, their total size, and every fault."""
+
+    steps: tuple[int, ...]
+    size_bytes: int
+    faults: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return a summary in one line."""
+        good = f"{len(self.steps)} checkpoints are good, {self.size_bytes / 2**20:,.1f} MiB were read"
+        return f"{good}; {len(self.faults)} faults: {'; '.join(self.faults)}" if self.faults else good
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """The results of pruning: the steps whose checkpoints stay, and those whose checkpoints were removed."""
+
+    kept: tuple[int, ...]
+    removed: tuple[int, ...]
+
+
+def verify_run(config: CheckpointConfig) -> Verified:
+    """Verify every checkpoint, ledger entry and evaluation of a run; leave out checkpoints that are pruned meanwhile.
+
+    Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run.
+    """
+    run_faults = verify_run_directory(run_of(config).history)
+    checkpoints = run_faults.checkpoints.values()
+    good = [checkpoint for checkpoint, faults in checkpoints if not faults]
+    damaged = [f"step {checkpoint.step}: {fault}" for checkpoint, faults in checkpoints for fault in faults]
+    return Verified(
+        steps=tuple(sorted(checkpoint.step for checkpoint in good)),
+        size_bytes=sum(checkpoint.size_bytes for checkpoint in good),
+        faults=(*damaged, *run_faults.damaged),
+    )
+
+
+def check_good(verified: Verified, run_key: str) -> None:
+    """Raise IntegrityError with every fault, if there is any."""
+    if verified.faults:
+        raise IntegrityError(
+            f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
+            hint="`ckpt verify` lists the damage; a restore skips it. Nothing was pruned.",
+        )
+
+
+def check_drilled(drill: Drill, run_key: str) -> None:
+    """Raise IntegrityError if this host could not restore the run in a drill."""
+    if drill.fault is not None:
+        raise IntegrityError(
+            f"{drill.host} cannot restore the run {run_key}: {drill.fault}",
+            step=drill.step,
+            hint="Nothing was pruned. `ckpt restore-drill` tries again.",
+        )
+
+
+def prune_run(config: CheckpointConfig) -> Pruned | None:
+    """Remove checkpoints that the policy no longer keeps; return None if the run is training, since it prunes itself.
+
+    A run that may be training on another host is left alone, however long it has been silent.
+    """
+    if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
+        return None
+    with Checkpointer(config) as ckpt:
+        try:
+            ckpt.acquire()
+            verdicts = ckpt.prune()
+        except OwnedError:
+            return None
+    return Pruned(
+        kept=tuple(sorted(verdict.step for verdict in verdicts if verdict.keep)),
+        removed=tuple(sorted(verdict.step for verdict in verdicts if not verdict.keep)),
+    )
+
 
 verify = task(name="verify", cache_policy=NO_CACHE, persist_result=False)(verify_run)
 drill = task(name="restore drill", cache_policy=NO_CACHE, persist_result=False)(drill_run)

@@ -384,7 +384,7 @@ KINDS = (
 _OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form in ("pairs", "items", "set", "leaf")}
 MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
-SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # stored as themselves
+SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # Values of these types are stored as themselves.
 _LIKE: dict[type, Callable[[Any, Any], Any]] = {  # Of what is more than a type and its contents.
     deque: lambda model, items: deque(items, model.maxlen),
     defaultdict: lambda model, pairs: defaultdict(model.default_factory, pairs),

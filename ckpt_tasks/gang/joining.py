@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ckpt_tasks.errors import RankError, StoreError
 from ckpt_tasks.ranks.exchange import StoreExchange
 
-_JOIN_S = 1800.0  # rank 0 may have to start a server first; a launcher ends the others if it fails
+_JOIN_S = 1800.0  # Rank 0 may start a server first; if it fails, the launcher ends the others.
 
 
 def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: float) -> StoreExchange:

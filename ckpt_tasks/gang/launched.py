@@ -34,7 +34,7 @@ from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.system import gang_rank
 
-_PATIENCE_S = 5.0  # a rank that is told to end waits so long for an order to train on to the next step
+_PATIENCE_S = 5.0  # A rank that a signal ends waits this long for an order to train to the next step.
 _CLOSE_S = 30.0
 
 
@@ -66,7 +66,7 @@ class Place:
     def lead(
         self, config: CheckpointConfig, program: str, params: Mapping[str, Any], flow_run_id: str | None
     ) -> Iterator[LocalSession]:
-        """Open the session of rank 0, whose orders the others carry out; at its end they end."""
+        """Open the session of rank 0: the other ranks carry out its orders, and end when it ends."""
         orders = self._join(config)
         with Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
             orders.watch(partial(end_waits, ckpt))
@@ -77,12 +77,12 @@ class Place:
                 give_up(ckpt)
                 orders.failed(error, session.position)
                 raise
-            except BaseException:  # a signal: they have it too, unless it came between two orders
+            except BaseException:  # A signal reaches the others too, unless it came between two orders.
                 orders.give("close")
                 raise
             orders.give("close")
             orders.close(_CLOSE_S)
-        dist.destroy_process_group()  # an evaluation is of one process
+        dist.destroy_process_group()  # One process evaluates.
 
     def dismiss(self, config: CheckpointConfig) -> None:
         """Let the other ranks end, where rank 0 has nothing to train."""
@@ -121,7 +121,7 @@ class Place:
             if order.name == "close":
                 orders.close(_CLOSE_S)
                 return
-            if session is None:  # rank 0 has made the fork by now, if the run is one
+            if session is None:  # By now rank 0 has made the fork, if the run is one.
                 recorded = recorded_params(ckpt.config)
                 session = LocalSession(ckpt, program, effective_params(find_program(program), recorded, params))
             if order.name == "restore":

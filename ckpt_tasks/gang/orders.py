@@ -30,7 +30,7 @@ _NAMES = ("restore", "run", "save", "close")
 _POLL_S = 0.01
 _WATCH_S = 0.2
 _LOOK_S = 1.0
-_GRACE_S = 20.0  # rank 0 records a failure; a launcher's own patience is 30 s
+_GRACE_S = 20.0  # Rank 0 records a failure within this time; a launcher waits 30 s.
 _CAUSE_S = 0.3
 
 
@@ -84,7 +84,7 @@ class Orders:
 
     def close(self, timeout_s: float) -> None:
         """Meet at the end of the orders: the process that holds the store may end next."""
-        with suppress(StoreError):  # a rank has ended meanwhile: its launcher sees that
+        with suppress(StoreError):  # If a rank has ended meanwhile, its launcher sees that.
             self._exchange.agree("closed", b"", lambda words: b"", timeout_s)
             self._exchange.drain(timeout_s)
 
@@ -116,11 +116,11 @@ class Orders:
         os._exit(1)
 
     def _post(self, failed: Failed) -> None:
-        with suppress(StoreError):  # it is gone: all ranks see that
+        with suppress(StoreError):  # If rank 0 is gone, all ranks see that.
             self._exchange.post("failed", json.dumps([self._exchange.rank, asdict(failed)]).encode())
 
     def _first(self, error: BaseException) -> CkptError | None:
-        """Return what another rank has said, or that it has ended, if `error` may be because of that."""
+        """Return another rank's failure, or its end, if that may be the cause of `error`; else None."""
         if isinstance(error, CkptError) and not isinstance(error, StoreError):
             return None
         end_s = time.monotonic() + _CAUSE_S

@@ -151,7 +151,7 @@ class Gang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Return messages that come within moments: the end of a rank arrives before others fail because of it."""
+        """Return the messages of the next moments: a rank's end comes before the failures that it causes."""
         return self.hear(_CAUSES_S)
 
     def look(self) -> None:

@@ -31,24 +31,24 @@ from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Message
 from ckpt_tasks.gang.processes import Gang
 
-_POLL_S = 0.2  # an agent answers so soon, whatever it waits for
-_ANSWER_S = 30.0  # a node that says nothing for so long is lost
-_START_S = 300.0  # to import torch, on a busy machine
+_POLL_S = 0.2  # An agent answers within this time, whatever it waits for.
+_ANSWER_S = 30.0  # A node that says nothing for this long is lost.
+_START_S = 300.0  # On a busy machine the import of torch takes long.
 _ROOM_S = 60.0
 _DOUBT_S = 60.0  # Ray needs up to 30 s to find out that a node is lost
 _log = logging.getLogger("ckpt_tasks")
 
 
 class _Agent:
-    """A node's actor. `tell` has a thread of its own, all else another one: they do not need a lock."""
+    """A node's actor. One thread calls `tell`, and one other thread all other methods: they need no lock."""
 
     def __init__(self, devices: int, threads: int) -> None:
         if not devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was not asked for is somebody else's
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not asked for may be in use by others.
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
         threading.Thread(target=_end_with, args=(os.getppid(),), name="ckpt-raylet", daemon=True).start()
         self._gang = Gang()
-        self._gang.prepare()  # in the main thread, to which the fork server is bound
+        self._gang.prepare()  # Do it in the main thread, to which the fork server is bound.
 
     def start(self, begin: Begin) -> tuple[int, list[int]]:
         port = self._gang.start(begin)
@@ -92,9 +92,9 @@ def _end_with(raylet: int) -> None:
 class _Node:
     id: str
     address: str
-    room: int  # ranks
+    room: int  # The number of ranks that it can take.
     agent: Any
-    ready: Any  # what says that the agent has started
+    ready: Any  # This reference is ready when the agent has started.
     ranks: list[RankProcess] = field(default_factory=list)
     hearing: Any = None
     lost: str = ""
@@ -122,7 +122,7 @@ class RayGang:
         self._size, self._least, self._address = size, least, address
         self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
         self._nodes: list[_Node] = []
-        self._doubted: dict[str, float] = {}  # node → when it was lost
+        self._doubted: dict[str, float] = {}  # The time at which each node was lost.
         self._connected = False
 
     @property
@@ -142,7 +142,7 @@ class RayGang:
             self._nodes.append(self._hire(node_id, address, room))
 
     def has_more(self) -> bool:
-        """Return whether a gang that is started now has more ranks; let agents start where there is room for some."""
+        """Return True if a gang that starts now would have more ranks; start agents on nodes with room for ranks."""
         self.prepare()
         room = sum(node.room for node in self._nodes if node.is_ready)
         return min(room, self._size) > len(self.ranks)
@@ -159,7 +159,7 @@ class RayGang:
             own = replace(begin, size=size, first_rank=first, local_size=count, host=address, port=port)
             node.ranks = [RankProcess(rank, 0, node.address) for rank in range(first, first + count)]
             starting.append((node, node.agent.start.remote(own)))
-            if first == 0:  # it has to listen before the others are told where
+            if first == 0:  # Rank 0 must listen before the others are told its address.
                 port = next((port for _, (port, _) in self._answers(starting, _START_S)), 0)
             first += count
         for node, (_, pids) in self._answers(starting, _START_S):

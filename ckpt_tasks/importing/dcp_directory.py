@@ -76,7 +76,7 @@ class DcpDirectory(SourceFile):
         self._directory = directory
         self.values: dict[str, Any] = {}
         self.left: dict[str, str] = {}
-        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # by address
+        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is the address.
         self._values: dict[str, _Part] = {}
         try:
             self._read(read_objects(metadata.read(0, metadata.size_bytes).tobytes()))

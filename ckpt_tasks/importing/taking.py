@@ -112,7 +112,7 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
 
 def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return a group of the random streams of a process just seeded with 0, and its tensors: no file has them."""
-    numpy = np.random.RandomState(0)  # the kind that a process has
+    numpy = np.random.RandomState(0)  # A process has a generator of this kind.
     streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
     tensors = TensorSet(None)
     tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}

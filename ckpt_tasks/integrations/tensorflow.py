@@ -115,7 +115,7 @@ def _write(prefix: str, tensors: Mapping[str, Any]) -> None:
 
 
 def _packed(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors without numbers as the bytes of files that TensorFlow has written."""
+    """Return tensors of strings and the like as the bytes of files that TensorFlow writes."""
     with tempfile.TemporaryDirectory() as directory:
         _write(f"{directory}/others", tensors)
         files = {path.name: _padded(path.read_bytes(), path.name) for path in sorted(Path(directory).iterdir())}

@@ -63,7 +63,7 @@ def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numb
     """
     if not full.shape[1]:
         return np.zeros(len(full), np.bool_)
-    # True for dimensions after the first one in which the box has an extent above 1.
+    # True for the dimensions to the right of the leftmost one whose extent is above 1.
     inner = np.zeros(shape.shape, np.bool_)
     inner[:, 1:] = np.cumsum(shape != 1, axis=1)[:, :-1] > 0
     faults: npt.NDArray[np.bool_] = (inner & (shape != full)).any(axis=1)

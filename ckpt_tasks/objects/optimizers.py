@@ -152,7 +152,7 @@ class OptimizerPart:
             options = saved["options"]
             for name, parameter in members:
                 if name in self._tree["state"]:
-                    at = partial(_device, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
+                    at = partial(device_of_entry, parameter=parameter, options=options, on_cpu=self._tree["on_cpu"])
                     place, entry = f"{self._group}/{name}", self._tree["state"][name]
                     self._state[parameter] = self._values(place, entry, live.get(parameter, {}), at, parameter)
                 elif name in self._kept and parameter in live:
@@ -292,8 +292,13 @@ def _on_cpu(per_name: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> li
     )
 
 
-def _device(key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None) -> torch.device:
-    # Use the old device. If all was on the CPU, do as torch does: `step` stays on the CPU unless a kernel reads it.
+def device_of_entry(
+    key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None
+) -> torch.device:
+    """Return the device of a new state entry: the old one, or torch's choice if the saved state was all on the CPU.
+
+    `step` stays on the CPU then, unless a kernel reads it.
+    """
     if on_cpu is None:
         aside = key == "step" and not (options.get("fused") or options.get("capturable"))
     else:

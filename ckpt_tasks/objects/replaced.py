@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
+
+from ckpt_tasks.objects.differences import Differences
 
 _SCALARS = (bool, int, float, str)
 # Schedules change these options as they run: `initial_lr` has the original rate.
@@ -22,13 +24,9 @@ _POSITIONS = frozenset({
 })  # fmt: skip
 
 
-class Noting(Protocol):
-    """Records the settings that differ."""
-
-    def replace(self, place: str, here: object, there: object) -> None: ...
-
-
-def replaced_options(name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], noting: Noting) -> None:
+def replaced_options(
+    name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], differences: Differences
+) -> None:
     """Record the options of a new optimizer's param groups that have other values in the checkpoint."""
     notes: list[dict[str, tuple[Any, Any]]] = []
     counted = _counted(optimizer)
@@ -43,7 +41,7 @@ def replaced_options(name: str, optimizer: Optimizer, saved: Sequence[Mapping[st
     for n, note in enumerate(notes[:1] if alike else notes):
         for key, values in note.items():
             place = f"{name} {'lr' if key == 'initial_lr' else key}"
-            noting.replace(place if alike else f"{place} of param group {n}", *values)
+            differences.replace(place if alike else f"{place} of param group {n}", *values)
 
 
 def _counted(optimizer: Optimizer) -> frozenset[str]:
@@ -55,13 +53,13 @@ def _counted(optimizer: Optimizer) -> frozenset[str]:
     return frozenset(optimizer.defaults.keys() - {name for make in makers for name in signature(make).parameters})
 
 
-def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, noting: Noting) -> None:
+def replaced_settings(name: str, live: Mapping[str, Any], saved: Any, differences: Differences) -> None:
     """Record the settings of a new schedule that have other values in the checkpoint."""
     if not isinstance(saved, Mapping) or live.get("last_epoch") != 0:
         return
     for key in sorted(live.keys() & saved.keys() - _POSITIONS):
         if not key.startswith("_") and _differ(live[key], saved[key]):
-            noting.replace(f"{name} {key}", live[key], saved[key])
+            differences.replace(f"{name} {key}", live[key], saved[key])
 
 
 def _differ(here: Any, there: Any) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
+
+from ckpt_tasks.objects.differences import Differences
 
 _ROWS = 8  # Digest this many rows of a data set, from the first to the last.
 
@@ -38,18 +40,12 @@ class Started:
     found_s: float | None = None
 
 
-class Noting(Protocol):
-    """Records the values that differ."""
-
-    def change(self, name: str, was: object, now: object, effect: str) -> None: ...
-
-
-def note_changes(target: Started, live: Any, saved: Any, noting: Noting) -> None:
+def note_changes(target: Started, live: Any, saved: Any, differences: Differences) -> None:
     """Record the values of this start that differ from the checkpoint's, with their effects."""
     was, now = map(_started, (saved, live))
     for name, effect in target.effects.items():
         if name in was and name in now and was[name] != now[name]:
-            noting.change(name, was[name], now[name], effect)
+            differences.change(name, was[name], now[name], effect)
 
 
 def _started(state: Any) -> Mapping[str, Any]:

@@ -37,10 +37,11 @@ def keep_prefect_out_of_forks() -> None:
 def _forget_exit_hooks() -> None:
     # threading has no public way to remove a hook; a Python without this list has no such hooks.
     hooks: list[Any] = getattr(threading, "_threading_atexits", [])
-    hooks[:] = [hook for hook in hooks if not _is_prefects(hook)]
+    hooks[:] = [hook for hook in hooks if not is_prefects(hook)]
 
 
-def _is_prefects(hook: Any) -> bool:
+def is_prefects(hook: Any) -> bool:
+    """Return True if a hook at the interpreter's exit calls a method of Prefect's, in any wrapping."""
     # Use __class__, not type(): Prefect's services may be behind proxies.
     owners = [getattr(function, "__self__", None) for function in _functions_of(hook)]
     return any(

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckpt_tasks.process.processes import close_descriptor, open_descriptor
 
-_held: dict[Path, int] = {}  # The directories that this process holds, and the descriptors of their locks.
-os.register_at_fork(after_in_child=_held.clear)
+held_here: dict[Path, int] = {}  # The directories that this process holds, and the descriptors of their locks.
+os.register_at_fork(after_in_child=held_here.clear)
 
 
 def hold(directory: Path, fill: Callable[[Path], None]) -> None:
@@ -25,17 +25,17 @@ def hold(directory: Path, fill: Callable[[Path], None]) -> None:
 
     Also removes the directories beside it that no process holds. Raises OSError, and what `fill` raises.
     """
-    if directory in _held:
+    if directory in held_here:
         return
     parent = directory.parent
     parent.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(parent)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"{parent} is not a directory of this user's alone")
-    while directory not in _held:
+    while directory not in held_here:
         _try_to_hold(directory, fill)
     for left in parent.glob("*.lock"):
-        if left.with_suffix("") not in _held:
+        if left.with_suffix("") not in held_here:
             with suppress(OSError):  # Another process holds it.
                 _remove(left)
 
@@ -54,9 +54,9 @@ def _try_to_hold(directory: Path, fill: Callable[[Path], None]) -> None:
             directory.mkdir(mode=0o700)
             fill(directory)
             fcntl.lockf(lock, fcntl.LOCK_SH)
-        _held[directory] = lock
+        held_here[directory] = lock
     finally:
-        if directory not in _held:
+        if directory not in held_here:
             close_descriptor(lock)
 
 

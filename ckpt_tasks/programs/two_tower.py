@@ -79,7 +79,7 @@ class TwoTower:
 
     @torch.no_grad()
     def evaluate(self, suite: str) -> dict[str, float]:
-        """Measure how often an item that suits a user is before one that comes by chance."""
+        """Measure how often an item that suits a user ranks above a random item."""
         users, items = self._pairs(0, _HELD_OUT)
         modules = self.users, self.items, self.tops
         for module in modules:

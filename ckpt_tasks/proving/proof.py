@@ -106,7 +106,7 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
 
 
 def _place(one: FirstDifference) -> tuple[int, bool]:
-    """Sort differences by their step; in it first the rank whose streams or metrics differ, not only what it shares."""
+    """Return the sort key of a difference: its step, then ranks whose streams or metrics differ before all others."""
     return one.step, not one.what[0].startswith(("rng/", "metric "))
 
 
@@ -155,7 +155,7 @@ def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) ->
     expected = {line["step"]: line for line in twin[1:-1]}
     for kills, (begin, *lines) in enumerate(legs):
         for line in lines:
-            if "step" in line and (what := _unequal(expected[line["step"]], line)):
+            if "step" in line and (what := unequal_values(expected[line["step"]], line)):
                 cause = _cause(expected[line["step"]], line, what, begin, kills)
                 return FirstDifference(line["step"], tuple(what), kills, cause)
     one, other = twin[-1]["evaluated"], legs[-1][-1]["evaluated"]
@@ -180,7 +180,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in names if one["outside"].get(name) != other["outside"].get(name))
 
 
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def unequal_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of differing values: random streams, then metrics, then all others."""
     values = sorted(
         key

@@ -30,12 +30,19 @@ from ckpt_tasks.proving.proof import CAUSES, FirstDifference, Proof
 from ckpt_tasks.reading.reading import Run, open_run
 
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
-# A script that draws nothing from Python's and NumPy's streams seldom seeds them, so they differ in every process; a
-# draw would show in the weights. Several ranks have streams of their own. Trainer logs how long it took.
 _MAY_DIFFER = re.compile(r"rng/(\d+/)?(python|numpy)/|trainer/.*/log_history/\d+/\w+_(runtime|per_second)$")
 _LEAST_COMMITS = 3
 _LOOK_S = 0.02
 _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARIABLE} from the environment."
+
+
+def may_differ(place: str) -> bool:
+    """Return True if a value differs between two processes that train alike: unseeded streams, and logged durations.
+
+    A script that draws nothing from the streams of Python and NumPy seldom seeds them; a draw would show in the
+    weights. Several ranks have streams of their own.
+    """
+    return _MAY_DIFFER.match(place) is not None
 
 
 def verify_script(command: Sequence[str]) -> Proof:
@@ -179,7 +186,7 @@ def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proo
     difference = _first(expected, resumed, kills)
     if difference is None and ends[0].step != ends[1].step:
         difference = FirstDifference(min(end.step for end in ends), ("the last step",), len(kills), CAUSES["hidden"])
-    places = [one.place for one in comparison.differences if not _MAY_DIFFER.match(one.place)]
+    places = [one.place for one in comparison.differences if not may_differ(one.place)]
     if difference is None and places:
         places.sort(key=lambda place: not place.startswith("rng/"))
         cause = CAUSES["streams" if places[0].startswith("rng/") else "hidden"]

@@ -310,7 +310,7 @@ class StoreExchange(Exchange):
     def _ended_here(self) -> Iterator[tuple[str, str]]:
         """Yield the line and the rank of each process of this host that has ended, of any start."""
         listed = self._request("get", self._processes) if self._has(self._processes) else b""
-        with suppress(ValueError):  # not what a rank has written
+        with suppress(ValueError):  # A rank did not write this.
             for line in bytes(listed).decode().splitlines():
                 rank, pid, start = line.split()
                 if has_ended(int(pid), start):

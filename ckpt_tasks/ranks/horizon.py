@@ -8,10 +8,10 @@ rank reads a key some twenty times a second, and waits only if it is that far ah
 from __future__ import annotations
 
 import json
-import time
 
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.ranks.exchange import SILENT, Exchange
+from ckpt_tasks.system import system
 
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
@@ -58,7 +58,7 @@ class Horizon:
         return order
 
     def _grant(self, step: int, wish: str | None) -> None:
-        now_s = time.monotonic()
+        now_s = system().monotonic()
         if self._last is not None and step > self._last[0]:
             self._step_s = (now_s - self._last[1]) / (step - self._last[0])
         self._last = step, now_s
@@ -96,15 +96,15 @@ class Horizon:
             self._exchange.post(f"wish/{self._begun}/{rank}", f"{number} {wish}".encode())
             # Post it after the wish: rank 0 looks here.
             self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())
-        end_s = time.monotonic() + self._deadline_s
-        while step > self._until or time.monotonic() - self._looked_s > _LOOK_S:
-            self._looked_s = time.monotonic()
+        end_s = system().monotonic() + self._deadline_s
+        while step > self._until or system().monotonic() - self._looked_s > _LOOK_S:
+            self._looked_s = system().monotonic()
             word = self._exchange.look(f"grant/{self._begun}")
             if word is not None:
                 until, orders = json.loads(word)
                 self._until, self._orders = until, [(at, order) for at, order in orders]
             if step > self._until:
-                if time.monotonic() > end_s:
+                if system().monotonic() > end_s:
                     why = f"rank 0 has granted no step for {self._deadline_s:.0f} s"
                     raise StoreError(why, step=step, hint=SILENT)
-                time.sleep(0.001)
+                system().sleep(0.001)

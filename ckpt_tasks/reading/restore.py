@@ -277,7 +277,7 @@ def _apply(plan: RestorePlan, source: TensorSource, together: Together, step: in
         verified_s.append(system().monotonic())
         together()
 
-    with _naming(step):  # For errors of the user's load_state_dict.
+    with _naming(step):  # An error of the user's load_state_dict gets the step.
         plan.apply(source, confirm)
     return verified_s[0] - began_s, system().monotonic() - verified_s[0]
 

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import Protocol
 
 from ckpt_tasks.logs import write_line
-from ckpt_tasks.saving.parts import Saving
 from ckpt_tasks.system import system
 
 _SILENT_S = 20.0
@@ -27,13 +26,6 @@ class Ending(Protocol):
     def end(self) -> None: ...
 
 
-class UnderWay(Protocol):
-    """A snapshot that is being committed."""
-
-    @property
-    def saving(self) -> Saving: ...
-
-
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
@@ -44,16 +36,16 @@ def end_with_interpreter(ending: Ending) -> None:
     _endings.add(ending)
 
 
-def say_wait(flushing: UnderWay | None, moved_s: float, timeout_s: float) -> bool:
-    """If the store is silent, log what a thread waits for, until when, and how to leave; return True if logged."""
+def say_wait(step: int, moved_s: float, timeout_s: float) -> bool:
+    """If the store is silent, log which step is waited for, until when, and how to leave; return True if logged."""
     silent_s = system().monotonic() - moved_s
-    if flushing is None or silent_s < min(_SILENT_S, timeout_s / 2):
+    if silent_s < min(_SILENT_S, timeout_s / 2):
         return False
     until = datetime.fromtimestamp(system().time() + timeout_s - silent_s).astimezone()
     _log.warning(
         "Waiting until step %d is committed: the store has taken nothing for %.0f s. The wait ends at %s if it takes"
         " nothing more (flush_timeout_s); Ctrl-C, or a second one, ends it at once.",
-        flushing.saving.attempt.step,
+        step,
         silent_s,
         f"{until:%H:%M:%S}",
     )

@@ -277,7 +277,8 @@ class Pipeline:
                 if self.stuck:
                     return False
                 self._changed.wait(min(_LOOK_S, self._timeout_s))
-                said = said or say_wait(self._flushing, self._moved_s, self._timeout_s)
+                if self._flushing and not said:
+                    said = say_wait(self._flushing.saving.attempt.step, self._moved_s, self._timeout_s)
             return True
 
     def take_failure(self) -> BaseException | None:

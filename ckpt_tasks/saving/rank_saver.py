@@ -17,7 +17,6 @@ from ckpt_tasks.format.records import Compared
 from ckpt_tasks.layout.steps import steps_file
 from ckpt_tasks.objects.parts import Captured
 from ckpt_tasks.policy.space import CheckpointSize
-from ckpt_tasks.saving.differences import compared
 from ckpt_tasks.saving.parts import (
     Digested,
     RankPart,
@@ -30,7 +29,7 @@ from ckpt_tasks.saving.parts import (
     reuse,
 )
 from ckpt_tasks.saving.pipeline import Snapshot
-from ckpt_tasks.saving.prepared import prepare_part
+from ckpt_tasks.saving.prepared import compared, prepare_part
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
@@ -59,9 +58,7 @@ class RankSaver:
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
-        self._hurries = (
-            False  # True while training waits for the lock: a thread that makes memory ahead gives it up then.
-        )
+        self._hurries = False  # True while training waits for the lock: then the thread that makes memory gives it up.
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -75,6 +72,11 @@ class RankSaver:
     def is_planned(self) -> bool:
         """Whether there is a plan."""
         return self._plan is not None
+
+    @property
+    def images(self) -> dict[str, tuple[Image, ...]]:
+        """The images of each slot whose memory is made."""
+        return {slot: made.images for slot, made in [*self._sets.items()]}
 
     def fits(self, captured: Captured) -> bool:
         """Return True if the plan fits a state of this structure."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.records import Checkpoint
@@ -27,12 +27,33 @@ from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import SLOTS
+from ckpt_tasks.snapshot.snapshot import Image
 from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
 _END_S = 5.0  # The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
 _log = logging.getLogger("ckpt_tasks")
+
+
+class UnderWay(NamedTuple):
+    """The saves that have not ended, and the memory for them, at one moment.
+
+    `steps` are the step that is written and the one that waits; `stuck`: the store has taken nothing for too long.
+    `superseded` are the steps that newer ones have replaced since the last commit. `images` are the files of each slot
+    whose memory is made, `next_slot` the slot of the next snapshot, and `size_bytes` what a checkpoint will write.
+    `owner` is the id of the ownership that this process believes to have, None if it holds no run; `parent` is then the
+    identity of the checkpoint that its next one follows.
+    """
+
+    steps: Sequence[int]
+    stuck: bool
+    superseded: Sequence[int]
+    images: Mapping[str, Sequence[Image]]
+    next_slot: str
+    size_bytes: int
+    owner: str | None
+    parent: str | None
 
 
 class Saver:
@@ -175,6 +196,19 @@ class Saver:
     def wait_sealed(self) -> None:
         """Wait until the last snapshot is in memory as a restart would need it, or cannot be sealed."""
         self._pipeline.wait_sealed()
+
+    def under_way(self) -> UnderWay:
+        """Return the saves that have not ended, and the memory for them; does not wait."""
+        return UnderWay(
+            steps=[snapshot.saving.attempt.step for snapshot in self._pipeline.under_way],
+            stuck=self._pipeline.stuck,
+            superseded=[*self._pipeline.superseded],
+            images=self._rank.images,
+            next_slot=self._pipeline.next_slot(),
+            size_bytes=self._rank.size.own_bytes,
+            owner=self.tenure.owner.id if self.tenure is not None else None,
+            parent=self.tenure.line.digest if self.tenure is not None else None,
+        )
 
     def take_failure(self) -> BaseException | None:
         """Return the failure of an earlier snapshot and forget it; does not wait."""

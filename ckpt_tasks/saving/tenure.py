@@ -116,7 +116,7 @@ class Resume:
         return self
 
     def stepped(self) -> None:
-        """End with the first step."""
+        """End the resume: its first step is done."""
         step_s = system().monotonic() - self._at_s
         if self.first_s is None:
             self.first_s = step_s

@@ -140,7 +140,7 @@ class _CoveredTensors(DownloadedTensors):
         for row in rows:
             self._regions.setdefault(row.full_key, []).append(row)
         self._asked: list[tuple[torch.Tensor, str]] = []
-        self._is_complete = store.is_complete  # then `open` has found no holes in any tensor
+        self._is_complete = store.is_complete  # If it is, `open` has found no hole in any tensor.
 
     def read(self, key: str) -> torch.Tensor:
         shape = self.like(key).shape

@@ -37,7 +37,7 @@ REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objec
 def has_state(value: Any) -> bool:
     """Return True if an object has state_dict() and load_state_dict()."""
     if isinstance(value, type):
-        return False  # The class itself has the methods, too.
+        return False  # A class has these methods too, but only its instances have a state.
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -189,9 +189,9 @@ def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
 def unpack(tree: Any, make: Callable[..., Any], live: Any = None) -> Any:
     """Turn a tree into the value.
 
-    `make(ref, live, now=…)` returns the tensor or array for a ref, with `now` with its values at once; `live` is the
-    value at the ref's place in `live`, which has a similar structure, or None. Raises IntegrityError if the tree has an
-    unknown type or name.
+    `make(ref, there, now=…)` returns the tensor or array for a ref; if `now`, it must have its values at once. `there`
+    is the value at the ref's place in `live`, an object of a similar structure, or None. Raises IntegrityError if the
+    tree has an unknown type or name.
     """
     return rebuilt(tree, live, lambda ref, here, place, **how: make(ref, here, **how))
 

@@ -220,7 +220,7 @@ class Pruner:
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
                 now = self._newest(owner)
-            # If it is not gone, it was pinned or leased meanwhile.
+            # A checkpoint that stays was pinned or leased meanwhile.
             gone = all(live.manifest_digest != digest for live in now.live)
             verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
             if not (verdict.keep or gone):

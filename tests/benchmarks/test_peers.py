@@ -97,7 +97,7 @@ def test_a_save_of_ours_that_came_to_nothing_is_not_timed(tmp_path: Path) -> Non
     contender, trained = CkptTasks(tmp_path, "cpu"), build(tiny=True)
     contender.save_async(trained.state, tmp_path / "1")
     contender.wait()
-    contender._commits.clear()
+    contender.commits.clear()
     with pytest.raises(RuntimeError, match="0 of 1 saves"):
         contender.wait()
     contender.close()

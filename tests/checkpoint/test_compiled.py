@@ -21,13 +21,14 @@ from ckpt_tasks.format.keys import Compiled, compiled_name, parse_compiled
 from ckpt_tasks.process import held_directory
 from ckpt_tasks.process.processes import close_descriptor
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.testing import FaultyStore, located
+from ckpt_tasks.testing import FaultyStore, located, settle
 from tests.support.cli_runs import ckpt, flip
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _PROGRAM = """
 import os, signal, sys, torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.testing import settle
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 compiled = torch.compile(model)
@@ -43,8 +44,7 @@ with Checkpointer(config) as ckpt:
         ckpt.step(step, state)
         ckpt.wait()
         if f"die {step}" in sys.argv[3:]:
-            if ckpt._compiled is not None:
-                ckpt._compiled.finish(600.0)
+            settle(ckpt)
             os.kill(os.getpid(), signal.SIGKILL)
 from torch._dynamo.utils import counters
 print(counters["inductor"]["fxgraph_cache_miss"], [p.tolist() for p in model.parameters()])
@@ -62,7 +62,7 @@ time.sleep(600)
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that makes this process a new one, on the host of a name: its /tmp, and what it holds."""
-    before = dict(held_directory._held)
+    before = dict(held_directory.held_here)
 
     def move(name: str) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -72,14 +72,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield move
     _forget()
-    held_directory._held.update(before)
+    held_directory.held_here.update(before)
 
 
 def _forget() -> None:
     """Let go of every directory, as the kernel does for a process that ends."""
-    for lock in held_directory._held.values():
+    for lock in held_directory.held_here.values():
         close_descriptor(lock)
-    held_directory._held.clear()
+    held_directory.held_here.clear()
 
 
 def built() -> Path:
@@ -251,8 +251,7 @@ def test_what_a_compiler_writes_is_not_packed(run_dir: Path, host: Any) -> None:
             assert compiler.stdout is not None
             compiler.stdout.readline()
             ckpt.save(1, state)
-            assert ckpt._compiled is not None
-            ckpt._compiled.finish(60.0)
+            settle(ckpt)
             assert packs(run_dir) == []
             compiler.kill()
         ckpt.save(2, state)

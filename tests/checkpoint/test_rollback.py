@@ -87,7 +87,7 @@ def test_what_lies_in_memory_does_not_undo_a_rollback(tmp_path: Path) -> None:
     writer = pipelines.opened(run_dir, memory_dir=memory)
     writer.restore(state)
     writer.save(1, state)
-    writer.run.history.store._calls = pipelines.Refusing()  # type: ignore[attr-defined]
+    pipelines.give_calls(writer, pipelines.Refusing())
     writer.step(2, state)
     die(writer)
     with pipelines.opened(run_dir) as ckpt:

@@ -48,8 +48,8 @@ def test_a_stalled_pruner_deletes_nothing_that_a_later_copy_commits(run_dir: Pat
     reports: list[SyncReport] = []
 
     def copy_again() -> None:
-        assert pruner._tenure is not None
-        owner = pruner._tenure.owner
+        owner = pruner.run.head().state.owner
+        assert owner is not None
         event = {"kind": "owner", "because": "take_over was asked for", "pid": 1, "host": "other", "damaged": []}
         theirs = replace(owner, id="0" * 32, epoch=owner.epoch + 1, released=True)
         History(LocalStore(target)).append(event, lambda state, n: replace(state, owner=theirs), owner=None)

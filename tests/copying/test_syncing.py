@@ -22,6 +22,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
+from ckpt_tasks.testing import die
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip, tree
 from tests.support.ledgers import made
@@ -279,8 +280,8 @@ def test_an_object_that_the_target_gave_up(run_dir: Path, tmp_path: Path, ended:
     pruner.prune()
     if ended:
         pruner.close()
-    elif pruner._tenure is not None:
-        pruner._tenure.quiet()
+    else:
+        die(pruner)
     with opened(run_dir) as ckpt:
         ckpt.restore(state_of(0), step=1)
         ckpt.save(3, state_of(3))  # with the object of step 1

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import seal
 
@@ -80,7 +81,7 @@ def end(ckpt: Checkpointer, way: str) -> None:
         say("ready")
         while True:
             time.sleep(0.01)
-            if ckpt._entered and ckpt._interrupt.pending is not None:
+            if held_back() is not None:
                 if way == "SIGINT twice":
                     say("seen")
                     time.sleep(60)  # the second one does not wait for a step

@@ -26,7 +26,7 @@ class SlowWrites(WatchedCalls):
         self._delay_s = delay_s
 
     def cut(self, fd: int, piece: Any) -> Any:
-        if "/checkpoint_" in self._paths[fd]:
+        if "/checkpoint_" in self.paths[fd]:
             time.sleep(self._delay_s)
         return piece
 

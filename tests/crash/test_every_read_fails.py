@@ -22,7 +22,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
-from ckpt_tasks.testing import look
+from ckpt_tasks.testing import look, under_way
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingReads
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, faults_of, fingerprint, head_of, opened, state_of, train
@@ -56,7 +56,7 @@ def train_on(root: Path, calls: Calls) -> None:
         look(ckpt)
     finally:
         ckpt.close()
-        assert ckpt._tenure is None
+        assert under_way(ckpt).owner is None
 
 
 def run_at(root: Path, calls: Calls) -> Run:

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.fetch import StoredTensors
 from ckpt_tasks.snapshot.memory import MemoryDirectory
@@ -233,7 +234,7 @@ def test_a_signal_that_the_parent_holds_back_is_not_the_childs(run_dir: Path) ->
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
 
     def say() -> Any:
-        seen = [ckpt._interrupt.pending, [*received]]
+        seen = [held_back(), [*received]]
         signal.raise_signal(signal.SIGTERM)
         return [*seen, received]
 

@@ -21,10 +21,10 @@ from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot import memory as shared_memory
-from ckpt_tasks.testing import die, seal, settle
+from ckpt_tasks.testing import die, seal, settle, under_way
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.cli_runs import flip
-from tests.support.pipelines import Gate, Refusing, committed, opened
+from tests.support.pipelines import Gate, Refusing, committed, give_calls, opened
 from tests.support.syncs import state_of as frozen_state
 from tests.support.waiting import until
 
@@ -41,7 +41,7 @@ def _died(run_dir: Path, memory: Path, good: int, bad: int) -> None:
     ckpt.restore(state_of(0, SIZE))
     for step in range(1, good + 1):
         ckpt.save(step, state_of(step, SIZE))
-    ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
+    give_calls(ckpt, Refusing())
     for step in range(good + 1, bad + 1):
         ckpt.step(step, state_of(step, SIZE))
         settle(ckpt)  # it has failed before the next one is taken
@@ -73,9 +73,9 @@ def test_what_was_restored_is_not_the_first_to_be_written_over(
     state = state_of(0, SIZE)
     assert ckpt.restore(state) == last - 1
     assert step_of(state) == last - 1
-    taken = ckpt._saver._pipeline._last  # what storage lacked is on its way there
-    assert taken is not None
-    assert taken.slot != before.name
+    seals = _seals(memory)  # what storage lacked is on its way there, from the slot of the damaged one
+    assert before in seals
+    assert {one.checkpoint.step for one in seals.values()} == {last - 1}
     gate.opened.set()
     ckpt.close()
 
@@ -87,7 +87,7 @@ def test_of_two_that_are_committed_the_newer_one_stays(run_dir: Path, memory: Pa
     before = _slot_of(memory, last)
     ckpt = _start(run_dir, memory)
     assert ckpt.restore(state_of(0, SIZE)) == last
-    assert ckpt._saver._pipeline.next_slot() != before.name
+    assert under_way(ckpt).next_slot != before.name
     ckpt.close()
 
 
@@ -107,7 +107,7 @@ def test_the_last_snapshot_is_sealed_before_memory_is_let_go(
         for part in state.values():
             part.fill_(step)
         if step == 3:
-            ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
+            give_calls(ckpt, Refusing())
             ckpt.step(step, state)
         else:
             ckpt.save(step, state)
@@ -121,12 +121,12 @@ def test_a_new_structure_does_not_forget_what_is_on_its_way(run_dir: Path, memor
     ckpt = _start(run_dir, memory, gate, flush_timeout_s=0.5)
     ckpt.step(1, state_of(1, SIZE))
     assert gate.reached.wait(30)
-    until(lambda: ckpt._saver._pipeline.stuck)
+    until(lambda: under_way(ckpt).stuck)
     before = _last_seal(ckpt, memory)
     ckpt.step(2, state_of(2, 2 * SIZE))
     assert _last_seal(ckpt, memory).in_flight == before.checkpoint.manifest
     gate.opened.set()
-    until(lambda: not ckpt._saver._pipeline.stuck)
+    until(lambda: not under_way(ckpt).stuck)
     ckpt.close()
 
 
@@ -141,7 +141,7 @@ def test_a_snapshot_is_its_checkpoint_though_that_reuses_an_object(
     assert reused.reuses
     assert _last_seal(ckpt, memory).checkpoint.manifest_digest != reused.manifest_digest
     if lost:
-        ckpt.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
+        give_calls(ckpt, Refusing())
         ckpt.step(3, frozen_state(3))
         settle(ckpt)
     die(ckpt)

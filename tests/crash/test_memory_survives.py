@@ -22,6 +22,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
@@ -44,7 +45,7 @@ class Stuck(WatchedCalls):
         self.over = threading.Event()
 
     def cut(self, fd: int, piece: Any) -> Any:
-        if "/checkpoint_" in self._paths[fd]:
+        if "/checkpoint_" in self.paths[fd]:
             self.over.wait(120)
             raise OSError(errno.EIO, "the test is over")
         return piece
@@ -139,9 +140,9 @@ class InTurn(WatchedCalls):
         self.second, self.over = threading.Event(), threading.Event()
 
     def cut(self, fd: int, piece: Any) -> Any:
-        if "checkpoint_000000000002/" in self._paths[fd]:
+        if "checkpoint_000000000002/" in self.paths[fd]:
             self.second.wait(60)
-        elif "checkpoint_000000000003/" in self._paths[fd]:
+        elif "checkpoint_000000000003/" in self.paths[fd]:
             self.over.wait(60)
             raise OSError(errno.EIO, "the test is over")
         return piece
@@ -226,14 +227,14 @@ def test_a_slot_is_filled_only_when_the_other_one_is_sealed(
     state = state_of(0, SIZE)
     assert ckpt.restore(state) == 7
     seal(ckpt)
-    unslowed, gone = ckpt._saver._rank.seal, []
+    unslowed, gone = RankSaver.seal, []
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.05)
         gone.append(len(_slots(memory)))
         unslowed(*arguments)
 
-    monkeypatch.setattr(ckpt._saver._rank, "seal", slowly)
+    monkeypatch.setattr(RankSaver, "seal", slowly)
     for step in (8, 9, 10, 11):
         ckpt.step(step, state_of(step, SIZE))
     seal(ckpt)
@@ -307,7 +308,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     second.step(2, state_of(2, SIZE))
     second.close()
     settle(first)
-    first._cache.close(keep=False)
+    die(first)
     assert committed(run_dir) == [1, 2]
 
 

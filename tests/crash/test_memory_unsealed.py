@@ -9,23 +9,26 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from ckpt_tasks.errors import StoreError
+from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.records import Seal
 from ckpt_tasks.saving.parts import Digested, digest_image
 from ckpt_tasks.saving.pipeline import Snapshot
+from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory
+from ckpt_tasks.snapshot.memory import MemoryDirectory
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.testing import die
+from ckpt_tasks.testing import die, under_way
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened
+from tests.support.waiting import until
 
 SIZE = 1 << 8
 
@@ -65,6 +68,22 @@ class Fated(WatchedCalls):
         return super().do(name, path, call)
 
 
+SEAL = RankSaver.seal
+LIVES: dict[str | None, Life] = {}
+
+
+@pytest.fixture(autouse=True)
+def fated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every snapshot be sealed as its owner's life says."""
+    monkeypatch.setattr(
+        RankSaver, "seal", lambda rank, snapshot, before: _life_of(snapshot).seal(rank, snapshot, before)
+    )
+
+
+def _life_of(snapshot: Snapshot) -> Life:
+    return LIVES[snapshot.tenure.owner.id]
+
+
 class Life:
     """A process that saves one step after another; `safe` is the newest step that a restart could restore."""
 
@@ -73,11 +92,10 @@ class Life:
         self._run_dir, self._memory = run_dir, memory
         self._calls = Fated(fates)
         timeout_s = 0.1 if any(fate.store == "stuck" for fate in fates.values()) else 60.0
-        options = {"memory_dir": str(memory), "on_flush_failure": "warn"}
+        options: dict[str, Any] = {"memory_dir": str(memory), "on_flush_failure": "warn"}
         self.ckpt = opened(run_dir, self._calls, flush_timeout_s=timeout_s, **options)
-        self._saver = self.ckpt._saver
-        self._seal = self._saver._rank.seal
-        self._saver._rank.seal = self.seal  # type: ignore[method-assign]
+        self.ckpt.acquire()
+        LIVES[under_way(self.ckpt).owner] = self
         self.restored = self.ckpt.restore(state := state_of(0, SIZE))
         assert step_of(state) == self.restored >= safe
         self.settle()
@@ -89,7 +107,7 @@ class Life:
         assert safe >= self.safe
         self.safe = safe
 
-    def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
+    def seal(self, rank: RankSaver, snapshot: Snapshot, before: Snapshot | None) -> None:
         """Look while the slot has no seal, then seal it as its fate says."""
         self.look()
         attempt = snapshot.saving.attempt
@@ -102,16 +120,16 @@ class Life:
         for path in in_the_way if fate.seal == "full" else ():
             path.unlink(missing_ok=True)
             path.mkdir()
-        self._seal(snapshot, before)
+        SEAL(rank, snapshot, before)
         for path in in_the_way if fate.seal == "full" else ():
             path.rmdir()
 
     def settle(self) -> None:
         """Wait until the last snapshot is sealed or will not be, and its flush has ended or is stuck; then look."""
-        pipeline = self._saver._pipeline
-        for worker in self._saver._workers:
-            worker.join(30)  # it prepares the other slot at its end
-        while not (pipeline.idle or (pipeline.stuck and self._calls.stuck.is_set())):
+        for thread in threading.enumerate():
+            if thread.name in ("ckpt-seal", "ckpt-take"):
+                thread.join(30)  # it prepares the other slot at its end
+        while (left := under_way(self.ckpt)).steps and not (left.stuck and self._calls.stuck.is_set()):
             time.sleep(0.001)  # a flush that is only slow is waited for, whatever the timeout
         self.look()
 
@@ -127,9 +145,9 @@ class Life:
 
     def end_threads(self) -> None:
         self._calls.over.set()
-        while not self._saver._pipeline.idle:
-            time.sleep(0.001)
-        self._saver.take_failure()
+        until(lambda: not under_way(self.ckpt).steps)
+        with suppress(CkptError):
+            self.ckpt.wait()
 
 
 def lived(run_dir: Path, memory: Path, start: str, sequence: Sequence[Fate]) -> None:
@@ -180,8 +198,8 @@ def test_without_a_second_slot_the_first_one_stays_until_a_commit(run_dir: Path,
     second = Life(run_dir, memory, {step: Fate("sealed", store) for step in (1, 2, 3)}, safe)
     assert second.ckpt.restore(state_of(0, SIZE)) == 1  # in the same process as well
     second.train([2, 3])
-    assert isinstance(second.ckpt._cache.memory, PrivateMemory)
-    assert bool([*memory.rglob("seal.json")]) == (store != "stored")
+    seals = [Seal.from_bytes(path.read_bytes()) for path in memory.rglob("seal.json")]
+    assert [seal.checkpoint.step for seal in seals] == ([] if store == "stored" else [1])
     last = Life(run_dir, memory, {}, second.end())
     assert last.restored == (3 if store == "stored" else 1)
     last.ckpt.close()

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.testing import settle
 from tests.support.pipelines import Refusing, opened
 from tests.support.roundtrip import restore, same_module, save
@@ -119,4 +120,5 @@ def test_live_objects_are_looked_through_once(run_dir: Path, caplog: pytest.LogC
         ckpt.step(2, state)
         settle(ckpt)
         assert "shuffle=True keeps no position" not in caplog.text, loader
-        ckpt._saver.take_failure()
+        with pytest.raises(StoreError, match="no room, on purpose"):
+            ckpt.wait()

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
-from ckpt_tasks.dcp import CkptReader, CkptWriter, holding
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.dcp.holding import held_run
 from ckpt_tasks.errors import ConfigError, StateError
 from tests.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -200,13 +201,14 @@ def test_async_save_commits_what_there_was(run_dir: Path, kind: AsyncCheckpointe
 
 
 def test_a_writer_and_a_reader_are_pickled(run_dir: Path) -> None:
-    """Also once they are used: DCP's process executor sends the writer to another process."""
-    writer, reader = CkptWriter(run_dir, step=1), CkptReader(run_dir)
-    save({"w": torch.ones(2)}, storage_writer=writer)
+    """Also once they are used: DCP's process executor sends the writer, with what this process has loaded."""
+    reader = CkptReader(run_dir)
+    write(run_dir, {"w": torch.ones(2)}, 1)
     load({"w": torch.zeros(2)}, storage_reader=reader)
-    again: CkptWriter = pickle.loads(pickle.dumps(writer))
-    assert again._restored is not None
-    assert again._restored.checkpoint.step == 1
+    sent = pickle.dumps(CkptWriter(run_dir, step=2))
+    held_run(CheckpointConfig(checkpoint_dir=run_dir)).end()
+    assert forked(lambda: save({"w": torch.ones(2)}, storage_writer=pickle.loads(sent)) and None)() is None
+    assert [one.step for one in open_run(run_dir).checkpoints()] == [2, 1]
     load({"w": torch.zeros(2)}, storage_reader=pickle.loads(pickle.dumps(reader)))
 
 
@@ -246,9 +248,7 @@ def test_retention_is_that_of_the_configuration(run_dir: Path) -> None:
     """Older checkpoints are retired by the same rules."""
     for step in range(1, 6):
         write(run_dir, {"w": torch.full((3,), float(step))}, step, max_num_checkpoints=2)
-        held_run(CheckpointConfig(checkpoint_dir=run_dir, max_num_checkpoints=2))._pruner.finish(60)
-    assert [one.step for one in open_run(run_dir).checkpoints()][:2] == [5, 4]
-    assert len(open_run(run_dir).checkpoints()) == 2
+    until(lambda: [one.step for one in open_run(run_dir).checkpoints()] == [5, 4])
 
 
 def test_steps_go_up(run_dir: Path) -> None:
@@ -273,10 +273,13 @@ def test_who_has_not_loaded_does_not_commit(run_dir: Path) -> None:
     """MUST 12 of the format holds for DCP: who writes to a run with checkpoints loads it first."""
     write(run_dir, {"w": torch.ones(1)}, 5)
     held_run(CheckpointConfig(checkpoint_dir=run_dir)).end()
-    holding._held.clear()
-    with pytest.raises(CheckpointException, match=r"holds checkpoints up to step 5"):
+
+    def another_process() -> None:
+        with pytest.raises(CheckpointException, match=r"holds checkpoints up to step 5"):
+            write(run_dir, {"w": torch.ones(1)}, 6)
+        load({"w": torch.ones(1)}, storage_reader=CkptReader(run_dir))
         write(run_dir, {"w": torch.ones(1)}, 6)
-    load({"w": torch.ones(1)}, storage_reader=CkptReader(run_dir))
-    write(run_dir, {"w": torch.ones(1)}, 6)
+
+    assert forked(another_process)() is None
     newest, before = open_run(run_dir).checkpoints()
     assert newest.parent == before.manifest_digest

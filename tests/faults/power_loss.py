@@ -92,7 +92,7 @@ class VictimCalls(WatchedCalls):
         self._one_by_one = threading.Lock()
 
     def fsync(self, fd: int) -> None:
-        if not self._is_left_out(self._paths[fd]):
+        if not self._is_left_out(self.paths[fd]):
             super().fsync(fd)
 
     def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:

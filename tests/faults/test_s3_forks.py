@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ckpt_tasks.storage import objects
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.storage.s3 import S3Requests
 from tests.faults.s3_runs import Place, is_state, state_of
 
 LATE_S = 30
@@ -72,16 +75,20 @@ def test_the_parents_connections_live_on(store: ObjectStore) -> None:
         assert time.monotonic() - began < 10, name
 
 
-def test_a_fork_while_another_thread_opens_the_store(store: ObjectStore) -> None:
+def test_a_fork_while_another_thread_opens_the_store(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that was held when the process forked is nobody's in the child: it does not wait for ever."""
+    store = ObjectStore(place.url, place.server.storage_options)
     held, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with store._opening:
-            held.set()
-            done.wait(LATE_S)
+    class Slow(S3Requests):
+        def __init__(self, *arguments: Any) -> None:
+            if threading.current_thread() is thread:
+                held.set()
+                done.wait(LATE_S)
+            super().__init__(*arguments)
 
-    thread = threading.Thread(target=hold)
+    monkeypatch.setattr(objects, "S3Requests", Slow)
+    thread = threading.Thread(target=store.names, args=("",))
     thread.start()
     assert held.wait(LATE_S)
     try:

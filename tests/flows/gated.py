@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt_tasks.checkpoint import interrupt
+from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.flows.train import train
 from tests.support.tiny import Tiny
 
@@ -56,7 +56,7 @@ class Gated(Tiny):
         while not (self._folder / "go").exists():
             time.sleep(0.02)
             before_s, left_s = left_s, signal.getitimer(signal.ITIMER_REAL)[0]
-            if left_s > before_s or (self._rank and interrupt._installed[-1].pending):
+            if left_s > before_s or (self._rank and held_back()):
                 (self._folder / "alarm").touch()
 
     def _interfere(self, step: int) -> None:

@@ -16,8 +16,8 @@ from prefect.utilities.callables import parameter_schema
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import FencedError, NonFiniteError, ProgramError, RunMismatchError, StateMismatchError
+from ckpt_tasks.flows.step_batch import step_batch
 from ckpt_tasks.flows.train import TrainResult, train
-from ckpt_tasks.orchestration.step_batch import step_batch
 from ckpt_tasks.session.local import LocalSession, build_program
 from ckpt_tasks.session.session import Progress, watcher
 from tests.support.cli_runs import flip

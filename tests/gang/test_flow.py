@@ -89,10 +89,9 @@ def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path,
     assert owner.released
 
 
-def test_rollbacks_and_forks(run_dir: Path, tmp_path: Path) -> None:
-    """A rollback and a fork with another learning rate work as on one rank."""
+def test_a_fork_trains_with_another_learning_rate(run_dir: Path, tmp_path: Path) -> None:
+    """A fork with another learning rate works as on one rank."""
     run(run_dir, 10)
-    assert run(run_dir, 10, rollback_to=5).trained == 5
     forked = tmp_path / "forked"
     result = run(forked, 7, run_key="forked", fork_from=f"{run_dir}@5", params={"lr": 0.5})
     assert (result.step, result.trained) == (7, 2)

@@ -20,6 +20,7 @@ SMALL = {
     "copying.export.MAX_HEADER_BYTES",
     "deploying.automations._RESUME_AFTER_S",
     "orchestration.abandoned._PAGE",
+    "orchestration.artifacts._PROGRESS_EVERY_S",
     "layout.index.MAX_REGIONS",
     "format.ledger.MAX_ENTRY_BYTES",
     "format.manifest.MAX_GROUPS",
@@ -36,18 +37,27 @@ SMALL = {
 }
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
 PLACES = {"snapshot.cache.default_directory", "snapshot.memory._SHARED_MEMORY", "snapshot.room.open"}
+# Devices that this machine lacks, and the time that a slow one needs to reach the ranks' store.
+MACHINE = {"saving.rank_saver.Devices", "checkpoint.agreement.find_exchange"}
 # Something happens between two steps of one function, or is counted there.
 BETWEEN = {
     "copying.export.plan_export",
     "copying.export.write_export",
-    "copying.fork._put_manifest",
     "orchestration.abandoned.datetime",
+    "ranks.exchange.Connection",
+    "saving.rank_saver.RankSaver.seal",
     "saving.rank_saver.allocate",
     "saving.rank_saver.digest_image",
     "saving.rank_saver.touch",
+    "saving.tenure.Line.reusable",
     "snapshot.first.FirstCopy.write",
+    "snapshot.local_copies.LocalCopies.write",
+    "snapshot.memory.PrivateMemory.*",
+    "snapshot.memory.PrivateMemory.unseal",
     "storage.local.LocalStore.adopt",
+    "storage.local.LocalStore.put_if_absent",
     "storage.objects.ObjectStore.put",
+    "storage.objects.S3Requests",
     "copying.publishing.os",
     "storage.local_fs.os",
 }
@@ -83,5 +93,5 @@ def replaced(path: Path) -> Iterator[str]:
 def test_a_test_replaces_nothing_of_ours_without_a_reason() -> None:
     """Whatever a test replaces of ckpt_tasks is in a list with its reason, and nothing else is in the lists."""
     found = {name for path in files("tests") for name in replaced(path) if name.startswith("ckpt_tasks.")}
-    known = {f"ckpt_tasks.{name}" for name in SMALL | PLACES | BETWEEN | TAKEN_OUT}
+    known = {f"ckpt_tasks.{name}" for name in SMALL | PLACES | MACHINE | BETWEEN | TAKEN_OUT}
     assert found == known, "give it in, or provoke it: a store that fails, a real signal, a System of tests/support"

@@ -55,7 +55,7 @@ def test_a_public_name_is_there(name: str) -> None:
     value = getattr(ckpt_tasks, name)
     assert value.__doc__
     if name != "errors":
-        assert value.__module__ == ckpt_tasks._MODULES[name]
+        assert value.__module__ == typed()[name]
         assert value.__name__ == name
 
 
@@ -79,15 +79,18 @@ def test_only_the_orchestration_needs_prefect() -> None:
     assert fresh(code + "    assert 'prefect' not in sys.modules, name\nprint(name)") == names[-1]
 
 
-def test_type_checkers_see_what_runs() -> None:
-    """The imports under TYPE_CHECKING and the table of lazy names say the same."""
+def typed() -> dict[str, str | None]:
+    """Return the module of each name as type checkers see it: by the imports under TYPE_CHECKING."""
     blocks = [node for node in parse(ROOT / "ckpt_tasks/__init__.py").body if isinstance(node, ast.If)]
-    imported = {
+    return {
         alias.name: node.module
         for block in blocks
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported == ckpt_tasks._MODULES
-    assert {*imported, "errors"} == {*ckpt_tasks.__all__}
+
+
+def test_type_checkers_see_what_runs() -> None:
+    """The imports under TYPE_CHECKING are of all public names."""
+    assert {*typed(), "errors"} == {*ckpt_tasks.__all__}

@@ -77,6 +77,47 @@ def test_no_private_name_of_another_room_is_read() -> None:
     assert wrong == [], "give the other room a public name for what you need"
 
 
+def test_tests_use_no_private_name_of_ours() -> None:
+    """Tests reach the product by its public names, `ckpt_tasks.testing` among them; they may change a private constant.
+
+    A number that nobody outside of its module needs (`_PAGE = 200`) is made small by its name, in upper case.
+    """
+    ours = {name for path in SOURCES for name in defined(parse(path))}
+    used = {
+        (str(path.relative_to(ROOT / "tests")), name)
+        for path in files("tests", suffix=".py")
+        for name in read_by_test(parse(path))
+        if name in ours and not name.isupper()
+    }
+    assert used == OTHERWISE, "ask the product for what the test needs to know, by ckpt_tasks.testing"
+
+
+def read_by_test(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a test looks up, imports or replaces, and does not define itself."""
+    own = {*defined(tree)}
+    yield from (name for _, name in read_of_others(tree) if name not in own)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+            yield from (name for text in texts if is_private(name := text.rpartition(".")[2]))
+
+
+# Others' names that a room of ours defines as well; the last is the protocol's, which a simulation breaks.
+OTHERWISE = {
+    ("crash/test_forked_children.py", "_pool"),
+    ("crash/test_forked_children.py", "_workers"),
+    ("dcp/test_many_ranks.py", "_config"),
+    ("flows/test_preemption.py", "_prefect_sigterm_handler"),
+    ("house/test_docs.py", "_config"),
+    ("objects/test_sparse.py", "_indices"),
+    ("objects/test_sparse.py", "_values"),
+    ("orchestration/test_blocks.py", "_logo_url"),
+    ("state/test_all_or_nothing.py", "_buffers"),
+    ("support/legs.py", "_config"),
+    ("property/test_protocol.py", "_read_back"),
+}
 # Names of torch's and TensorFlow's that a room of ours happens to define as well.
 OF_OTHERS = {"_dataset", "_modules", "_saver"}
 

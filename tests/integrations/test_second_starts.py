@@ -319,7 +319,10 @@ SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name",
+    ["weighted, global", "numpy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("weighted", "python"))],
+)
 def test_a_sampler_with_a_generator_goes_on(name: str, tmp_path: Path) -> None:
     """What a sampler draws its order from is state: its own generator, or the streams of the process.
 

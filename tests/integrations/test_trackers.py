@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,18 +119,18 @@ def test_a_death_between_mark_and_memory_marks_the_same_again(tmp_path: Path) ->
     train(tmp_path, Noted(tmp_path, [], []), 40)
     mark = tmp_path / "ckpt-tasks-noted.json"
     before = mark.read_text()
-    told: list[str] = []
+    told: list[Any] = []
 
     class Telling(Noted):
         def left(self, first: int, last: int) -> None:
-            told.append(self._with(first, last))
+            told.append([*self.left_behind, (first, last)])
 
     Telling.__name__ = "Noted"  # as the mark is named
     for _ in range(2):
         mark.write_text(before)
         train(tmp_path, Telling(tmp_path, [], []), 30, back=20)
     train(tmp_path, Telling(tmp_path, [], []), 30, back=10)
-    assert told == ["21 to 40", "21 to 40", "21 to 40, 11 to 30"]
+    assert told == [[(21, 40)], [(21, 40)], [(21, 40), (11, 30)]]
 
 
 def test_tensorboard_shows_one_line(tmp_path: Path) -> None:

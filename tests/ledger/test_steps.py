@@ -129,7 +129,7 @@ def test_a_restart_from_memory_has_the_steps_that_storage_lacks(tmp_path: Path) 
     writer = pipelines.opened(run_dir, step_interval=10, memory_dir=memory)
     writer.restore(state_at(0))
     train(writer, state_at(0), 0, 10, 0.0)
-    writer.run.history.store._calls = Refusing()  # type: ignore[attr-defined]
+    pipelines.give_calls(writer, Refusing())
     for step in range(11, 21):
         writer.step(step, state_at(step), metrics={"loss": float(step)})
     die(writer)

@@ -17,6 +17,7 @@ from ckpt_tasks.ledger.goodput import SHARES, Course, follow
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import settle
 from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import config, flip, save_steps, some_state
 from tests.support.histories import LOST, ReadEntries, Told
@@ -55,7 +56,7 @@ def test_entries_become_moments(run_dir: Path) -> None:
     with Checkpointer(config(run_dir, max_num_checkpoints=1)) as ckpt:
         ckpt.save(0, some_state(0))
         ckpt.save(10, some_state(10), metrics={"loss": 0.5})
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         ckpt.note("failure", step=10, why="RuntimeError: <b>no</b>")
         ckpt.note("mine", about="nothing that a time line shows")
     run = open_run(str(run_dir))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
+from ckpt_tasks.objects.optimizers import device_of_entry
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.restoring import plan_restore
 from ckpt_tasks.tensors.sources import HeldTensors
@@ -237,11 +238,9 @@ def test_a_step_count_goes_where_the_kernel_reads_it(
     parameter_on: str, options: dict[str, Any], on_cpu: list[str] | None, where: str
 ) -> None:
     """P17: `step` is made where it was, and where nothing is known (all was on the CPU) where torch would have it."""
-    from ckpt_tasks.objects.optimizers import _device
-
     parameter = torch.zeros(1, device=parameter_on)
-    assert _device("step", parameter=parameter, options=options, on_cpu=on_cpu).type == where
-    assert _device("exp_avg", parameter=parameter, options=options, on_cpu=on_cpu).type == parameter_on
+    assert device_of_entry("step", parameter=parameter, options=options, on_cpu=on_cpu).type == where
+    assert device_of_entry("exp_avg", parameter=parameter, options=options, on_cpu=on_cpu).type == parameter_on
 
 
 def test_what_cannot_be_stored_in_an_optimizer_is_refused_by_path() -> None:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks import CheckpointConfig, Checkpointer, Location
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.objects.optimizers import OptimizerPart, capture_optimizer
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.tensors import TensorSet
+from ckpt_tasks.testing import MemoryStore, located
 from tests.support.roundtrip import assert_same
 
 
-def trained(place: Path, until: int, *, frozen: bool, switch: int) -> dict[str, Any]:
+def trained(run: Location, until: int, *, frozen: bool, switch: int) -> dict[str, Any]:
     """Train from where the run is; at one step the loop freezes what the program begins with, or unfreezes it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(not frozen)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(place), max_num_checkpoints=None, memory_dir=None)) as ckpt:
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run, max_num_checkpoints=None, memory_dir=None)) as ckpt:
         for step in range(ckpt.restore(state) + 1, until + 1):
             if step == switch:
                 model[0].requires_grad_(frozen)
@@ -38,17 +38,18 @@ def trained(place: Path, until: int, *, frozen: bool, switch: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_training_unfreezes_or_freezes_stays_so(tmp_path: Path, frozen: bool) -> None:
+def test_what_training_unfreezes_or_freezes_stays_so(frozen: bool) -> None:
     """Through two resumes, and back to a step before it, as in a training without a break; nothing else is kept."""
-    expected = trained(tmp_path / "whole", 9, frozen=frozen, switch=4)
-    states = [trained(tmp_path / "resumed", until, frozen=frozen, switch=4) for until in (3, 5, 7, 9)]
+    whole, resumed, still = (located(MemoryStore()) for _ in range(3))
+    expected = trained(whole, 9, frozen=frozen, switch=4)
+    states = [trained(resumed, until, frozen=frozen, switch=4) for until in (3, 5, 7, 9)]
     for name in ("model", "optimizer"):
         assert_same(states[-1][name].state_dict(), expected[name].state_dict())
-    trained(tmp_path / "still", 3, frozen=frozen, switch=99)
-    trained(tmp_path / "still", 5, frozen=not frozen, switch=99)  # edited: what the program begins with is its own
+    trained(still, 3, frozen=frozen, switch=99)
+    trained(still, 5, frozen=not frozen, switch=99)  # edited: what the program begins with is its own
 
 
-def trained_in_modes(place: Path, until: int, *, switch: int = 4, how: str = "") -> dict[str, Any]:
+def trained_in_modes(run: Location, until: int, *, switch: int = 4, how: str = "") -> dict[str, Any]:
     """Train from where the run is; at one step the loop puts a part into another mode; `how` says what else it does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -57,7 +58,7 @@ def trained_in_modes(place: Path, until: int, *, switch: int = 4, how: str = "")
         model.eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     state: dict[str, Any] = {"nets": [model], "optimizer": optimizer}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(place), max_num_checkpoints=None, memory_dir=None)) as ckpt:
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run, max_num_checkpoints=None, memory_dir=None)) as ckpt:
         if "train() first" in how:
             model.train()
         begun = ckpt.restore(state)
@@ -85,12 +86,10 @@ def trained_in_modes(place: Path, until: int, *, switch: int = 4, how: str = "")
 
 
 @pytest.mark.parametrize("how", ["", "evaluates", "train() first", "by the step", "by the step, begins in eval"])
-def test_what_training_puts_into_another_mode_stays_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+def test_what_training_puts_into_another_mode_stays_so(caplog: pytest.LogCaptureFixture, how: str) -> None:
     """Through resumes, as without a break, and nothing is said; an evaluation in which a save falls is no mode."""
-    expected = trained_in_modes(tmp_path / "whole", 9, how=how)
-    resumed = [trained_in_modes(tmp_path / "resumed", until, how=how) for until in (3, 5, 7, 9)]
+    expected, run = trained_in_modes(located(MemoryStore()), 9, how=how), located(MemoryStore())
+    resumed = [trained_in_modes(run, until, how=how) for until in (3, 5, 7, 9)]
     for name in ("nets", "optimizer"):
         kept, whole = resumed[-1][name], expected[name]
         pairs = zip(kept, whole, strict=True) if name == "nets" else [(kept, whole)]
@@ -100,10 +99,11 @@ def test_what_training_puts_into_another_mode_stays_so(
     assert not caplog.records
 
 
-def test_a_whole_module_in_eval_says_nothing_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_whole_module_in_eval_says_nothing_of_training(caplog: pytest.LogCaptureFixture) -> None:
     """A save in an evaluation is restored in the modes with which the program begins; nothing is said."""
-    trained_in_modes(tmp_path, 2, switch=99, how="evaluates, saves in it")
-    state = trained_in_modes(tmp_path, 4, switch=99, how="evaluates, saves in it")
+    run = located(MemoryStore())
+    trained_in_modes(run, 2, switch=99, how="evaluates, saves in it")
+    state = trained_in_modes(run, 4, switch=99, how="evaluates, saves in it")
     assert state["modes"] == [True, True, True, False, True]
     assert not caplog.records
 

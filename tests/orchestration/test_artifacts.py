@@ -179,11 +179,11 @@ def test_the_end_is_published_in_any_case(run_dir: Path, monkeypatch: pytest.Mon
     def watched() -> None:
         with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "late", 9) as pages:
             monkeypatch.setattr(SyncPrefectClient, "update_artifact", slow)
-            pages._progress_due_s = 0.0
             pages.show(8, {"loss": 1.0})
             pages.show(9, {"loss": 1.0})
 
     save_steps(run_dir, 1)
+    monkeypatch.setattr("ckpt_tasks.orchestration.artifacts._PROGRESS_EVERY_S", 0.0)
     watched()
     assert next(failures, None) is None
     assert str(newest()[1]["late-progress"].description).startswith("step 9 of 9")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -25,12 +26,12 @@ from prefect.states import Suspended
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.flows.train import TrainResult, train
-from ckpt_tasks.ledger.history import History
 from ckpt_tasks.orchestration import early_stop as stopping
 from ckpt_tasks.orchestration.early_stop import EarlyStopping
 from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import located
 from tests.support.histories import ReadEntries
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +137,7 @@ def test_a_stop_of_which_prefect_was_not_told_is_not_forgotten(run_dir: Path, mo
 class Away(LocalStore):
     """A store that does not answer while it is away."""
 
-    away = True
+    away = False
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         if self.away:
@@ -150,10 +151,11 @@ def test_a_store_that_is_away_stops_nothing(run_dir: Path) -> None:
 
     @flow
     def looks() -> list[bool]:
-        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        store = Away(str(run_dir))
+        with Checkpointer(CheckpointConfig(checkpoint_dir=located(store))) as ckpt:
             unimproved(ckpt, run_dir)
-            stopping, store = EarlyStopping(ckpt, RULE), Away(str(run_dir))
-            stopping._history = History(store)
+            stopping = EarlyStopping(ckpt, RULE)
+            store.away = True
             away = stopping.check()
             store.away = False
             return [away, stopping.check()]
@@ -181,26 +183,33 @@ def test_no_start_reads_the_whole_history(run_dir: Path, monkeypatch: pytest.Mon
             run.record_evaluation(run.find("latest"), "quick", {"loss": 0.25 if step == 3 else 0.5})
             assert not watching.check()
         ckpt.run.history.store = store = ReadEntries(ckpt.run.history.store)
-        fresh = EarlyStopping(ckpt, rule)
-        fresh.check()
-        assert len(store.numbers) < 40 < open_run(str(run_dir)).head().next_n - 40
-        assert fresh._values == {step: 0.25 if step == 3 else 0.5 for step in range(3, 41)}
+        fresh, before = EarlyStopping(ckpt, replace(rule, patience=37)), open_run(str(run_dir)).head().next_n
+        assert fresh.check()
+        assert len(store.numbers) < 40 < before - 40
+        assert str(fresh.why).endswith("37 evaluations by quick without a better loss than 0.25 at step 3")
 
 
-def test_what_comes_between_the_look_and_the_note_is_not_lost(run_dir: Path) -> None:
+def test_what_comes_between_the_look_and_the_note_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P75: an evaluation that is recorded while the note is written is in neither, and is read all the same."""
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="raced")) as ckpt:
-        ckpt.save(1, {"value": 1})
-        run = open_run(str(run_dir))
-        watching = EarlyStopping(ckpt, RULE)
-        watching._read(RULE)
-        run.record_evaluation(run.find(1), "quick", {"loss": 0.5})
-        watching._note(RULE, -1)
-        fresh = EarlyStopping(ckpt, RULE)
-        fresh.check()
-        assert fresh._values == {1: 0.5}
-        watching.check()
-        assert watching._values == {1: 0.5}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="raced", max_num_checkpoints=None)) as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(step, {"value": step})
+        run, note, rule = open_run(str(run_dir)), ckpt.note, replace(RULE, patience=1)
+        for step in (1, 2):
+            run.record_evaluation(run.find(step), "quick", {"loss": 0.5})
+
+        def meanwhile(*what: Any, **fields: Any) -> None:
+            run.record_evaluation(run.find(3), "quick", {"loss": 0.25})
+            note(*what, **fields)
+
+        monkeypatch.setattr(ckpt, "note", meanwhile)
+        assert EarlyStopping(ckpt, rule).check()
+        monkeypatch.undo()
+        ckpt.save(5, {"value": 5})
+        run.record_evaluation(run.find(5), "quick", {"loss": 0.5})
+        fresh = EarlyStopping(ckpt, rule)
+        assert fresh.check()
+        assert str(fresh.why).endswith("1 evaluation by quick without a better loss than 0.25 at step 3")
 
 
 # ── the whole way ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, resumable_task
-from ckpt_tasks.orchestration.isolation import _is_prefects
+from ckpt_tasks.orchestration.isolation import is_prefects
 
 ROOT = Path(__file__).parents[2]
 # In a process of its own: this one may know already how to keep Prefect out of forks.
@@ -87,9 +87,9 @@ def test_hooks_of_prefect_are_known_in_every_shape() -> None:
         return lambda: function("text")
 
     for wrap in (wrapped, lambda function: partial(function, "text")):
-        assert _is_prefects(wrap(prefects))
-        assert not _is_prefects(wrap(own))
-        assert not _is_prefects(wrap("text".upper))
+        assert is_prefects(wrap(prefects))
+        assert not is_prefects(wrap(own))
+        assert not is_prefects(wrap("text".upper))
 
 
 async def _ping(times: int) -> None:

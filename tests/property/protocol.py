@@ -36,7 +36,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
-from ckpt_tasks.testing import InjectedError, located
+from ckpt_tasks.testing import InjectedError, located, under_way
 from ckpt_tasks.upkeep.upkeep import orphans
 from tests.property.disk import Connection, Disk
 from tests.property.schedules import Process, Schedule
@@ -201,8 +201,7 @@ class Trainer:
     def _restore(self, ckpt: Checkpointer, process: Process, step: int | None = None) -> int:
         self._state = fresh()
         step = ckpt.restore(self._state, step=step)
-        parent = ckpt._line.parent
-        self.restored = parent.manifest_digest if parent is not None else None
+        self.restored = under_way(ckpt).parent
         if ckpt.last_restore is not None and self._state["tag"]:
             self._place.read(self._state, step, process.name)
             skipped = ckpt.last_restore.skipped
@@ -246,8 +245,8 @@ class Trainer:
             model["trained"].fill_(self._state["tag"])
 
     def _holds(self, ckpt: Checkpointer, process: Process) -> bool:
-        held = ckpt._tenure
-        return held is not None and self._place.witness.holds(process.name, held.owner.id)
+        owner = under_way(ckpt).owner
+        return owner is not None and self._place.witness.holds(process.name, owner)
 
     def _check_fenced(self, ckpt: Checkpointer, process: Process) -> None:
         self._place.witness.check(not self._holds(ckpt, process), f"{process.name} was fenced and is the owner")
@@ -257,7 +256,7 @@ class Trainer:
         witness = self._place.witness
         if isinstance(error, NoGoodCheckpointError):
             # Either nothing that names a checkpoint could be read, and people must look; or it is another's by now.
-            fenced = ckpt._tenure is not None and not self._holds(ckpt, process)
+            fenced = under_way(ckpt).owner is not None and not self._holds(ckpt, process)
             witness.check(fenced or witness.unreadable, f"{process.name} gave up: {error}")
             return fenced
         cause: BaseException | None = error

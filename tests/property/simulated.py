@@ -90,16 +90,16 @@ class _Local:
     """What each greenlet has of its own."""
 
     def __init__(self) -> None:
-        object.__setattr__(self, "_of", WeakKeyDictionary())
+        object.__setattr__(self, "_of_process", WeakKeyDictionary())
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self._of[getcurrent()][name]
+            return self._of_process[getcurrent()][name]
         except KeyError:
             raise AttributeError(name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._of.setdefault(getcurrent(), {})[name] = value
+        self._of_process.setdefault(getcurrent(), {})[name] = value
 
 
 class _Event:

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer
+from ckpt_tasks.checkpoint import agreement
 from ckpt_tasks.errors import CkptError, SpikeError
-from ckpt_tasks.ranks.exchange import StoreExchange
+from ckpt_tasks.ranks.exchange import find_exchange
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import config
 from tests.support.gang import Gang, report, run
@@ -139,10 +140,10 @@ def test_a_mistake_of_one_rank_is_named(tmp_path: Path, how: str, words: str) ->
 
 def some_restore(rank: int, size: int, root: str, who: int) -> Said:
     state = state_of("ddp", size)
-    ckpt = Checkpointer(config(root, flush_timeout_s=1, owner_timeout_s=1))
-    exchange = ckpt._ranks.exchange
-    assert isinstance(exchange, StoreExchange)
-    exchange._timeout_s = 60  # on a slow machine c10d's own store answers late: that is no silent rank
+    # On a slow machine c10d's own store answers late: that is no silent rank.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "find_exchange", lambda group, timeout_s: find_exchange(group, 60))
+        ckpt = Checkpointer(config(root, flush_timeout_s=1, owner_timeout_s=1))
     said = [attempt(ckpt.restore, state)] if rank == who else []
     torch.distributed.barrier()
     ckpt.close()

@@ -105,7 +105,7 @@ def test_a_strangers_error_is_one_of_ours(kind: str) -> None:
 
     def stranger(exchange: StoreExchange) -> None:
         said = {"kind": kind, "message": "no", "step": 3, "__class__": "x", "with_traceback": 1, "hint": "Look."}
-        exchange._put("run/topic/1", b"!" + json.dumps(said).encode())
+        exchange.send("run/topic", b"!" + json.dumps(said).encode())
 
     with a_gang_with(stranger, rank=0) as exchange, pytest.raises(CkptError, match="rank 1: no") as raised:
         exchange.agree("topic", b"", lambda words: b"", 30)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckpt_tasks.ranks.connection import Connection
 from ckpt_tasks.ranks.exchange import StoreExchange
 from tests.support.children import Child
 
@@ -24,22 +25,28 @@ def open_store(port: int, *, holds: bool = False) -> Any:
     return made.TCPStore("127.0.0.1", port, is_master=holds, timeout=timedelta(seconds=60), wait_for_workers=False)
 
 
-class Dying(StoreExchange):
+class Dying(Connection):
     """Be killed at a request."""
 
     requests_left = 0
 
-    def _request(self, name: str, *arguments: Any) -> Any:
-        self.requests_left -= 1
-        if self.requests_left == 0:
+    def request(self, name: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        Dying.requests_left -= 1
+        if Dying.requests_left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._request(name, *arguments)
+        return super().request(name, arguments, timeout_s)
 
 
 def be(arguments: Sequence[str]) -> None:
     """Be a rank of a start: meet the others, look for a word that is posted later, and write down every word."""
     port, start, rank, Dying.requests_left = map(int, arguments)
-    exchange = Dying(open_store(port), rank, _RANKS, "run", 60, shared=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_tasks.ranks.exchange.Connection", Dying)
+        meet(StoreExchange(open_store(port), rank, _RANKS, "run", 60, shared=True), start, rank)
+
+
+def meet(exchange: StoreExchange, start: int, rank: int) -> None:
+    """Meet the others twice, and write down every word."""
     for topic in ("options", "own"):
         words = exchange.agree(topic, f"{start}/{rank}".encode(), b" ".join, 60)
         seen = exchange.look("grant") if topic == "options" else None

@@ -15,6 +15,7 @@ from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import under_way
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import config
 from tests.support.gang import Gang, run
@@ -69,7 +70,7 @@ def fails_once(rank: int, size: int, root: str) -> int:
         for step in (1, 2, 3):
             LocalStore.put = full if (rank, step) == (1, 2) else _put  # type: ignore[method-assign]
             ckpt.step(step, state)
-            while not ckpt._saver._pipeline.idle:
+            while under_way(ckpt).steps:
                 time.sleep(0.01)
         ckpt.wait()
     return ckpt.position

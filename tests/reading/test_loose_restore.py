@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, IntegrityError, StateMismatchError
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import FaultyStore, located
 from tests.support.cli_runs import config, flip, only
 
 State = dict[str, Any]
@@ -190,15 +193,22 @@ def test_a_modules_own_code_sees_a_whole_state(run_dir: Path) -> None:
     same(before, bits(target), "model/adapter", "optimizer/model/adapter")
 
 
-def test_what_was_read_in_part_is_not_known_to_be_good(run_dir: Path, saved: State) -> None:
+@pytest.mark.parametrize("loose", [False, True])
+def test_what_was_read_in_part_is_not_known_to_be_good(run_dir: Path, saved: State, loose: bool) -> None:
     """P60: after a loose restore the checkpoint is still read as a whole before another one is removed."""
-    with Checkpointer(config(run_dir, memory_dir=None)) as ckpt:
-        ckpt.restore(make(), only=["model"])
-        assert ckpt.last_restore is not None
-        assert ckpt.last_restore.taken == ("model",)
-        assert ckpt._pruner.verified == set()
+    with Checkpointer(config(run_dir, memory_dir=None, max_num_checkpoints=None)) as ckpt:
         ckpt.restore(make())
-        assert len(ckpt._pruner.verified) == 1
+        ckpt.save(6, make())
+    store = FaultyStore(LocalStore(run_dir))
+    limited = config(run_dir, memory_dir=None, max_num_checkpoints=1)
+    with Checkpointer(replace(limited, checkpoint_dir=located(store))) as ckpt:
+        ckpt.restore(make(), only=["model"] if loose else None)
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.taken == (("model",) if loose else ())
+        store.log.clear()
+        ckpt.prune()
+        assert [one.step for one in ckpt.checkpoints()] == [6]
+        assert any(verb == "read" for verb, _ in store.log) == loose
 
 
 def test_a_checkpointer_goes_on_from_what_it_took(run_dir: Path, saved: State) -> None:

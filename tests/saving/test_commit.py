@@ -5,6 +5,7 @@ That holds for sizes, and for the parts of a hundred ranks.
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,8 @@ import pytest
 import torch
 
 from benchmarks.scale import Simulation, commit, moved
-from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.errors import CkptError, IntegrityError, StateError, UnsupportedStateError
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import ledger
 from ckpt_tasks.layout.index import Index
 from ckpt_tasks.reading import opening
@@ -24,6 +25,8 @@ from ckpt_tasks.saving.parts import RankPart, Saving, digest_image, encode_group
 from ckpt_tasks.saving.prepared import prepare_checkpoint
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.testing import FaultyStore, MemoryStore, located, settle, under_way
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.ledgers import owner_of
 
 
@@ -78,7 +81,7 @@ def test_a_checkpoint_that_could_not_be_read_is_not_committed(
     with pytest.raises(UnsupportedStateError, match="more than the 5000"):
         ckpt.save(2, state)
     assert sorted(run_dir.rglob("*")) == before
-    assert ckpt._saver._pipeline.next_slot() != sealed.parent.name  # the only complete snapshot stays
+    assert under_way(ckpt).next_slot != sealed.parent.name  # the only complete snapshot stays
     ckpt.close()
     assert [c.step for c in ckpt.checkpoints()] == [1]
 
@@ -123,3 +126,39 @@ def test_the_parts_of_a_hundred_ranks_are_one_checkpoint(fast_dir: Path, axis: i
     assert opened.tensors[key] == ("float32", (RANKS, 64) if axis == 0 else (64, RANKS))
     assert len({row.object for row in opened.index.of_tensors({key}).rows}) == RANKS
     assert peak_bytes < 1000 * len(opened.index)  # an object of Python for each region would be more
+
+
+def test_two_owners_of_one_epoch_write_under_names_of_their_own(run_dir: Path, tmp_path: Path) -> None:
+    """P33, MUST 5: where a lost entry makes an epoch come twice, what one owner writes is not what the other names."""
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        ckpt.save(1, tensors(1))
+    shutil.copytree(run_dir, tmp_path / "other")
+    attempts = []
+    for place in (run_dir, tmp_path / "other"):
+        with Checkpointer(replace(config, checkpoint_dir=str(place))) as ckpt:
+            ckpt.restore(tensors(1))
+            attempts.append(ckpt.save(2, tensors(1)).attempt)
+    epochs, nonces = zip(*(name.split("-") for name in attempts), strict=True)
+    assert epochs[0] == epochs[1]
+    assert nonces[0] != nonces[1]
+
+
+def test_what_may_be_committed_is_not_deleted() -> None:
+    """P32, MUST 7: the entry lands and its answer is lost, with every read after it: the checkpoint is whole."""
+    store = FaultyStore(MemoryStore())
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=located(store), memory_dir=None, step_interval=1))
+    ckpt.save(1, tensors(1))
+    settle(ckpt)
+    entry = store.on("unanswered", verb="put_if_absent", name="^ledger/", held=True)
+    ckpt.step(2, tensors(1))
+    assert entry.reached.wait(30)
+    store.on("refused", verb="get names", name="^ledger/")
+    entry.until.set()
+    with pytest.raises(CommitUncertainError):
+        ckpt.wait()
+    store.off()
+    run = open_run(located(store))
+    assert [one.step for one in run.checkpoints()] == [2, 1]
+    assert verify_run_directory(run.history).good
+    ckpt.close()

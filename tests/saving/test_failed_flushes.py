@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -14,10 +15,9 @@ import pytest
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import settle
 from tests.support.calls import FailingCalls
-from tests.support.pipelines import Gate, Refusing, committed, opened, restored, state_at
+from tests.support.pipelines import Gate, Refusing, committed, give_calls, opened, restored, state_at
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -25,9 +25,7 @@ def test_a_failed_flush_is_raised_by_the_next_step(run_dir: Path, n: int) -> Non
     """P28: a writer that fails in the background commits nothing, is raised at the next step, and the old one stays."""
     with opened(run_dir) as ckpt:
         ckpt.save(1, state_at(1))
-        store = ckpt.run.history.store
-        assert isinstance(store, LocalStore)
-        store._calls = FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_")
+        give_calls(ckpt, FailingCalls(n, "refused", error=errno.EIO, below="/checkpoint_"))
         ckpt.step(2, state_at(2))
         with pytest.raises(StoreError):
             _until_raised(ckpt)
@@ -46,9 +44,7 @@ def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pyt
     """P28: with on_flush_failure="warn" training goes on, a note stands in the ledger, and the next save counts."""
     with opened(run_dir, on_flush_failure="warn") as ckpt, caplog.at_level(logging.WARNING, "ckpt_tasks"):
         ckpt.save(1, state_at(1))
-        store = ckpt.run.history.store
-        assert isinstance(store, LocalStore)
-        store._calls = FailingCalls(2, "refused", below="/checkpoint_")
+        give_calls(ckpt, FailingCalls(2, "refused", below="/checkpoint_"))
         ckpt.step(2, state_at(2))
         _until_raised(ckpt)
     assert re.search(r"training goes on: .*\(step 2, at ", caplog.text)
@@ -71,9 +67,7 @@ def test_a_store_that_fails_is_not_asked_by_the_thread_that_trains(run_dir: Path
     """P43: with on_flush_failure="warn" nobody who trains waits for a store that has failed: the note comes later."""
     with opened(run_dir, on_flush_failure="warn") as ckpt:
         ckpt.save(1, state_at(1))
-        store = ckpt.run.history.store
-        assert isinstance(store, LocalStore)
-        store._calls = calls = Watched(1, "refused", below="/checkpoint_")
+        give_calls(ckpt, calls := Watched(1, "refused", below="/checkpoint_"))
         ckpt.step(2, state_at(2))
         _until_raised(ckpt)
         assert calls.reached
@@ -86,13 +80,11 @@ def test_of_very_many_failed_saves_the_newest_are_noted(run_dir: Path) -> None:
     with opened(run_dir, on_flush_failure="warn") as ckpt:
         ckpt.save(1, state_at(1))
         settle(ckpt)  # it would note what fails meanwhile
-        store = ckpt.run.history.store
-        assert isinstance(store, LocalStore)
-        good, store._calls = store._calls, Refusing()
+        give_calls(ckpt, Refusing())
         for step in range(2, 22):
             ckpt.step(step, state_at(step))
             settle(ckpt)
-        store._calls = good
+        give_calls(ckpt, os)
         ckpt.save(22, state_at(22))
     assert [note["step"] for note in open_run(str(run_dir)).notes()] == [*range(21, 5, -1)]
 

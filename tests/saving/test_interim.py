@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.session.local import StateSession
+from ckpt_tasks.testing import elapse
 from tests.policy.test_retention import Fact, kept, plan
 
 
@@ -77,10 +77,10 @@ def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
     with opened(run_dir, save_interval_secs=3600.0) as ckpt:
         session = StateSession(ckpt, state())
         session.restore()
-        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 3590.0)
+        elapse(ckpt, 3590.0)
         ckpt.step(1, session.state)
         session.save(1)
-        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 20.0)
+        elapse(ckpt, 20.0)
         assert ckpt.step(2, session.state)
     assert live(run_dir) == {0: False, 1: True, 2: False}
 
@@ -122,7 +122,7 @@ def test_step_saves_by_itself_without_an_interval(run_dir: Path) -> None:
     """A configuration that names only a directory saves in `step()`: once the automatic interval has passed."""
     with opened(run_dir) as ckpt:
         assert not ckpt.step(1, state(1.0))
-        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - 61.0)
+        elapse(ckpt, 61.0)
         assert ckpt.step(2, state(2.0))
     assert [*live(run_dir)] == [2]
 

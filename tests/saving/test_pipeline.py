@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ import torch
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import FencedError, StoreError
+from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.testing import settle
+from ckpt_tasks.testing import elapse, settle, under_way
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
 from tests.support.waiting import until
 
@@ -48,7 +49,7 @@ def test_of_many_snapshots_the_newest_wins_and_the_drop_is_recorded(run_dir: Pat
         gate.reached.wait(30)
         for step in range(2, 11):
             ckpt.step(step, state_at(step))
-        held = len(ckpt._saver._rank._sets)
+        held = len(under_way(ckpt).images)
         gate.opened.set()
     assert held == 2
     assert committed(run_dir) == [1, 10]
@@ -75,7 +76,7 @@ def test_a_snapshot_that_waits_is_committed_before_it_is_pinned(run_dir: Path, g
         ckpt.step(1, state_at(1))
         assert gate.reached.wait(30)
         ckpt.step(2, state_at(2))
-        assert ckpt._saver._pipeline._waiting is not None
+        assert under_way(ckpt).steps == [1, 2]
         threading.Timer(0.3, gate.opened.set).start()
         ckpt.pin(2, "the paper's")
         pinned = next(c for c in ckpt.checkpoints() if c.step == 2)
@@ -103,7 +104,7 @@ def test_a_store_that_blocks_forever_does_not_stop_training(
     with pytest.raises(StoreError, match="has taken nothing"):
         ckpt.wait()
     gate.opened.set()
-    while ckpt._saver._pipeline.stuck:
+    while under_way(ckpt).stuck:
         time.sleep(0.01)
     ckpt.close()
     assert committed(run_dir) == [1, 7]
@@ -170,31 +171,28 @@ def test_nothing_follows_what_lost_the_run(run_dir: Path, gate: Gate, monkeypatc
     first.listen(Listener(failed=lambda step, error: failed.append(step)))
     first.step(1, state_at(1))
     gate.reached.wait(30)
-    second = opened(run_dir)
-    second._take_over = True
+    second = opened(run_dir, take_over=True)
     second.restore(state_at(0))
-    unseal = first._cache.memory.unseal
+    unseal = PrivateMemory.unseal
 
-    def late(slot: str) -> None:
+    def late(memory: PrivateMemory, slot: str) -> None:
         gate.opened.set()
-        with first._saver._pipeline._changed:
-            assert first._saver._pipeline._changed.wait_for(lambda: first._saver._pipeline._failure is not None, 30)
-        unseal(slot)
+        until(lambda: under_way(first).steps == [])
+        unseal(memory, slot)
 
-    monkeypatch.setattr(first._cache.memory, "unseal", late)
+    monkeypatch.setattr(PrivateMemory, "unseal", late)
     with pytest.raises(FencedError):
         first.step(2, state_at(2))
     settle(first)
     assert failed == [1]
-    assert first._saver.take_failure() is None
+    first.wait()  # it has no further failure to raise
 
 
 def test_a_fenced_process_learns_it_at_its_next_step(run_dir: Path) -> None:
     """P33: the flush of a process that lost the directory commits nothing, and the next step raises FencedError."""
     first = opened(run_dir)
     first.save(1, state_at(1))
-    second = opened(run_dir)
-    second._take_over = True
+    second = opened(run_dir, take_over=True)
     second.restore(state_at(0))
     first.step(2, state_at(2))
     settle(first)
@@ -236,19 +234,29 @@ def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Pat
     assert committed(run_dir)[-1] == 3
 
 
-def test_the_end_waits_for_the_snapshot_that_a_daemon_thread_is_taking(run_dir: Path, gate: Gate) -> None:
+def test_the_end_waits_for_the_snapshot_that_a_daemon_thread_is_taking(run_dir: Path) -> None:
     """P69: step 2 has made way for step 3, which is being taken when the process ends: step 3 is committed."""
-    ckpt = opened(run_dir, gate)
-    ckpt.restore(state_at(0))
-    ckpt.step(1, state_at(1))
-    gate.reached.wait(30)
-    ckpt.step(2, state_at(2))
-    # Another structure is planned once nothing is under way: between the slot and the submission.
-    taken = {**state_at(3), "more": torch.ones(3)}
-    threading.Thread(target=ckpt.step, args=(3, taken), daemon=True).start()
-    until(lambda: ckpt._saver._pipeline.superseded == [2])
-    threading.Timer(0.3, gate.opened.set).start()
-    ckpt._saver.end()
+    code = f"""
+        import threading
+        from pathlib import Path
+        import torch
+        from ckpt_tasks.testing import under_way
+        from tests.support.pipelines import Gate, opened, state_at
+        from tests.support.waiting import until
+        ckpt = opened(Path({str(run_dir)!r}), gate := Gate())
+        ckpt.restore(state_at(0))
+        ckpt.step(1, state_at(1))
+        gate.reached.wait(30)
+        ckpt.step(2, state_at(2))
+        # Another structure is planned once nothing is under way: between the slot and the submission.
+        taken = {{**state_at(3), "more": torch.ones(3)}}
+        threading.Thread(target=ckpt.step, args=(3, taken), daemon=True).start()
+        until(lambda: under_way(ckpt).superseded == [2])
+        opening = threading.Timer(0.3, gate.opened.set)
+        opening.daemon = True
+        opening.start()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, check=True)
     assert committed(run_dir) == [1, 3]
 
 
@@ -265,18 +273,15 @@ def test_the_automatic_cadence_learns_and_a_restart_remembers(run_dir: Path) -> 
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
         assert not ckpt.step(0, state_at(0))
-        assert ckpt._schedule.cadence is not None
-        first_s = ckpt._schedule.cadence.interval_s
+        first_s = LearningCadence(ckpt.run.history).interval_s
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
-        learned_s = ckpt._schedule.cadence.interval_s
+        learned_s = LearningCadence(ckpt.run.history).interval_s
     assert learned_s != first_s
     with opened(run_dir, step_interval=None, cadence="auto") as ckpt:
         ckpt.restore(state_at(0))
         assert not ckpt.step(4, state_at(4))
-        assert ckpt._schedule.cadence is not None
-        assert ckpt._schedule.cadence.interval_s == pytest.approx(learned_s, rel=0.3)
-        ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - learned_s * 1.4)
+        elapse(ckpt, learned_s * 1.4)
         assert ckpt.step(5, state_at(5))
 
 

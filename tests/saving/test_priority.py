@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.snapshot.memory import PrivateMemory
 from tests.support.calls import WatchedCalls
+from tests.support.pipelines import give_calls
 
 
 class Niceness(WatchedCalls):
@@ -59,10 +61,9 @@ def test_every_thread_that_saves_is_nicer_than_the_one_that_trains(
     calls, state = Niceness(), {"weights": torch.ones(1 << 18)}
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=2, memory_dir=None)) as ckpt:
         ckpt.restore(state)
-        ckpt.run.history.store._calls = calls  # type: ignore[attr-defined]
+        give_calls(ckpt, calls)
         for what in ("take", "seal"):
-            memory = ckpt._cache.memory
-            monkeypatch.setattr(memory, what, calls.watched(what, getattr(memory, what)))
+            monkeypatch.setattr(PrivateMemory, what, calls.watched(what, getattr(PrivateMemory, what)))
         ckpt.step(1, state)
         for thread in threading.enumerate():
             if thread.name == "ckpt-take":

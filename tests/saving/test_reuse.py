@@ -13,6 +13,9 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import NoGoodCheckpointError
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.saving.parts import Stored
+from ckpt_tasks.saving.tenure import Line
 from ckpt_tasks.testing import settle
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import flip
@@ -120,18 +123,16 @@ def test_damage_in_a_shared_object_is_found_in_every_checkpoint_that_uses_it(run
         ckpt.restore(_model(0))
 
 
-def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path) -> None:
+def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P65: an object that no live checkpoint keeps any more when the flush begins is not reused but written."""
     with _opened(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, _model(1))
-        stored = ckpt._line.stored
+        first = open_checkpoint(ckpt.run.history.store, ckpt.checkpoints()[0])
+        stored = Stored.of(first.manifest.objects, first.index)
         ckpt.save(2, _model(2, frozen=2))
         ckpt.save(3, _model(3, frozen=3))
         settle(ckpt)
-        assert stored is not None
-        last = ckpt.last_commit
-        assert last is not None
-        ckpt._line.stored = (last.manifest_digest, stored[1])  # as if the snapshot had been sealed before step 2
+        monkeypatch.setattr(Line, "reusable", lambda line, store: stored)  # as if it had been read before step 2
         ckpt.save(4, _model(4))
     assert _restored(run_dir) == (0.5, 4.0)
     assert _whole(run_dir)

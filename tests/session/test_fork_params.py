@@ -11,9 +11,11 @@ import pytest
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.copying.fork import checked_params
 from ckpt_tasks.errors import ConfigError, RunMismatchError, StateMismatchError
+from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.session.forked import check_program, fork_run, record_program, recorded_params
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import only, tree
 from tests.support.forks import PROGRAM, Scheduled, config, fork, run_of, states, train, two_steps
 from tests.support.ledgers import resealed
@@ -169,12 +171,15 @@ def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
     a: Path, b: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P73: killed while bytes came over, then the source commits: the fork keeps its checkpoint."""
+    put = LocalStore.put_if_absent
 
-    def killed(*_: object) -> None:
-        raise SystemExit
+    def killed(store: LocalStore, name: str, body: Any) -> None:
+        if name.endswith(MANIFEST_NAME):
+            raise SystemExit
+        put(store, name, body)
 
     newest = run_of(a).find("latest").step
-    monkeypatch.setattr("ckpt_tasks.copying.fork._put_manifest", killed)
+    monkeypatch.setattr(LocalStore, "put_if_absent", killed)
     with pytest.raises(SystemExit):
         fork_run(f"{a}{which}", config(b))
     monkeypatch.undo()

@@ -23,6 +23,7 @@ from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
 from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.testing import under_way
 from tests.support.devices import is_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -118,8 +119,8 @@ def test_every_checkpoint_of_a_device_is_the_moment_of_its_step(
             ckpt.step(step, training.state)
         pinned = [
             torch.frombuffer(image.buffer, dtype=torch.uint8).is_pinned()
-            for made in ckpt._saver._rank._sets.values()
-            for image in made.images
+            for images in under_way(ckpt).images.values()
+            for image in images
             if image.group in ("model", "optimizer")
         ]
         assert pinned

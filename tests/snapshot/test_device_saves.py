@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StateError
+from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.testing import seal, settle, under_way
 from tests.support.devices import Cuda, Still, There
 
 SIZE = 1 << 12
@@ -46,9 +49,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 def opened(run_dir: Path, cuda: Cuda, **options: Any) -> Checkpointer:
     options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
-    ckpt._saver._rank._devices = Devices(cuda)
-    return ckpt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_saver, "Devices", partial(Devices, cuda))
+        return Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
 
 
 def state(value: float, kind: type[torch.Tensor] = Still) -> dict[str, Any]:
@@ -83,9 +86,10 @@ def test_nobody_reads_an_image_before_its_device_is_done(run_dir: Path, tmp_path
         live = state(1.0)
         ckpt.step(1, live)
         assert threading.current_thread() not in cuda.waited
-        last = ckpt._saver._pipeline._last
-        assert last is not None
-        assert not last.known.wait(0.3)
+        sealing = threading.Thread(target=seal, args=(ckpt,))
+        sealing.start()
+        sealing.join(0.3)
+        assert sealing.is_alive()
         assert of_snapshots(run_dir, memory) == []
         assert threading.current_thread() not in cuda.waited
         cuda.gate.set()
@@ -114,7 +118,7 @@ def test_a_device_that_fails_fails_the_save(run_dir: Path, tmp_path: Path, cuda:
         sealed = {path: path.read_bytes() for path in memory.rglob("seal.json")}
         cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
         ckpt.step(2, state(2.0))
-        ckpt._saver.wait_idle()
+        settle(ckpt)
         assert {path: path.read_bytes() for path in memory.rglob("seal.json")} == sealed
         cuda.broken = None
         with pytest.raises(StateError, match="an illegal memory access"):
@@ -141,7 +145,7 @@ def test_memory_is_pinned_once_for_many_saves(run_dir: Path, cuda: Cuda) -> None
         for step in range(1, 12):
             ckpt.step(step, state(float(step)))
             ckpt.wait()
-        names = [image.name.partition("-")[0] for made in ckpt._saver._rank._sets.values() for image in made.images]
+        names = [image.name.partition("-")[0] for images in under_way(ckpt).images.values() for image in images]
         assert sorted(names) == ["model", "model", "rng", "rng"]
         assert len(cuda.registered) == len(cuda.pinned) == 2
     gc.collect()

@@ -15,7 +15,9 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.testing import settle
 from tests.support.cli_runs import flip
 
 
@@ -122,11 +124,11 @@ def test_copies_go_with_their_checkpoints(url: str, tmp_path: Path) -> None:
     with Checkpointer(config(url, tmp_path, max_num_checkpoints=2)) as ckpt:
         for step in range(1, 8):
             ckpt.save(step, state(float(step)))
-            ckpt._pruner.finish(60)
+            settle(ckpt)
         live = {c.step for c in ckpt.checkpoints()}
         assert {7} <= attempts(tmp_path) <= live | {7, 6, 5}
         ckpt.save(8, state(8.0))
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         assert attempts(tmp_path) <= {c.step for c in ckpt.checkpoints()} | live
 
 
@@ -149,12 +151,10 @@ def test_a_full_disk_costs_the_copy_and_not_the_checkpoint(
     ckpt = Checkpointer(config(url, tmp_path))
     ckpt.save(1, state(1.0))
 
-    def full(name: str, body: Any) -> None:
-        raise StoreError("No space left on device", key=name)
+    def full(copies: LocalCopies, *arguments: Any) -> None:
+        raise StoreError("No space left on device")
 
-    copies = ckpt._cache.copies
-    assert copies is not None
-    monkeypatch.setattr(copies.store, "put", full)
+    monkeypatch.setattr(LocalCopies, "write", full)
     assert ckpt.save(2, state(2.0)).step == 2
     assert "no copy in the local directory" in caplog.text
     ckpt.close()

@@ -16,11 +16,16 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.process.processes import map_memory
+from ckpt_tasks.saving.rank_saver import RankSaver
+from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.snapshot.pages import allocate, touch
 from ckpt_tasks.snapshot.snapshot import plan_snapshot
-from ckpt_tasks.testing import die
+from ckpt_tasks.state.capture import capture
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.testing import die, under_way
+from tests.support.pipelines import Gate, opened
 
 SIZE_BYTES = 64 << 20
 
@@ -129,7 +134,7 @@ def test_the_first_saves_after_a_resume_find_their_memory(
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=memory, step_interval=1)) as ckpt:
         assert ckpt.restore(state) == 1
         ready()
-        assert [*ckpt._saver._rank._sets] == ["a", "b"]
+        assert [*under_way(ckpt).images] == ["a", "b"]
         assert resident_bytes() > before
         for step in (2, 3):
             train(state)
@@ -173,7 +178,7 @@ def test_no_memory_is_made_for_a_state_that_may_still_change(run_dir: Path, rest
         else:
             ckpt.restore(state, step=1 if restore == "an older one" else None)
         ready()
-        assert not ckpt._saver._rank._sets
+        assert not under_way(ckpt).images
 
 
 def test_what_a_state_dict_raises_after_a_restore_is_raised_by_the_first_save(run_dir: Path) -> None:
@@ -272,38 +277,33 @@ def test_closing_ends_what_makes_memory_ready(run_dir: Path, monkeypatch: pytest
     assert not any(wanted_then)
 
 
-def test_memory_is_not_made_ready_while_a_commit_is_under_way(run_dir: Path) -> None:
+def test_memory_is_not_made_ready_while_a_commit_is_under_way(run_dir: Path, gate: Gate) -> None:
     """What is on its way still has the old structure."""
     state = training()
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=5)) as ckpt:
+    with opened(run_dir, gate, step_interval=5) as ckpt:
         ckpt.restore(state)
-        ckpt.save(0, state)
-        before = ckpt._saver._rank._plan
-        monitor = ckpt._saver._pipeline
-        with monitor._changed:
-            monitor._flushing = object()  # type: ignore[assignment]
+        saving = threading.Thread(target=ckpt.save, args=(0, state))
+        saving.start()
+        assert gate.reached.wait(30)
+        before = under_way(ckpt).size_bytes
         train(state)
         ckpt.step(1, state)
-        assert ckpt._saver._rank._plan is before
-        with monitor._changed:
-            monitor._flushing = None
+        assert under_way(ckpt).size_bytes == before
+        gate.opened.set()
+        saving.join()
         ckpt.step(2, state)
-        assert ckpt._saver._rank._plan is not before
+        assert under_way(ckpt).size_bytes > before
 
 
 def test_what_is_made_ready_for_a_plan_that_is_gone_is_not_kept(run_dir: Path) -> None:
     """A thread that comes late makes nothing ready: the next snapshot may have another structure."""
-    state = training()
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
-        ckpt.save(1, state)
-        ready()
-        ckpt._saver.forget_plan()
-        late = threading.Thread(
-            target=ckpt._saver._rank.take_ahead, args=("a",)
-        )  # it stands back for training from then on
-        late.start()
-        late.join()
-        assert not ckpt._saver._rank._sets
+    rank = RankSaver(SnapshotCache(LocalStore(run_dir), None))
+    rank.plan(capture(training()))
+    rank.forget()
+    late = threading.Thread(target=rank.take_ahead, args=("a",))  # it stands back for training from then on
+    late.start()
+    late.join()
+    assert not rank.images
 
 
 def test_a_plan_fits_no_part_of_its_structure() -> None:

@@ -16,6 +16,7 @@ import torch
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import moved, watching
+from ckpt_tasks.testing import under_way
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import Gate, committed, opened, state_at
 
@@ -30,7 +31,7 @@ class Slow(WatchedCalls):
     slept_s = 0.0
 
     def cut(self, fd: int, piece: object) -> object:
-        if "/checkpoint_" in self._paths[fd]:
+        if "/checkpoint_" in self.paths[fd]:
             time.sleep(_WRITE_S)
             self.slept_s += _WRITE_S
         return piece
@@ -55,7 +56,7 @@ def test_a_store_that_stands_still_is_stuck_after_it_has_moved(run_dir: Path, ga
     with pytest.raises(StoreError, match=r"has taken nothing for 1 s \(step 2\)"):
         ckpt.save(2, state_at(2))
     gate.opened.set()
-    while ckpt._saver._pipeline.stuck:
+    while under_way(ckpt).stuck:
         time.sleep(0.01)
     ckpt.close()
     assert committed(run_dir) == [1, 2]
@@ -81,7 +82,7 @@ TRAINER = """
 
     class Held(WatchedCalls):
         def cut(self, fd, piece):
-            if "/checkpoint_" in self._paths[fd] and ckpt.position >= 3:
+            if "/checkpoint_" in self.paths[fd] and ckpt.position >= 3:
                 {hold}
             return piece
 

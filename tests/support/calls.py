@@ -17,24 +17,24 @@ class WatchedCalls:
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
-        self._paths: dict[int, str] = {}
+        self.paths: dict[int, str] = {}
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
         reads = not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY)
         do = self.read if reads else self.do
         fd: int = do("open", str(path), lambda: os.open(path, flags, mode))
-        self._paths[fd] = str(path)
+        self.paths[fd] = str(path)
         return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)  # not counted: it changes nothing on the disk
 
     def pwrite(self, fd: int, piece: Any, at: int) -> int:
-        count: int = self.do("pwrite", self._paths[fd], lambda: os.pwrite(fd, self.cut(fd, piece), at))
+        count: int = self.do("pwrite", self.paths[fd], lambda: os.pwrite(fd, self.cut(fd, piece), at))
         return count
 
     def fsync(self, fd: int) -> None:
-        self.do("fsync", self._paths[fd], lambda: os.fsync(fd))
+        self.do("fsync", self.paths[fd], lambda: os.fsync(fd))
 
     def link(self, old: Any, new: Any) -> None:
         self.do("link", str(new), lambda: os.link(old, new))
@@ -49,7 +49,7 @@ class WatchedCalls:
         self.do("mkdir", str(path), lambda: os.mkdir(path, mode))
 
     def preadv(self, fd: int, buffers: Any, at: int) -> int:
-        count: int = self.read("preadv", self._paths[fd], lambda: os.preadv(fd, buffers, at))
+        count: int = self.read("preadv", self.paths[fd], lambda: os.preadv(fd, buffers, at))
         return count
 
     def scandir(self, path: Any) -> Any:

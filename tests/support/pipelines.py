@@ -38,7 +38,7 @@ class Refusing(WatchedCalls):
     """Let no object of a checkpoint be written."""
 
     def cut(self, fd: int, piece: object) -> object:
-        if "/checkpoint_" in self._paths[fd]:
+        if "/checkpoint_" in self.paths[fd]:
             raise OSError(28, "no room, on purpose")
         return piece
 
@@ -56,10 +56,18 @@ def state_at(value: float) -> dict[str, Any]:
     return {"weights": torch.full((SIZE,), float(value)), "step": int(value)}
 
 
-def opened(run_dir: Path, calls: Any = os, **options: Any) -> Checkpointer:
+def opened(run_dir: Path, calls: Any = os, *, take_over: bool = False, **options: Any) -> Checkpointer:
     """Open a run whose store makes these calls, without a memory directory unless one is given."""
     options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
-    return Checkpointer(CheckpointConfig(checkpoint_dir=located(LocalStore(run_dir, calls=calls)), **options))
+    config = CheckpointConfig(checkpoint_dir=located(LocalStore(run_dir, calls=calls)), **options)
+    return Checkpointer(config, take_over=take_over)
+
+
+def give_calls(ckpt: Checkpointer, calls: Any) -> None:
+    """Let a Checkpointer's store on the local disk make these calls from now on."""
+    store = ckpt.run.history.store
+    assert isinstance(store, LocalStore)
+    ckpt.run.history.store = LocalStore(store.root, calls=calls)
 
 
 def committed(run_dir: Path) -> list[int]:

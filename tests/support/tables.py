@@ -27,7 +27,8 @@ def rows_of(*tables: LookupTable) -> Rows:
     """Return row, slots and step of every id, bit for bit; the ranks of a table have no id in common."""
     found: Rows = {}
     for users in tables:
-        for one, place in users.store._at.items():
+        for place in users.store.used.tolist():
+            one = int(users.store.ids[place])
             assert one not in found
             found[one] = [values[place].tolist() for values in users.store.values] + [[int(users.store.steps[place])]]
     return found

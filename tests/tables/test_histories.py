@@ -16,7 +16,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.tables.rows import new_rows
 from ckpt_tasks.tables.rules import SGD
-from ckpt_tasks.testing import FaultyStore, MemoryStore, located
+from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
 from tests.support.tables import Rows, rows_of
 
 DIM, LR, KEPT = 2, 0.5, 4
@@ -143,7 +143,7 @@ class History:
     def kill(self, op: Op) -> None:
         """End as if killed, with a snapshot in memory."""
         self.ckpt.wait()
-        self.ckpt._close(keep=True)
+        die(self.ckpt)
         self._begin()
 
     def roll_back(self, op: Op) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, StoreError
 from ckpt_tasks.tables.rules import SGD
-from ckpt_tasks.testing import FaultyStore, MemoryStore, located
+from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
 from tests.support.tables import about, rows_of, table, train
 
 
@@ -160,7 +160,7 @@ def test_a_restart_from_memory_has_what_storage_lacks(tmp_path: Path) -> None:
     ckpt.save(1, state)
     train(users, [1])
     ckpt.save(2, state)
-    ckpt._close(keep=True)
+    die(ckpt)
     (delta,) = tmp_path.glob("ckpt-tasks-*/*/?/users-*-1.arrow")
     assert pa.ipc.open_file(delta).read_all().num_rows == 1
     for path in tmp_path.glob("run/**/users-*-1.arrow"):

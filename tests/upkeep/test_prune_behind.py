@@ -15,6 +15,8 @@ from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, StoreError
 from ckpt_tasks.storage.port import Store, WrappedStore
+from ckpt_tasks.testing import settle
+from ckpt_tasks.upkeep.pruning import Pruner
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened, restored, state_at
 from tests.support.waiting import until
@@ -63,7 +65,7 @@ def test_a_prune_that_stands_still_fails_no_save(run_dir: Path) -> None:
     ckpt.close()
     assert kinds(run_dir)[-1] == "release"
     store.opened.set()
-    ckpt._pruner.finish(60)
+    settle(ckpt)
     assert committed(run_dir) == [1, 2, 3, 4]  # it was cancelled: nothing is retired by an owner that has released
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.restore(state_at(0))
@@ -91,7 +93,7 @@ def test_a_prune_that_fails_is_logged_once_and_tried_after_the_next_commit(
         ckpt.run.history.store = store
         for step in (1, 2, 3, 4):
             ckpt.save(step, state_at(step))
-            ckpt._pruner.finish(60)
+            settle(ckpt)
         assert committed(run_dir) == [1, 2, 3, 4]
         assert caplog.text.count("Older checkpoints were not removed") == 1
         store.good = True
@@ -109,7 +111,7 @@ class Steps(WatchedCalls):
 
     def cut(self, fd: int, piece: Any) -> Any:
         for step, event in self.through.items():
-            if f"checkpoint_{step:012d}" in self._paths[fd]:
+            if f"checkpoint_{step:012d}" in self.paths[fd]:
                 assert event.wait(120)
         return piece
 
@@ -133,9 +135,7 @@ def test_what_a_save_under_way_reuses_is_not_retired(run_dir: Path, steps: Steps
         ckpt.step(3, state(3))
         ckpt.step(4, state(4))
         steps.through[3].set()
-        until(lambda: ckpt.last_commit is not None and ckpt.last_commit.step == 3)
-        ckpt._pruner.finish(60)
-        assert committed(run_dir) == [3]
+        until(lambda: committed(run_dir) == [3])
         steps.through[4].set()
         ckpt.wait()
         assert ckpt.checkpoints()[0].reuses
@@ -154,11 +154,10 @@ def test_a_fenced_prune_removes_nothing(run_dir: Path) -> None:
     for step in (1, 2):
         first.save(step, state_at(step))
     assert store.reached.wait(60)
-    second = opened(run_dir)
-    second._take_over = True
+    second = opened(run_dir, take_over=True)
     second.restore(state_at(0))
     store.opened.set()
-    first._pruner.finish(60)
+    settle(first)
     assert "retire" not in kinds(run_dir)
     assert committed(run_dir) == [1, 2]
     with pytest.raises(FencedError):
@@ -177,7 +176,7 @@ def test_a_restore_stops_the_prune_behind(run_dir: Path) -> None:
     assert store.reached.wait(60)
     assert ckpt.restore(state_at(0), step=1) == 1
     store.opened.set()
-    ckpt._pruner.finish(60)
+    settle(ckpt)
     assert committed(run_dir) == [1, 2]
     ckpt.close()
 
@@ -186,7 +185,7 @@ def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
     """P66: a pin that comes after the checkpoint went is an error, and no pin of nothing."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
         ckpt.save(1, state_at(1))
-        ckpt._pruner.finish(60)
+        settle(ckpt)
         first = ckpt.checkpoints()[0]
 
         class PrunedMeanwhile(WrappedStore):
@@ -194,7 +193,7 @@ def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
                 if b'"kind":"pin"' in body and run.head().state.live == (first,):
                     ckpt.run.history.store = self.inner
                     ckpt.save(2, state_at(2))
-                    ckpt._pruner.finish(60)
+                    settle(ckpt)
                 super().put_if_absent(name, body)
 
         run = open_run(str(run_dir))
@@ -224,15 +223,16 @@ def test_what_another_prune_has_retired_is_not_retired_again(run_dir: Path) -> N
         ckpt.run.history.store = store  # so that the prunes behind these commits retire nothing
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
-            ckpt._pruner.finish(60)
+            settle(ckpt)
         store.good, head = True, ckpt.run.head()
         assert [one.step for one in head.state.live] == [1, 2, 3]
         ckpt.prune()
         before = kinds(run_dir)
         assert (before[-1], committed(run_dir)) == ("retire", [3])
         assert head.state.owner is not None
-        ckpt._pruner.follow(head.state.owner, head.state)
-        ckpt._pruner.finish(60)
+        behind = Pruner(ckpt.run.history, ckpt.config.retention_policy)
+        behind.follow(head.state.owner, head.state)
+        behind.finish(60)
         assert kinds(run_dir) == before
 
 
@@ -242,7 +242,7 @@ def test_nothing_is_deleted_twice(run_dir: Path) -> None:
         store = ckpt.run.history.store = Deletes(ckpt.run.history.store)
         for step in (1, 2, 3):
             ckpt.save(step, state_at(step))
-            ckpt._pruner.finish(60)
+            settle(ckpt)
             if step < 3:
                 ckpt.pin(step)
         for step in (1, 2):
