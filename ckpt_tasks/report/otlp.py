@@ -24,7 +24,7 @@ def push(registry: CollectorRegistry) -> None:
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
     except ImportError as error:
-        raise ConfigError(f"{error.name} is not installed", hint="pip install 'ckpt-tasks[otel]'") from error
+        raise ConfigError(f"{error.name} is not installed", hint="Run pip install 'ckpt-tasks[otel]'.") from error
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     meter = provider.get_meter("ckpt-tasks")

@@ -25,6 +25,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.dcp.holding import held_run
 from ckpt_tasks.errors import ConfigError, StateError
+from tests.crash.forked import forked
 from tests.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
 from tests.support.waiting import until
