@@ -56,7 +56,7 @@ NAMES = (
     "fsdp/test_fsdp_dsd.py",
 )
 _ON_CPU = (
-    (r",cuda:nccl", ""),
+    (r"cpu:gloo,cuda:nccl", "gloo"),
     (r"cuda:(\{[^{}]*\}|\d)", "cpu"),
     (r"\.cuda\([^()]*\)", ".cpu()"),
     (r"([\"'])cuda\1", '"cpu"'),

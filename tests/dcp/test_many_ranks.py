@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt_tasks import open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter
+from ckpt_tasks.dcp.holding import store_of
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
-from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.ranks.test_uneven import state_of as uneven_state
 from tests.support.gang import Gang, report, run
@@ -206,27 +208,35 @@ def test_a_planner_that_caches_its_plans(tmp_path: Path) -> None:
     assert run(2, cached_plans, str(tmp_path / "run")) == [[True] * 3] * 2
 
 
-def fenced(rank: int, size: int, root: str) -> str:
-    """Save, lose the run to another process once the test says so, and save again."""
+class Loses(CkptWriter):
+    """Lose the run to another process in mid-save: when the coordinator has begun, and nothing is committed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        if dist.get_rank() == 0:
+            acquire(History(store_of(self._config)), identify(None), take_over=True, timeout_s=60)
+        return super().write_data(plan, planner)
+
+
+def fenced(rank: int, size: int, root: str) -> list[str]:
+    """Save, lose the run in mid-save once the test says so, and save again."""
     warnings.simplefilter("ignore")
     save({"same": torch.zeros(1000)}, storage_writer=CkptWriter(root, step=1))
     report("holds")
-    if rank == 0:
-        while not os.path.exists(f"{root}-go"):
-            time.sleep(0.05)
-        history = History(LocalStore(Path(root)))
-        acquire(history, identify(None), take_over=True, timeout_s=60, best=(None, "min"))
-    dist.barrier()
-    try:
-        save({"same": torch.zeros(1000)}, storage_writer=CkptWriter(root, step=2))
-    except CheckpointException as error:
-        return str(error)
-    return "saved"
+    while not os.path.exists(f"{root}-go"):
+        time.sleep(0.05)
+    texts = []
+    for writer in (Loses(root, step=2), CkptWriter(root, step=3)):
+        try:
+            save({"same": torch.zeros(1000)}, storage_writer=writer)
+            texts.append("saved")
+        except CheckpointException as error:
+            texts.append(str(error))
+    return texts
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_second_writer_is_refused_and_a_first_one_is_fenced(tmp_path: Path) -> None:
-    """Of two trainings on one run the second gets OwnedError; who has lost the run gets FencedError, in every rank."""
+    """Of two trainings on one run the second gets OwnedError; who loses it in mid-save FencedError, in every rank."""
     root = tmp_path / "run"
     with Gang(2, fenced, str(root)) as gang:
         assert gang.said(0) == ("report", "holds")
@@ -234,7 +244,7 @@ def test_a_second_writer_is_refused_and_a_first_one_is_fenced(tmp_path: Path) ->
         with pytest.raises(CheckpointException, match="OwnedError"):
             save({"same": torch.ones(1000)}, storage_writer=CkptWriter(root, step=9))
         Path(f"{root}-go").touch()
-        assert all("FencedError" in text for text in gang.results())
+        assert all("FencedError" in text for texts in gang.results() for text in texts)
     assert [one.step for one in open_run(root).checkpoints()] == [1]
 
 

@@ -233,7 +233,8 @@ class Narrow(DefaultLoadPlanner):
     """A planner of the user's, which gives a target that has another shape than its plan says."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return super().resolve_tensor(read_item)[:2]
+        tensor: torch.Tensor = super().resolve_tensor(read_item)
+        return tensor[:2]
 
 
 def test_a_target_of_another_shape_is_refused_by_name(run_dir: Path) -> None:
