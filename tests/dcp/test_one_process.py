@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
 from ckpt_tasks.dcp import CkptReader, CkptWriter
-from ckpt_tasks.dcp.holding import held_run
+from ckpt_tasks.dcp.holding import held_run, store_of
+from ckpt_tasks.dcp.shards import write_portions
+from ckpt_tasks.dcp.staging import stage
 from ckpt_tasks.errors import ConfigError, StateError
 from tests.crash.forked import forked
 from tests.dcp.states import emptied, same, state_of, trained, values
@@ -199,6 +201,33 @@ def test_async_save_commits_what_there_was(run_dir: Path, kind: AsyncCheckpointe
     load(found, storage_reader=CkptReader(run_dir))
     assert found["epoch"] == 1
     assert torch.equal(found["w"], torch.arange(1000.0))
+
+
+def test_staged_memory_is_used_again_when_it_is_written() -> None:
+    """Not before: of two saves under way each has memory of its own."""
+    (first, staged), more = stage({"w": torch.ones(9)}), {"w": torch.zeros(9)}
+    staged.free()
+    second, third = stage(more)[0], stage(more)[0]
+    assert second["w"].data_ptr() == first["w"].data_ptr() != third["w"].data_ptr()
+
+
+def test_a_save_begun_anew_is_not_committed(run_dir: Path) -> None:
+    """Of two saves under way at once the older one is given up, and says so."""
+    held = held_run(CheckpointConfig(checkpoint_dir=run_dir))
+    older, newer = held.begin(1, 1, None), held.begin(2, 1, None)
+    for saving, text in ((older, "this save has not begun here"), (newer, None)):
+        part = write_portions(
+            store_of(CheckpointConfig(checkpoint_dir=run_dir)),
+            saving.attempt,
+            [],
+            rank=0,
+            world_size=1,
+            total_bytes=0,
+            total_items=0,
+        )
+        with pytest.raises(ConfigError, match=text) if text else contextlib.nullcontext():
+            held.commit(saving, [part])
+    assert [one.step for one in open_run(run_dir).checkpoints()] == [2]
 
 
 def test_a_writer_and_a_reader_are_pickled(run_dir: Path) -> None:
