@@ -61,7 +61,7 @@ def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
 
 
 class Look(NamedTuple):
-    """A run's summary and newest state; the state is empty if the run cannot be read.
+    """A run's summary, its newest state, and the number of the entry that has it; an empty state if it cannot be read.
 
     `partial`: only the newest of many checkpoints were read, so `checkpoints` and `size_bytes` do not count the others.
     """
@@ -69,6 +69,7 @@ class Look(NamedTuple):
     summary: RunSummary
     state: State
     partial: bool = False
+    n: int = -1
 
 
 def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
@@ -104,7 +105,7 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
         size_bytes=sum(checkpoint.size_bytes for checkpoint in newest_first),
         metrics={**(newest.metrics if newest else {}), **_evaluated(head.state)},
     )
-    return Look(summary, head.state, is_partial)
+    return Look(summary, head.state, is_partial, head.next_n - 1)
 
 
 def _run_key(history: History) -> tuple[str | None, bool]:

@@ -74,7 +74,7 @@ class OpenRun:
 
     def _read(self, *, curves: bool = False) -> Course:
         """Read what is new in the ledger; with `curves`, also the new tables of steps."""
-        history = History(self._store)
+        history = History(self._store, whole=False)  # A commit's checkpoint is among the newest of its entry.
         before = self._timeline
         self._timeline = read_timeline(history, known=before)
         if self._timeline != before:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.report.prometheus import registry_of
+from ckpt_tasks.report.prometheus import Runs
 from ckpt_tasks.serving.access import Access
 from ckpt_tasks.serving.runs import OpenRuns
 from ckpt_tasks.serving.table import RunTable
@@ -44,6 +44,7 @@ _HEADERS = {
 }
 _MOST_POINTS, _MOST_METRICS = 4_000, 64
 _IDLE_S = 60.0
+_SCRAPE_S = 5.0  # Prometheus waits for 10 s, if it is not told otherwise.
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -58,13 +59,8 @@ class PageServer(ThreadingHTTPServer):
         self.table, self.runs = table, OpenRuns()
         super().__init__((host, port), _Request)
         self.access = Access(host, self.server_address[1], token)
-        self._metrics: CollectorRegistry | None = None
-
-    def metrics(self) -> CollectorRegistry:
-        """Return what Prometheus reads; raise CheckpointNotFoundError while there is no run."""
-        if self._metrics is None:
-            self._metrics = registry_of(self.table.root)
-        return self._metrics
+        self.metrics = CollectorRegistry(auto_describe=False)
+        self.metrics.register(Runs(table.root, _SCRAPE_S))
 
     def server_bind(self) -> None:
         """Bind; the standard library's would look up the name of the host, which can take seconds."""
@@ -113,7 +109,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def _measure(self) -> None:
         try:
-            status, body = 200, generate_latest(self.server.metrics())
+            status, body = 200, generate_latest(self.server.metrics)
         except CkptError as error:
             status, body = 503, str(error).encode()
         self._answer(status, CONTENT_TYPE_LATEST if status == 200 else _TEXT, body)

@@ -22,7 +22,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.goodput import follow
 from ckpt_tasks.ledger.timeline import read_timeline
-from ckpt_tasks.report.prometheus import metric_texts, registry_of
+from ckpt_tasks.report.prometheus import Runs, metric_texts, registry_of
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import die
 from tests.support.cli_runs import ckpt
@@ -62,6 +62,18 @@ def runs(tmp_path: Path) -> Path:
     (tmp_path / "damaged" / "format.json").unlink()
     (tmp_path / "nothing").mkdir()
     return tmp_path
+
+
+def test_a_reader_without_time_has_what_the_newest_entries_say(runs: Path) -> None:
+    """After its time is up, a collector gives the steps of all runs; the next time it goes on with the ledgers."""
+    collector = Runs(Location(str(runs)).open(), most_s=0.0)
+    first = {(one.name, sample.labels["run"]) for one in collector.collect() for sample in one.samples}
+    assert ("ckpt_last_checkpoint_step", "killed") in first
+    assert ("ckpt_commits", "killed") not in first
+    collector = Runs(Location(str(runs)).open())
+    whole = [{one.name: one.samples for one in collector.collect()} for _ in range(2)]
+    assert whole[0] == whole[1]
+    assert whole[0]["ckpt_commits"]
 
 
 def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:

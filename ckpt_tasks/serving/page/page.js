@@ -128,8 +128,8 @@
     { key: "state", title: "state" },
     { key: "step", title: "step", numbers: true, words: (run) => (run.step === null ? "" : run.step.toLocaleString("en")) },
     { key: "saved_at", title: "saved", extra: true, words: (run) => age(run.saved_at) },
-    { key: "checkpoints", title: "live", numbers: true, extra: true, words: (run) => (run.checkpoints === null ? "…" : run.checkpoints) },
-    { key: "size_bytes", title: "size", numbers: true, extra: true, words: (run) => (run.size_bytes === null ? "…" : size(run.size_bytes)) },
+    { key: "checkpoints", title: "live", numbers: true, rare: true, words: (run) => (run.checkpoints === null ? "…" : run.checkpoints) },
+    { key: "size_bytes", title: "size", numbers: true, rare: true, words: (run) => (run.size_bytes === null ? "…" : size(run.size_bytes)) },
   ];
 
   function metricNames(rows) {
@@ -146,7 +146,7 @@
       key: `metric ${name}`, title: name, numbers: true, extra: n > 0,
       value: (run) => run.metrics[name], words: (run) => number(run.metrics[name]),
     }));
-    return [...COLUMNS, ...metrics];
+    return [...COLUMNS.slice(0, 4), ...metrics, ...COLUMNS.slice(4)];
   }
 
   const valueOf = (column, run) => (column.value ? column.value(run) : run[column.key]);
@@ -198,7 +198,7 @@
     $("clear").textContent = state.runs.length ? `Choose none of ${state.runs.length}` : "Choose none";
   }
 
-  const look = (column) => [column.numbers ? "n" : "", column.extra ? "extra" : ""].join(" ").trim() || null;
+  const look = (column) => [column.numbers ? "n" : "", column.extra ? "extra" : "", column.rare ? "extra2" : ""].join(" ").trim() || null;
 
   function sortBy(column, sorted, falling) {
     state.sort = sorted ? (falling ? column.key : `-${column.key}`) : column.numbers && !column.value ? `-${column.key}` : column.key;
@@ -281,8 +281,7 @@
     $("smooth").value = state.smooth;
     $("smooth-value").textContent = state.smooth.toFixed(2);
     $("whole").disabled = state.range === null;
-    $("legend").replaceChildren(...names.map((name, n) => element("li", {}, swatch(n), name)));
-    const metrics = metricNames(names.map((name) => runs.get(name)));
+        const metrics = metricNames(names.map((name) => runs.get(name)));
     const wanted = every ? metrics : metrics.slice(0, CHARTS);
     $("more").hidden = metrics.length <= CHARTS;
     $("more").textContent = every ? `Show ${CHARTS} metrics` : `Show all ${metrics.length} metrics`;
@@ -313,6 +312,8 @@
   }
 
   function draw(wanted = [...charts.keys()], names = chosen()) {
+    const reading = (name) => (curves.get(name)?.answer ? "" : " (reading…)");
+    $("legend").replaceChildren(...names.map((name, n) => element("li", {}, swatch(n), name + reading(name))));
     for (const metric of wanted) {
       const drawn = [];
       let course = {};
