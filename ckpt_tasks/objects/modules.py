@@ -27,6 +27,7 @@ from ckpt_tasks.tensors.sources import Maker
 from ckpt_tasks.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
 from ckpt_tasks.tensors.values import pack, unpack
 
+_OF_FOUR_BITS = ".quant_state.bitsandbytes__"
 _HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -57,6 +58,12 @@ def capture_module(
     tree = {}
     for name, value in module_state(module, group, live=is_plain).items():
         key = f"{group}/{name}"
+        if _OF_FOUR_BITS in name:
+            what = "a weight of four bits, which bitsandbytes saves and does not load again, cannot be stored"
+            hint = (
+                "Name its base: state={**without_base(model, 'org/name@revision'), ...}; docs/FINETUNING.md says how."
+            )
+            raise UnsupportedStateError(what, key=key, hint=hint)
         is_tensor = isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
         try:
             if is_tensor and (not tensors.many or key in parameters):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 import torchao.optim
 import transformers
 import trl
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer
+from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, without_base
+from tests.integrations.huggingface_job import scale
 from tests.support.legs import Leg
 
 LAST = 12  # steps of a training
@@ -128,7 +133,7 @@ def loop(leg: Leg) -> None:
             if modes and step % 3 == 0:  # An evaluation, whose mode is that of the save in every other one.
                 optimizer.eval()
                 leg.record("average", step, float(sum(p.detach().double().sum() for p in trained)))
-                if step % 6:
+                if step % 6 or order == "before":
                     optimizer.train()
             ckpt.step(step, state)
             if modes:
@@ -136,6 +141,45 @@ def loop(leg: Leg) -> None:
     leg.end(step, model.state_dict().values())
     if kind == "two":
         leg.record("active", step, str(model.active_adapters))
+
+
+def accelerated(leg: Leg) -> None:
+    """Train with all that an Accelerator prepares: a loader too, which shuffles, and gradients of two batches."""
+    warnings.filterwarnings("ignore")
+    transformers.set_seed(7)
+    modes = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16" if leg.options.get("scaled") else "no",
+        gradient_accumulation_steps=2,
+        dataloader_config=modes,
+    )
+    if leg.options.get("scaled"):
+        scale(accelerator)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    loader = DataLoader(TensorDataset(torch.randn(18, 4)), batch_size=4, shuffle=True)
+    model, optimizer, schedule, loader = accelerator.prepare(net, optimizer, schedule, loader)
+    with Checkpointer(config(leg)) as ckpt:
+        leg.settle = ckpt.wait
+        state = state_of(accelerator)
+        step = ckpt.restore(state)
+        leg.record("begin", step, "")
+        while step < 4 * len(loader):
+            for (x,) in loader:
+                with accelerator.accumulate(model):
+                    loss = model(x + random.random()).square().mean()
+                    accelerator.backward(loss)
+                    leg.within(step)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                step += 1
+                leg.record("loss", step, loss.item())
+                leg.record("rate", step, schedule.get_last_lr()[0])
+                ckpt.step(step, state)
+    leg.end(step, model.state_dict().values())
 
 
 class Recording(TrainerCallback):

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.copying.export import write_export
 from ckpt_tasks.copying.export_peft import plan_peft_export
-from ckpt_tasks.errors import ConfigError, StateError, StateMismatchError
+from ckpt_tasks.errors import ConfigError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.integrations.huggingface import CkptTrainer
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs, without_base
 from tests.support.cli_runs import ckpt
@@ -169,6 +169,35 @@ def test_a_base_that_is_named_is_not_stored(tmp_path: Path) -> None:
     export(tmp_path / "run", tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     assert equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_base_of_few_bits_is_named(bits: int, tmp_path: Path) -> None:
+    """QLoRA goes on exactly with a base that is named; one of four bits that would be stored is refused at once."""
+    layers = pytest.importorskip("bitsandbytes").nn
+
+    def trained(run: str, last: int, *, named: bool = True) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        first = layers.LinearNF4(64, 64) if bits == 4 else layers.Linear8bitLt(64, 64, has_fp16_weights=False)
+        net = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Linear(64, 64)).to("cpu")
+        model = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "2"], lora_dropout=0.1))
+        model(torch.ones(2, 64))
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        state: dict[str, Any] = without_base(model, "a/base@1") if named else {"model": model}
+        state["optimizer"] = torch.optim.AdamW(adapters, 0.01)
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as own:
+            for _ in range(own.restore(state), last):
+                model(torch.randn(4, 64)).square().mean().backward()
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+            own.save(last, state)
+        return [p.detach().clone() for p in adapters]
+
+    whole = trained("whole", 6)
+    assert all(map(torch.equal, whole, [trained("run", last) for last in (2, 4, 6)][-1]))
+    if bits == 4:
+        with pytest.raises(UnsupportedStateError, match=r"four bits.*without_base"):
+            trained("stored", 1, named=False)
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

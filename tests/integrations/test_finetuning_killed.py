@@ -15,6 +15,7 @@ for _name in ("peft", "trl", "bitsandbytes", "schedulefree", "torchao"):
 
 LOOP = "tests.integrations.finetuning_job:loop"
 TRAINER = "tests.integrations.finetuning_job:trainer"
+ACCELERATED = "tests.integrations.finetuning_job:accelerated"
 Case = tuple[str, dict[str, Any]]
 
 QUICK: list[Case] = [
@@ -22,6 +23,7 @@ QUICK: list[Case] = [
     (TRAINER, {"trainer": "sft", "adapter": "lora"}),
 ]
 SLOW: list[Case] = [
+    *((ACCELERATED, {"scaled": scaled}) for scaled in (False, True)),
     *((LOOP, {"adapter": kind}) for kind in ("dora", "ia3", "adalora", "prompt", "two")),
     *((TRAINER, {"trainer": "trainer", "adapter": kind}) for kind in ("lora", "dora", "ia3", "prompt")),
     (LOOP, {"adapter": "two", "base": "a/base@1"}),
@@ -34,7 +36,6 @@ SLOW: list[Case] = [
     (TRAINER, {"trainer": "dpo", "args": {"precompute_ref_log_probs": True}}),
     (TRAINER, {"trainer": "grpo", "args": {"steps_per_generation": 4}}),
     (TRAINER, {"trainer": "grpo", "adapter": "lora", "args": {"num_iterations": 2, "steps_per_generation": 2}}),
-    (TRAINER, {"trainer": "grpo", "args": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}}),
     *((LOOP, {"optimizer": f"{kind}schedulefree", "order": order})
       for kind in ("", "radam_", "sgd_") for order in ("before", "after")),
     *((LOOP, {"optimizer": f"bnb_{kind}"}) for kind in ("adamw8bit", "paged", "lion8bit")),
