@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from ckpt_tasks.system import system
+from ckpt_tasks.process.processes import start_thread
 
 _TIMEOUT_S = 2.0
 _WAIT_S = 30  # A request to Google's server waits this long for a change.
@@ -49,7 +49,7 @@ class Watch:
 
     def __init__(self, cloud: str):
         self._stop = threading.Event()
-        system().start_thread(_watch, cloud, self._stop, name="ckpt-notices")
+        start_thread(_watch, cloud, self._stop, name="ckpt-notices")
 
     def stop(self) -> None:
         """Let the thread end after the request that it waits for."""

@@ -15,7 +15,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -40,6 +39,7 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import SYNCED, Head, History
 from ckpt_tasks.ledger.ownership import Heartbeat, acquire, damage, identify, release
 from ckpt_tasks.ledger.timeline import steps_of
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.leasing import renewed_lease
 from ckpt_tasks.reading.opening import by_object, open_checkpoint
 from ckpt_tasks.reading.reading import Run
@@ -348,8 +348,7 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
                 sizes[record.name] = record.size_bytes
             sizes[checkpoint.manifest] = len(data)
 
-    with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-sync") as threads:
-        list(threads.map(look, missing))
+    in_threads(look, missing, _IN_FLIGHT, "ckpt-sync")
     return sum(size_bytes for name, size_bytes in sizes.items() if not there.keeps(name))
 
 

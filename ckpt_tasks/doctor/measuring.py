@@ -22,6 +22,7 @@ from statistics import median
 from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, summarize
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_bytes
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
@@ -250,8 +251,8 @@ class _Trial:
 
     def _read_large(self, name: str, into: memoryview) -> None:
         begins = range(0, self._large_bytes, _PIECE_BYTES)
-        with ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ckpt-measure") as threads:
-            list(threads.map(self.store.read, [name] * len(begins), begins, _pieces(into)))
+        reads = [*zip(begins, _pieces(into), strict=True)]
+        in_threads(lambda read: self.store.read(name, *read), reads, _IN_FLIGHT, "ckpt-measure")
 
     def _conditional_multipart(self, body: memoryview) -> None:
         """Test whether a second large object of the same name is refused; commits do not need it."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from ckpt_tasks.errors import CkptError, RankError, StateError, StoreError
 from ckpt_tasks.format.parsing import MALFORMED, finite, flag, parse_json, text, whole
 from ckpt_tasks.gang.messages import Failed
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.ranks.exchange import StoreExchange
 
 _NAMES = ("restore", "run", "save", "close")
@@ -93,7 +94,7 @@ class Orders:
 
         `end_waits` ends waits for other ranks.
         """
-        threading.Thread(target=self._watch, args=(end_waits,), name="ckpt-orders", daemon=True).start()
+        start_thread(self._watch, end_waits, name="ckpt-orders")
 
     def failed(self, error: BaseException, step: int) -> BaseException:
         """Tell the other ranks that this one has failed, unless another one has; return the error of the first.

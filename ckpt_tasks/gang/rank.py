@@ -42,6 +42,7 @@ from ckpt_tasks.gang.messages import (
 )
 from ckpt_tasks.gang.parallel import check_parallel
 from ckpt_tasks.ledger.metrics import GoingBack
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
@@ -90,7 +91,7 @@ class _Rank:
         watcher.set(self._watch)
         logging.getLogger().addHandler(_Forward(self._rank, self._channel))
         _log.setLevel(logging.INFO if self._rank == 0 else logging.WARNING)
-        threading.Thread(target=self._listen, args=(more,), name="ckpt-orders", daemon=True).start()
+        start_thread(self._listen, more, name="ckpt-orders")
         try:
             _join(self._rank, begin, listening_fd)
             config, flow_run_id = read_config(begin.config), begin.flow_run_id

@@ -30,6 +30,7 @@ from ckpt_tasks.errors import RankError
 from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Message
 from ckpt_tasks.gang.processes import Gang
+from ckpt_tasks.process.processes import start_thread
 
 _POLL_S = 0.2  # An agent answers within this time, whatever it waits for.
 _ANSWER_S = 30.0  # A node that says nothing for this long is lost.
@@ -46,7 +47,7 @@ class _Agent:
         if not devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not asked for may be in use by others.
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="ckpt-raylet", daemon=True).start()
+        start_thread(_end_with, os.getppid(), name="ckpt-raylet")
         self._gang = Gang()
         self._gang.prepare()  # Do it in the main thread, to which the fork server is bound.
 

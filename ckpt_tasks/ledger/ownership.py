@@ -35,6 +35,7 @@ from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.system import boot_id, has_ended, now_iso, process_start, system
 
 NEVER_OWNED = "it has had no owner"
@@ -247,7 +248,7 @@ class Heartbeat:
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
-        self._thread = system().start_thread(_look_again_and_again, *arguments, name="ckpt-heartbeat")
+        self._thread = start_thread(_look_again_and_again, *arguments, name="ckpt-heartbeat")
 
     @staticmethod
     def every_s(timeout_s: float) -> float:
@@ -267,7 +268,7 @@ class Heartbeat:
             self._beat()
         except FencedError as error:
             self.fenced = error
-        except CkptError:
+        except (CkptError, MemoryError):
             pass  # The store does not answer. Commits will report that; an old heartbeat only permits a take-over.
 
     def _beat(self) -> None:

@@ -23,7 +23,7 @@ from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import get_current_settings
 
 from ckpt_tasks.checkpoint.interrupt import stop_signals
-from ckpt_tasks.process.processes import fill_standard_descriptors
+from ckpt_tasks.process.processes import fill_standard_descriptors, start_thread
 
 # Prefect's own 20 s are too short for a busy machine, and for the first start with its new database.
 _PATIENCE_S = 120
@@ -78,8 +78,7 @@ def _ask_for_a_password() -> None:
 def _watched(server: SubprocessASGIServer) -> Iterator[None]:
     """Watch the server's process as soon as it exists: this process may be killed while the server starts."""
     started = threading.Event()
-    thread = threading.Thread(target=_watch, args=(server, started), daemon=True)
-    thread.start()
+    thread = start_thread(_watch, server, started, name="ckpt-server")
     try:
         yield
     finally:

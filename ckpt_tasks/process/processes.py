@@ -33,7 +33,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.system import system
 
 _DONTFORK = 10  # MADV_DONTFORK; the mmap module of some Python builds lacks it.
@@ -162,12 +162,29 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+# Room for a thread's stack and its first objects: where they do not fit, Python waits for ever for the thread's start.
+_ROOM_BYTES = 16 << 20
+
+
+def start_thread(target: Callable[..., None], *arguments: Any, name: str, daemon: bool = True) -> threading.Thread:
+    """Start a thread. Raises StoreError if this process cannot have another one."""
+    try:
+        mmap.mmap(-1, _ROOM_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        return system().start_thread(target, *arguments, name=name, daemon=daemon)
+    except (RuntimeError, MemoryError, OSError) as error:
+        failure = StoreError(
+            f"this process cannot start another thread ({name}): {error}",
+            hint="Raise its limits: `ulimit -u`, `ulimit -v`, or the pids and memory of its container.",
+        )
+        failure.transient = True
+        raise failure from error
+
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
     """Return `work(item)` for every item, in order; after an error start no more items, and raise it.
 
-    The calling thread is one of the `threads`. It does all the work if no thread can be started: from Python 3.12 on,
-    when the interpreter exits.
+    The calling thread is one of the `threads`. It does all the work if no thread can be started: for lack of room, or
+    from Python 3.12 on when the interpreter exits.
     """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 
@@ -183,12 +200,11 @@ def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name
                 errors.append(error)
 
     started: list[threading.Thread] = []
-    for _ in range(min(threads, len(left)) - 1):
-        # Run in the caller's context, so that a store's progress counts for the caller's write.
-        try:
-            started.append(system().start_thread(copy_context().run, run, name=name))
-        except RuntimeError:
-            break
+    with suppress(StoreError):
+        for _ in range(min(threads, len(left)) - 1):
+            # Run in the caller's context, so that a store's progress counts for the caller's write.
+            thread = start_thread(copy_context().run, run, name=name)
+            started.append(thread)
     run()
     for thread in started:
         thread.join()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from queue import Empty, SimpleQueue
 from typing import Any
+
+from ckpt_tasks.process.processes import start_thread
 
 _PROBE_S = 2.0
 
@@ -18,8 +19,7 @@ class Connection:
         self._store = store
         self._requests: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        queues = (store, self._requests, self._answers)
-        threading.Thread(target=_serve, args=queues, name="ckpt-ranks", daemon=True).start()
+        start_thread(_serve, store, self._requests, self._answers, name="ckpt-ranks")
 
     def __del__(self) -> None:
         self._requests.put(None)

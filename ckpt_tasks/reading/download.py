@@ -60,7 +60,8 @@ class DownloadedTensors:
         self._get(self._by_key[key])
         if in_order(self._by_key[key]):
             return self._view(self._by_key[key][0], self._by_key[key][0].tensor_shape)
-        values = torch.empty_like(self.like(key), device="cpu")
+        like = self.like(key)
+        values = torch.empty(like.shape, dtype=like.dtype)
         self.copy([(values, key)])
         return values
 

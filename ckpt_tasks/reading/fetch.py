@@ -63,7 +63,8 @@ class StoredTensors:
         return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
 
     def read(self, key: str) -> torch.Tensor:
-        tensor = torch.empty_like(self.like(key), device="cpu")
+        row = self._rows[key][0]
+        tensor = torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype))
         _run(self._reads([(tensor, key)]))
         return tensor
 

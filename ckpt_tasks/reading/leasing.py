@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CommitUncertainError, StoreError
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 
@@ -61,7 +62,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 pause_s = lease_s / 16
 
     with renewable(run, checkpoint, holder, lease_s) as renew:
-        thread = system().start_thread(keep, renew, name="ckpt-lease")
+        thread = start_thread(keep, renew, name="ckpt-lease")
         try:
             yield
         finally:

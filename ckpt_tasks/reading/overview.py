@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store
 
@@ -55,9 +55,8 @@ def summaries_below(store: Store) -> list[RunSummary]:
 
 def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
     """Summarise the runs among these directories, by name; a damaged run is listed, not raised."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-overview") as pool:
-        looked = pool.map(look_at, places, places.values())
-        return [look.summary for look in looked if look is not None]
+    looked = in_threads(lambda place: look_at(*place), places.items(), _THREADS, "ckpt-overview")
+    return [look.summary for look in looked if look is not None]
 
 
 class Look(NamedTuple):

@@ -324,6 +324,17 @@ class Pipeline:
                 self.fail(outcome.error)
             self._changed.notify_all()
 
+    def broke(self, error: BaseException) -> None:
+        """Drop the snapshots under way: the thread that flushes ends with an error."""
+        with self._changed:
+            for snapshot in (self._flushing, self._waiting):
+                if snapshot is not None:
+                    snapshot.given_up, snapshot.outcome = True, Failed(error)
+            self._flushing = self._waiting = None
+            self.running = False
+            self.fail(error)
+            self._changed.notify_all()
+
     def moved(self) -> None:
         """Record that the flush has made progress."""
         self._moved_s = system().monotonic()

@@ -16,6 +16,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.objects.parts import Captured
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.ranks.exchange import ALONE, Exchange
 from ckpt_tasks.saving.ending import report_lost
 from ckpt_tasks.saving.listening import Listeners
@@ -117,7 +118,8 @@ class Saver:
         self._plan(captured)
         following = self._pipeline.next_slot()
         free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
-        self._work(system().start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
+        with suppress(StoreError):  # Without a thread the first saves wait for their memory.
+            self._work(start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
 
     def snapshot(
         self,
@@ -168,9 +170,11 @@ class Saver:
         self._warn_if_stuck(saving.attempt.step)
         try:
             self._submit(snapshot)  # Do this last: a later step would wait for what the threads compute.
-        except BaseException:
+        except BaseException as error:
             if copy is not None:  # No thread waits for the copy, and the slot will be refilled.
                 copy.wait()
+            if isinstance(error, StoreError):
+                self.refuse(tenure, error, saving.number)
             raise
         return snapshot
 
@@ -293,12 +297,12 @@ class Saver:
             self._rank.plan(captured)
 
     def _submit(self, snapshot: Snapshot) -> None:
-        """Hand a full slot to the threads; raise RuntimeError if the process cannot start one."""
+        """Hand a full slot to the threads; raise StoreError if the process cannot start one."""
         with self._pipeline.submitting(snapshot) as before:
             if not self._pipeline.running:
-                system().start_thread(self._save_all, name="ckpt-flush")
+                start_thread(self._save_all, name="ckpt-flush")
                 self._pipeline.running = True  # True until no snapshot waits.
-            self._work(system().start_thread(self._seal, snapshot, before, name="ckpt-seal"))
+            self._work(start_thread(self._seal, snapshot, before, name="ckpt-seal"))
 
     def _work(self, worker: threading.Thread) -> None:
         self._workers = [*(before for before in self._workers if before.is_alive()), worker]
@@ -322,11 +326,14 @@ class Saver:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 
     def _save_all(self) -> None:
-        self._pipeline.submitted()
-        system().lower_priority()
-        while snapshots := self._pipeline.take():
-            for snapshot in snapshots:
-                self._pipeline.ended(snapshot, self._outcome_of(snapshot))
+        try:
+            self._pipeline.submitted()
+            system().lower_priority()
+            while snapshots := self._pipeline.take():
+                for snapshot in snapshots:
+                    self._pipeline.ended(snapshot, self._outcome_of(snapshot))
+        except BaseException as error:  # noqa: BLE001 (for example there is no memory: the trainer raises it)
+            self._pipeline.broke(error)
 
     def _moved(self) -> None:
         self._pipeline.moved()

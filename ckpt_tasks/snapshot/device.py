@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -29,8 +28,8 @@ from typing import Any
 
 import torch
 
-from ckpt_tasks.errors import StateError
-from ckpt_tasks.process.processes import finalize_here
+from ckpt_tasks.errors import StateError, StoreError
+from ckpt_tasks.process.processes import finalize_here, start_thread
 
 _RELAXED = 2  # The value of cudaStreamCaptureModeRelaxed.
 _PORTABLE = 1  # The value of cudaHostRegisterPortable: pinned for every device of the process.
@@ -102,9 +101,10 @@ class Devices:
         failures: list[str] = []
         # Use a thread: CUDA keeps a failure as the thread's last error, and torch would raise it at the thread's next
         # kernel launch, which may be training's.
-        thread = threading.Thread(target=self._register, args=(address, len(memory), device, failures), name="ckpt-pin")
-        thread.start()
-        thread.join()
+        try:
+            start_thread(self._register, address, len(memory), device, failures, name="ckpt-pin").join()
+        except StoreError as error:
+            failures.append(str(error))
         if failures and not self._warned:
             self._warned = True
             _log.warning(

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
 from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
@@ -202,8 +203,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
                 return
 
     # Use a daemon thread: a client that searches cannot be stopped, and must not hold the process when it exits.
-    thread = threading.Thread(target=ask, name="ckpt-first-answer", daemon=True)
-    thread.start()
+    thread = start_thread(ask, name="ckpt-first-answer")
     thread.join(limit_s)
     given_up.set()
     if thread.is_alive():

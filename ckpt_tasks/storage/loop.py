@@ -16,6 +16,8 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
+from ckpt_tasks.process.processes import start_thread
+
 _BLOCKING_THREADS = 6
 # Requests at a time. For an upload in parts, their bytes are all the memory that it needs beside the image.
 _IN_FLIGHT = 8
@@ -30,7 +32,7 @@ class _StoreLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         for _ in range(_BLOCKING_THREADS):
-            threading.Thread(target=_answer, args=(self._calls,), name="ckpt-io-blocking", daemon=True).start()
+            start_thread(_answer, self._calls, name="ckpt-io-blocking")
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*_Ts], _T], *args: *_Ts) -> asyncio.Future[_T]:
         """Run a blocking call in one of this loop's threads, unless the caller gives an executor."""
@@ -47,7 +49,7 @@ def io_loop() -> asyncio.AbstractEventLoop:
     with _starting:
         if _loop is None:
             loop = _StoreLoop()
-            threading.Thread(target=loop.run_forever, name="ckpt-io", daemon=True).start()
+            start_thread(loop.run_forever, name="ckpt-io")
             _loop = loop
         return _loop
 

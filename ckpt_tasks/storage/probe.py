@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
+from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
 _RACERS = 8
@@ -51,13 +52,12 @@ def _refuses_second(store: Store, place: str, written: list[str]) -> bool:
 
 def _one_of_many(store: Store, place: str, written: list[str]) -> bool:
     bodies = [f"{racer}".encode() for racer in range(_RACERS)]
-    with ThreadPoolExecutor(_RACERS, thread_name_prefix="ckpt-probe") as threads:
-        for round_ in range(_ROUNDS):
-            name = f"{place}/race-{round_}"
-            written.append(name)
-            failures = [*threads.map(lambda body, name=name: _put(store, name, body), bodies)]
-            if not _keeps_word(store, name, dict(zip(bodies, failures, strict=True))):
-                return False
+    for round_ in range(_ROUNDS):
+        name = f"{place}/race-{round_}"
+        written.append(name)
+        failures = in_threads(partial(_put, store, name), bodies, _RACERS, "ckpt-probe")
+        if not _keeps_word(store, name, dict(zip(bodies, failures, strict=True))):
+            return False
     return True
 
 

@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from ckpt_tasks.errors import StoreError
+from ckpt_tasks.process.processes import start_thread
+
 LARGE_BYTES = 64 << 10  # Smaller tensors are not worth their own call.
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
@@ -56,13 +59,12 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         yield shared
         return
-    others = [threading.Thread(target=_move, args=(shared,), name="ckpt-copy", daemon=True) for _ in range(THREADS - 1)]
-    started = []
+    started: list[threading.Thread] = []
     try:
-        with suppress(RuntimeError):  # No more threads can be started: this one makes all copies.
-            for other in others:
-                other.start()
-                started.append(other)
+        with suppress(StoreError):  # No more threads can be started: this one makes all copies.
+            for _ in range(THREADS - 1):
+                thread = start_thread(_move, shared, name="ckpt-copy")
+                started.append(thread)
         yield shared
     finally:
         for other in started:

@@ -26,6 +26,7 @@ from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.reading.reading import Run, put_pin
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.retiring import Retirement, delete_retired, retire
@@ -295,8 +296,8 @@ class Background(Generic[_T]):
             self._requested = [argument]
             if not self._running:
                 try:
-                    system().start_thread(self._run, name=self._name)
-                except RuntimeError:  # No thread can be started (`ulimit -u`); the next request or owner prunes.
+                    start_thread(self._run, name=self._name)
+                except StoreError:  # The next request or owner does the work.
                     self._requested = []
                     return
                 self._running = True
@@ -320,13 +321,17 @@ class Background(Generic[_T]):
             self._cancelled = self._running
             self._changed.wait_for(lambda: not self._running, limit_s)
 
+    def _ended(self) -> None:
+        with self._changed:
+            self._running = self._cancelled = False
+            self._changed.notify_all()
+
     def _run(self) -> None:
         system().lower_priority()
         while True:
             with self._changed:
                 if not self._requested:
-                    self._running = self._cancelled = False
-                    self._changed.notify_all()
+                    self._ended()
                     return
                 argument = self._requested.pop()
                 self._cancelled = False
@@ -334,3 +339,6 @@ class Background(Generic[_T]):
                 self._work(argument)
             except CancelledWorkError:
                 continue
+            except BaseException:  # For example there is no memory.
+                self._ended()
+                raise

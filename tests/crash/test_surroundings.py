@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.system import System
 from tests.support.cli_runs import ckpt
 from tests.support.systems import running_on
@@ -142,7 +143,7 @@ def test_no_thread_for_a_prune(tmp_path: Path) -> None:
 
 def test_no_thread_for_a_heartbeat(tmp_path: Path) -> None:
     """A process that cannot keep its run says so, and leaves the run free."""
-    with running_on(_NoThread("ckpt-heartbeat")), pytest.raises(RuntimeError, match="thread"):
+    with running_on(_NoThread("ckpt-heartbeat")), pytest.raises(StoreError, match="cannot start another thread"):
         Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)).acquire()
     owner = open_run(str(tmp_path / "run")).head().state.owner
     assert owner is not None

@@ -148,13 +148,8 @@ def test_nothing_is_unpickled() -> None:
 
 
 # Commands, which end before the interpreter does.
-COMMANDS = {
-    "copying/syncing.py",
-    "copying/transfer.py",
-    "reading/overview.py",
-}
+COMMANDS = ("copying/transfer.py",)
 LASTING = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
-PROBE = "storage/probe.py"  # before a run's directory is made
 
 
 def test_a_save_needs_no_executor() -> None:
@@ -165,7 +160,7 @@ def test_a_save_needs_no_executor() -> None:
         for _, name in imports(parse(path))
         if name.endswith("ThreadPoolExecutor")
     }
-    assert found == {*COMMANDS, PROBE}
+    assert found == {*COMMANDS}
 
 
 PROTOCOL = ("ledger", "reading", "upkeep", "saving")

@@ -126,7 +126,7 @@ def test_without_a_further_thread_a_snapshot_is_refused(
 
     monkeypatch.setattr(threading.Thread, "start", starting)
     with opened(run_dir) as ckpt:
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(StoreError, match="cannot start another thread"):
             ckpt.step(1, state_at(1))
         ckpt.step(2, state_at(2))
         ckpt.step(3, state_at(3))

@@ -1,0 +1,182 @@
+"""A process that can start no other thread, or has no memory for one, goes on or says so: it does not hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from operator import eq, le
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import StoreError
+
+_START = threading.Thread.start
+
+
+def _state(value: float = 0.0) -> dict[str, Any]:
+    """Return a state that several threads copy, write and verify."""
+    return {f"part{n}": torch.full((1 << 20,), value) for n in range(4)}
+
+
+def _opened(run_dir: Path, memory: Path | None) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(checkpoint_dir=run_dir, memory_dir=memory, step_interval=1))
+
+
+@contextmanager
+def _failing(monkeypatch: pytest.MonkeyPatch, strikes: Callable[[int], bool]) -> Iterator[list[int]]:
+    """Let those starts of our threads fail that `strikes` names, by their number from 1 on; yield those that did."""
+    numbers, struck = count(1), list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckpt-") and strikes(number := next(numbers)):
+            struck.append(number)
+            raise RuntimeError("can't start new thread")
+        _START(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield struck
+
+
+def _do(way: str, run_dir: Path, memory: Path | None) -> None:
+    """Restore, save or close while starts fail; raises only StoreError."""
+    ckpt, state = _opened(run_dir, memory), _state()
+    try:
+        at = ckpt.restore(state)
+        assert all((part == float(at)).all() for part in state.values())
+        if way != "restore":
+            report = ckpt.save if way == "save" else ckpt.step
+            report(at + 1, _state(at + 1.0))
+    except StoreError as error:
+        if "thread" not in str(error):
+            raise
+    finally:
+        ckpt.close()
+
+
+@pytest.mark.parametrize("only", [True, False], ids=["one start fails", "all from there on fail"])
+@pytest.mark.parametrize("with_memory", [True, False], ids=["memory directory", "private memory"])
+@pytest.mark.parametrize("way", ["restore", "save", "step"])
+def test_any_start_of_a_thread_may_fail(
+    way: str, *, with_memory: bool, only: bool, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first, second, … start: our error or success, nothing is half restored, and the next process goes on."""
+    memory = tmp_path / "memory" if with_memory else None
+    if memory is not None:
+        memory.mkdir()
+    with _opened(run_dir, memory) as ckpt:
+        ckpt.save(1, _state(1.0))
+    for n in count(1):
+        with _failing(monkeypatch, partial(eq if only else le, n)) as struck:
+            _do(way, run_dir, memory)
+        state = _state()
+        with _opened(run_dir, memory) as ckpt:
+            at = ckpt.restore(state)
+            assert at >= 1
+            assert all((part == float(at)).all() for part in state.values())
+            ckpt.save(at + 1, _state(at + 1.0))
+        if not struck:
+            break
+    assert n > 2, "a thread was started"
+
+
+_CHILD = """
+import os, resource, sys, torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import CkptError
+
+def limited(way, where, kib):
+    state = {f"part{n}": torch.ones(1 << 20) for n in range(4)}
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=where, memory_dir=None))
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (kib << 10)
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    try:
+        ckpt.restore(state) if way == "restore" else ckpt.save(1, state)
+        ckpt.close()
+    except (CkptError, MemoryError, RuntimeError, OSError, SystemError, ImportError):  # those of torch and Python
+        os._exit(3)
+    os._exit(0)
+
+way, where, *margins = sys.argv[1:]
+if way == "restore":
+    with Checkpointer(CheckpointConfig(checkpoint_dir=where, memory_dir=None)) as ckpt:
+        ckpt.save(1, {f"part{n}": torch.ones(1 << 20) for n in range(4)})
+for kib in map(int, margins):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        limited(way, where if way == "restore" else f"{where}-{kib}", kib)
+    print(kib, pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["restore", "save"])
+def test_too_little_memory_for_threads_is_no_hang(way: str, tmp_path: Path) -> None:
+    """Under an address space that ends anywhere within the memory that threads need, the process ends by itself."""
+    margins = [str(kib) for kib in range(0, 64_000, 700)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, way, str(tmp_path / "run"), *margins],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ends = Counter(done.stdout.split("\n")[1::2])
+    assert ends["0"] > 0, ends
+    assert ends["3"] > 0
+
+
+_MANY = """
+import resource, sys, torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import StoreError
+state = {"part": torch.ones(1 << 22)}
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try:
+    Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None)).save(1, state)
+except StoreError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="the limit of processes does not hold for root")
+def test_a_limit_of_processes_is_named(run_dir: Path) -> None:
+    """Where the user may have no more threads, the error says which limits to raise."""
+    done = subprocess.run([sys.executable, "-c", _MANY, str(run_dir)], capture_output=True, text=True, check=False)
+    assert "ulimit -u" in done.stdout, done.stderr
+
+
+_WITHOUT = """
+import sys, torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+state = {"value": torch.ones(3)}
+with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None)) as ckpt:
+    ckpt.restore(state)
+    ckpt.save(1, state)
+print("sympy" in sys.modules)
+"""
+
+
+def test_a_restore_imports_no_compiler(run_dir: Path) -> None:
+    """Half a second of a resume: torch imports sympy to make a tensor like one without values."""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", _WITHOUT, str(run_dir)], capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "False\n", done.stderr
