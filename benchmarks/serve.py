@@ -8,10 +8,14 @@ own: 400 runs of 3,000 commits are more than two million names.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
+import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,6 +33,7 @@ from ckpt_tasks.storage.local import LocalStore
 
 _STEPS, _EVERY_S = 10, 60.0  # Steps and seconds between two commits.
 _WRITTEN = 4
+_OPENED = 24  # Runs whose curves are read, one after the other.
 _BEGAN_S = 1_780_000_000.0
 
 
@@ -144,6 +149,41 @@ def _iso(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
 
 
+def measure(root: Path, opened: int = _OPENED) -> dict[str, float]:
+    """Start the server afresh; return when it had its first rows and all, its CPU, and memory with `opened` runs."""
+    began_s = time.perf_counter()
+    command = [sys.executable, "-m", "ckpt_tasks", "serve", str(root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split(" at ")[1].split()[0]
+            figures, rows = {"listens_s": time.perf_counter() - began_s}, _ask(f"{url}api/runs")
+            while not rows["complete"]:
+                if rows["rows"]:
+                    figures.setdefault("first_rows_s", time.perf_counter() - began_s)
+                time.sleep(0.02)
+                rows = _ask(f"{url}api/runs")
+            figures |= {"all_rows_s": time.perf_counter() - began_s, "cpu_s": _cpu_s(server.pid)}
+            for run in rows["rows"][:opened]:
+                _ask(f"{url}api/curves?run={run['name']}&metrics=%5B%22loss%22%5D")
+                _ask(f"{url}api/run?run={run['name']}")
+            figures["cpu_of_opening_a_run_s"] = (_cpu_s(server.pid) - figures["cpu_s"]) / max(1, opened)
+            peak = next(line for line in Path(f"/proc/{server.pid}/status").read_text().splitlines() if "VmHWM" in line)
+            return figures | {"peak_mib": int(peak.split()[1]) / 1024}
+        finally:
+            server.kill()
+
+
+def _ask(url: str) -> Any:
+    with urllib.request.urlopen(url) as answer:
+        return json.load(answer)
+
+
+def _cpu_s(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -153,4 +193,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if not given.directory.exists():
         make_root(given.directory, runs=given.runs, commits=given.commits, live=given.live or None)
-    sys.exit()
+    for name, value in measure(given.directory).items():
+        print(f"{name:24} {value:8.2f}")

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import save_restore
 from benchmarks.__main__ import main
 from benchmarks.peers import OURS
+from benchmarks.serve import make_root, measure
 from benchmarks.states import build
 
 
@@ -29,6 +30,14 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     """What needs no other process and no server runs on tiny states; the cadence keeps its 1 %."""
     figures = run(tmp_path, "reuse", "many", "ledger", "cadence")
     assert figures["cadence"]["worst"] < 0.01
+
+
+def test_the_page_of_runs_is_measured(tmp_path: Path) -> None:
+    """A server over two short runs has all rows no sooner than the first ones, and says how much memory it holds."""
+    make_root(tmp_path / "runs", runs=2, commits=5)
+    figures = measure(tmp_path / "runs", opened=2)
+    assert 0 < figures["listens_s"] <= figures["all_rows_s"]
+    assert 20 < figures["peak_mib"] < 300
 
 
 @pytest.mark.parametrize("turn", [pytest.param(1, marks=pytest.mark.slow), -1])
