@@ -25,7 +25,7 @@ from ckpt_tasks.cli.report import metrics, plan, report
 from ckpt_tasks.cli.serve import serve
 from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
-from ckpt_tasks.cli.verify import bisect, restore_drill, verify, verify_resume
+from ckpt_tasks.cli.verify import bisect, chaos, restore_drill, verify, verify_resume
 from ckpt_tasks.cli.watch import watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
@@ -34,11 +34,44 @@ __all__ = ["app", "main"]
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, run, evaluate, up, down),
     "Look": (ls, show, watch, serve, diff, report, plan, metrics),
-    "Keep": (verify, restore_drill, verify_resume, bisect, pin, unpin, prune, rm, rollback),
+    "Keep": (verify, restore_drill, verify_resume, chaos, bisect, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),
 }
 
+# What the help of each verb ends with.
+_EXAMPLES = {
+    "init": "ckpt init nets",
+    "train": "ckpt train my.module:Program --steps 2000 --step-interval 100",
+    "run": "ckpt run train.py",
+    "evaluate": "ckpt evaluate --run-key lm --suite full",
+    "up": "ckpt up",
+    "down": "ckpt down",
+    "ls": "ckpt ls runs --sort=-loss",
+    "show": "ckpt show runs/lm@best",
+    "watch": "ckpt watch runs/lm",
+    "serve": "ckpt serve runs",
+    "diff": "ckpt diff runs/lm@30 runs/lm@40 --metrics",
+    "report": "ckpt report runs/lm --out lm.html",
+    "plan": "ckpt plan runs/lm",
+    "metrics": "ckpt metrics runs --out /var/lib/node_exporter/ckpt.prom",
+    "verify": "ckpt verify runs/lm",
+    "restore-drill": "ckpt restore-drill runs/lm",
+    "verify-resume": "ckpt verify-resume my.module:Program --steps 20",
+    "chaos": "ckpt chaos -- python train.py --dir {run}",
+    "bisect": "ckpt bisect runs/lm -- python test.py {export}",
+    "pin": "ckpt pin runs/lm@20 -m 'the paper'",
+    "unpin": "ckpt unpin runs/lm@20",
+    "prune": "ckpt prune runs/lm --max-num-checkpoints 3 --dry-run",
+    "rm": "ckpt rm runs/lm@10 --dry-run",
+    "rollback": "ckpt rollback runs/lm@400 --skip-batches 405-414",
+    "sync": "ckpt sync runs/lm s3://bucket/lm",
+    "fork": "ckpt fork runs/lm@40 runs/lm-2 --set lr=1e-4",
+    "export": "ckpt export runs/lm@best lm.safetensors",
+    "import": "ckpt import model.pt runs/lm --step 5",
+    "doctor": "ckpt doctor runs/lm",
+    "doctor-store": "ckpt doctor-store s3://bucket/runs",
+}
 _SHELLS = ("bash", "zsh", "fish")
 _COMPLETE_VAR = "_CKPT_COMPLETE"
 # bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS. So the script takes words from the line
@@ -140,7 +173,14 @@ for heading, verbs in _VERBS.items():
     for verb in verbs:
         settings = getattr(verb, "context_settings", None)
         named = verb.__name__.rstrip("_").replace("_", "-")
-        app.command(named, cls=_Verb, rich_help_panel=heading, context_settings=settings)(verb)
+        command = app.command(
+            named,
+            cls=_Verb,
+            rich_help_panel=heading,
+            context_settings=settings,
+            epilog=f"For example: {_EXAMPLES[named]}",
+        )
+        command(verb)
 
 
 def _print_version(asked: bool) -> None:

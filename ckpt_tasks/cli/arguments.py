@@ -84,6 +84,7 @@ KeyOption = Annotated[str | None, option("--run-key", "KEY", "key of the new run
 SingleOption = Annotated[
     bool, option("--single-writer", None, "TO has no put-if-absent; you make sure that no other process writes there")
 ]
+DryOption = Annotated[bool, option("--dry-run", None, "only print what would happen")]
 JsonOption = Annotated[bool, option("--json", None, "print one JSON object instead of tables")]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import (
     CheckpointArgument,
+    DryOption,
     JsonOption,
     KeyOption,
     RunOrCheckpointArgument,
@@ -45,6 +46,7 @@ def sync(
     to: CopyArgument,
     *,
     single_writer: SingleOption = False,
+    dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Copy DIR, or DIR@STEP alone, to TO; list what was copied.
@@ -61,6 +63,9 @@ def sync(
         only = None if parsed.which is None else run.find(parsed.which)
         place = Location(to).resolve()
         target, began = place.open(), time.monotonic()
+        if dry_run:
+            _say_sync(out, run, only, target)
+            return
         report = _copy(out, run, only, target, single_writer=single_writer or place.single_writer)
         took_s = time.monotonic() - began
         good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
@@ -78,6 +83,16 @@ def sync(
         }
         out.answer(facts, _parts(run, target, report, took_s))
         out.fail(not good)
+
+
+def _say_sync(out: Output, run: Run, only: Checkpoint | None, target: Store) -> None:
+    from ckpt_tasks.copying.syncing import plan_sync
+
+    plan = plan_sync(run, target, only)
+    steps = [one.step for one in plan.chosen if one.manifest_digest in plan.diff.missing]
+    words = f"{count(len(steps), 'checkpoint')} would be copied, at most {size(plan.size_bytes)}."
+    facts = {"run_key": run.run_key, "from": run.history.store.url, "to": target.url, "steps": steps}
+    out.answer({"dry_run": True, **facts, "size_bytes": plan.size_bytes}, [words])
 
 
 def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, single_writer: bool) -> SyncReport:
@@ -141,6 +156,7 @@ def fork(
     changes: SetOption = None,
     run_key: KeyOption = None,
     single_writer: SingleOption = False,
+    dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Begin the run TO with the checkpoint DIR@STEP.
@@ -160,6 +176,11 @@ def fork(
         target, began = place.open(), time.monotonic()
         chosen = find_source(run, wanted.which, target)
         planned = plan_fork(run, chosen, target, changed, run_key)
+        if dry_run:
+            words = f"{planned.run_key} would begin in {target.url} at step {chosen.step}, {size(chosen.size_bytes)}."
+            facts = {"to": target.url, "run_key": planned.run_key, "step": chosen.step, "set": changed}
+            out.answer({"dry_run": True, **facts, "size_bytes": chosen.size_bytes}, [words])
+            return
         single = single_writer or place.single_writer
         with reading(out, "copying", chosen.size_bytes) as on_progress:
             moved = run_fork(run, target, planned, single_writer=single, on_progress=on_progress)

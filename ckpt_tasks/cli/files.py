@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckpt_tasks.cli.arguments import (
     CheckpointArgument,
+    DryOption,
     JsonOption,
     KeyOption,
     SingleOption,
@@ -63,6 +64,7 @@ def export(
     format_: FormatOption = None,
     max_shard_size: SizeOption = None,
     overwrite: OverwriteOption = False,
+    dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write DIR@STEP to OUT as safetensors, torch.save or DCP.
@@ -83,9 +85,16 @@ def export(
         run, record = target.find()
         try:
             if chosen == "dcp":
+                if dry_run:
+                    raise ConfigError("--dry-run is not for DCP", hint="It writes all groups into a new directory.")
                 report = _as_dcp(target.checkpoint_dir, run, record, out, how)
             else:
                 plan = _plan(run.history.store, record, out, chosen, how)
+                if dry_run:
+                    words = f"{out} would get {size(plan.read_bytes)} of step {record.step}, as {chosen}."
+                    facts = {"out": out, "format": chosen, "step": record.step, "size_bytes": plan.read_bytes}
+                    result.answer({"dry_run": True, **facts}, [words])
+                    return
                 with reading(result, "exporting", plan.read_bytes) as on_progress:
                     report = write_export(run.history.store, plan, on_progress)
         except ObjectNotFoundError as error:
@@ -191,6 +200,7 @@ def import_(
     group: AsOption = None,
     run_key: KeyOption = None,
     single_writer: SingleOption = False,
+    dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a checkpoint in TO of a file of torch.save or others.
@@ -209,6 +219,11 @@ def import_(
         plan = _dcp_plan(source, step, group) or plan_import(source, step=step, groups=group or ())
         place = Location(run, single_writer=single_writer)
         config = CheckpointConfig(checkpoint_dir=place, run_key=run_key, max_num_checkpoints=None, memory_dir=None)
+        if dry_run:
+            facts = {"taken": [item._asdict() for item in plan.taken], "left": plan.left, "step": plan.step}
+            words = [listing(_TAKEN, plan.taken), f"{run} would get them as step {plan.step}, {size(plan.size_bytes)}."]
+            out.answer({"dry_run": True, **facts, "size_bytes": plan.size_bytes}, words)
+            return
         with reading(out, "importing", 3 * plan.size_bytes) as on_progress:
             checkpoint = ImportedRun(config).add(plan, on_progress)
         facts = {

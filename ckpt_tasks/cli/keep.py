@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import (
+    DryOption,
     JsonOption,
     OneArgument,
     RunArgument,
@@ -18,7 +19,7 @@ from ckpt_tasks.cli.arguments import (
     parse_target,
 )
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title
-from ckpt_tasks.errors import ConfigError, OwnedError
+from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError
 from ckpt_tasks.report.words import age, count, size
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 ReasonOption = Annotated[str, option("--reason -m", "TEXT", "why it must stay")]
-DryOption = Annotated[bool, option("--dry-run", None, "only print what would happen")]
 NewestOption = Annotated[int | None, option("--max-num-checkpoints", "N", "keep the newest N checkpoints")]
 EveryOption = Annotated[int | None, option("--keep-every-n-steps", "N", "also keep every N-th step")]
 BestOption = Annotated[int, option("--keep-best", "N", "also keep the best N", show_default=False)]
@@ -47,18 +47,27 @@ SkipOption = Annotated[
 ]  # fmt: skip
 
 
-def pin(checkpoint: OneArgument, *, reason: ReasonOption = "by hand", as_json: JsonOption = False) -> None:
+def pin(
+    checkpoint: OneArgument,
+    *,
+    reason: ReasonOption = "by hand",
+    dry_run: DryOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Pin DIR@STEP: no policy removes it from now on.
 
     Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
     """
     with output(as_json) as out:
         run, record = _named(checkpoint)
+        if dry_run:
+            _say(out, run, record, {"dry_run": True, "pinned": reason}, f"Would be pinned: {reason}.")
+            return
         run.pin(record, reason)
         _say(out, run, record, {"pinned": reason}, f"Pinned: {reason}. No rule removes it now.")
 
 
-def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
+def unpin(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
     """Unpin DIR@STEP, and print why it was pinned.
 
     Works while another process trains the run.
@@ -68,6 +77,9 @@ def unpin(checkpoint: OneArgument, *, as_json: JsonOption = False) -> None:
         was = run.head().state.pins.get(record.manifest_digest)
         if was is None:
             raise ConfigError("the checkpoint is not pinned", step=record.step, hint="`ckpt ls` shows which ones are.")
+        if dry_run:
+            _say(out, run, record, {"dry_run": True, "was": was}, f"Would be unpinned; it is pinned: {was}.")
+            return
         run.unpin(record)
         text = f"Unpinned; it was pinned: {was}. The run's own policy decides about it now."
         _say(out, run, record, {"pinned": None, "was": was}, text)
@@ -150,6 +162,7 @@ def rollback(
     *,
     skip_batches: SkipOption = None,
     reason: WhyOption = "by hand",
+    dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go back to DIR@STEP, and print what is left behind.
@@ -167,6 +180,9 @@ def rollback(
             raise ConfigError(f"{target!r:.200} names no step", hint="Write DIR@STEP, as ckpt ls lists them.")
         run, checkpoint = parsed.find()
         skip = parse_skip(skip_batches, checkpoint.step)
+        if dry_run:
+            _say_back(out, run, checkpoint, skip)
+            return
         config = CheckpointConfig(checkpoint_dir=parsed.checkpoint_dir, memory_dir=None)
         with _held(config, "Stop the training first: a rollback would fence it.") as ckpt:
             ckpt.rollback(checkpoint.step, skip_batches=skip, reason=reason)
@@ -175,6 +191,16 @@ def rollback(
         parts += [f"Then it leaves out the batches of steps {skip[0]} to {skip[1]}."] if skip else []
         facts = {"checkpoint_dir": run.history.store.url, "step": checkpoint.step, "skip": skip, "left_behind": left}
         out.answer(facts, [*parts, f"Reason: {reason}"])
+
+
+def _say_back(out: Output, run: Run, checkpoint: Checkpoint, skip: tuple[int, int] | None) -> None:
+    from ckpt_tasks.upkeep.upkeep import verify_checkpoint
+
+    if faults := verify_checkpoint(run.history.store, checkpoint):
+        raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=checkpoint.step)
+    left = sorted(one.step for one in run.checkpoints() if one.abandoned or one.n > checkpoint.n)
+    text = f"Training would go on from it; {count(len(left), 'checkpoint')} left behind."
+    _say(out, run, checkpoint, {"dry_run": True, "skip": skip, "left_behind": left}, text)
 
 
 # ── one checkpoint ───────────────────────────────────────────────────────────────────────────────────────────────

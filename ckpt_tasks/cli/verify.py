@@ -1,4 +1,4 @@
-"""`ckpt verify`, `restore-drill`, `verify-resume`, `bisect`: prove that what is stored is good, and what trains it."""
+"""`ckpt verify`, `restore-drill`, `verify-resume`, `chaos`, `bisect`: prove what is stored, and what trains it."""
 
 from __future__ import annotations
 
@@ -192,6 +192,51 @@ def verify_resume(
         out.fail(proof.difference is not None)
 
 
+# ── chaos ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chaos(
+    command: Annotated[list[str], argument("-- COMMAND…", "a script of your own with a Checkpointer")],
+    rounds: Annotated[int, option("--rounds", "N", "how many faults")] = 6,
+    seed: Annotated[int | None, option("--seed", "N", "draw the same faults again [default: at random]")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a script through faults, compare its end.
+
+    The other end is that of a run without any. It runs in scratch directories, told as for `ckpt verify-resume`: by
+    {run} among its words, or by CKPT_RUN. Once it runs without a break; once it is killed, told to end (SIGTERM),
+    paused, and has a full disk, each at a random time after a commit, and is started again when it has ended. Exits
+    with 1 if the metrics of a step or the last checkpoint differ, or if something is damaged. Slow and failing servers
+    and clocks that jump are not tried.
+    """
+    import random
+
+    from ckpt_tasks.proving.chaos import Hit, Verdict
+    from ckpt_tasks.proving.chaos import chaos as run_through
+
+    def tell(hit: Hit) -> None:
+        then = "it went on" if hit.status is None else f"it ended with {hit.status}, and was started again"
+        out.print(f"{hit.fault} after step {hit.step}: {then}")
+
+    with output(as_json) as out:
+        drawn = random.randrange(1 << 16) if seed is None else seed
+        verdict: Verdict = run_through(command, seed=drawn, rounds=rounds, on_hit=tell)
+        out.answer({"good": verdict.good, **asdict(verdict)}, _verdict(verdict))
+        out.fail(not verdict.good)
+
+
+def _verdict(verdict: Any) -> Iterator[Any]:
+    again = f"--seed {verdict.seed} draws the same faults."
+    if verdict.damaged:
+        yield "Damaged: " + "; ".join(first(verdict.damaged, _FAULTS_SHOWN)), "bold red"
+    if (one := verdict.proof.difference) is not None:
+        yield f"Different from step {one.step} on: {', '.join(one.what[:_DIFFERENCES_SHOWN])}. {again}", "bold red"
+        yield f"Likely cause: {one.cause}."
+    elif not verdict.damaged:
+        faults = count(len(verdict.hits), "fault")
+        yield f"Equal bit for bit after {faults}: {verdict.proof.values} values, {verdict.proof.steps} steps. {again}"
+
+
 # ── bisect ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -217,10 +262,6 @@ def bisect(
     The oldest checkpoint has to pass and the newest to fail; between them the search halves. {checkpoint} among the
     command's words is DIR@STEP, and {export} a safetensors file of the weights. What is tried is leased: no prune takes
     it. --replay trains a scratch copy from the last good checkpoint on, with a checkpoint for each step.
-
-    ckpt bisect runs/first -- python test.py {export}
-
-    ckpt bisect runs/first --test tests.quality:is_good --replay
     """
     from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
     from ckpt_tasks.proving.bisect import replay as replayed

@@ -133,7 +133,10 @@ def program_of(run: Run, name: str | None, params: Mapping[str, Any]) -> Built:
 
 
 def function_test(name: str, program: Built) -> Test:
-    """Return a test that restores a checkpoint into a new program, and calls "module:function" with it."""
+    """Return a test that restores a checkpoint into a new program, and calls "module:function" with it.
+
+    Raises ConfigError if there is no such function; the test does if the answer is neither True nor False.
+    """
     function = find_named(name, what="test", kind="function", error=ConfigError)
 
     def passes(run: Run, checkpoint: Checkpoint) -> bool:
@@ -151,6 +154,7 @@ def command_test(words: Sequence[str]) -> Test:
     """Return a test that runs a command, which passes with the status 0 and fails with any other up to 124.
 
     {checkpoint} among its words is DIR@STEP, as CKPT_CHECKPOINT is in its environment; {export} is a safetensors file.
+    The test raises ProgramError if the command cannot be started, or gives no verdict.
     """
 
     def passes(run: Run, checkpoint: Checkpoint) -> bool:

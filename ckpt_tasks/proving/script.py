@@ -31,8 +31,8 @@ from ckpt_tasks.reading.reading import Run, open_run
 
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
 _MAY_DIFFER = re.compile(r"rng/(\d+/)?(python|numpy)/|trainer/.*/log_history/\d+/\w+_(runtime|per_second)$")
-_LEAST_COMMITS = 3
-_LOOK_S = 0.02
+LEAST_COMMITS = 3
+LOOK_S = 0.02
 _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARIABLE} from the environment."
 
 
@@ -53,19 +53,19 @@ def verify_script(command: Sequence[str]) -> Proof:
     ProgramError if it fails.
     """
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
-        twin, other = (_Script(command, Path(folder, name)) for name in ("twin", "killed"))
+        twin, other = (Script(command, Path(folder, name)) for name in ("twin", "killed"))
         twin.end()
         commits = twin.commits()
-        if len(commits) < _LEAST_COMMITS:
+        if len(commits) < LEAST_COMMITS:
             raise ConfigError(
-                f"the command has saved {len(commits)} times, and {_LEAST_COMMITS} are needed to kill it in between",
+                f"the command has saved {len(commits)} times, and {LEAST_COMMITS} are needed to kill it in between",
                 hint="Let it save more often (step_interval), or train for longer.",
             )
         gap_s = median(b.at_s - a.at_s for a, b in pairwise(commits))
         last = len(commits) - 1
         kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
         other.end()
-        return _compared(twin.run(), other.run(), kills)
+        return compared(twin.run(), other.run(), kills)
 
 
 @contextmanager
@@ -84,13 +84,13 @@ def exits_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Script:
+class Script:
     """One run of a command, in a directory of its own."""
 
     def __init__(self, command: Sequence[str], place: Path):
         self._command = [word.replace(_PLACE, str(place)) for word in command]
         self._place = place
-        self._said = place.with_suffix(".log")
+        self.said = place.with_suffix(".log")
 
     def run(self) -> Run:
         try:
@@ -103,29 +103,29 @@ class _Script:
 
     def end(self) -> None:
         """Let the command run to its end."""
-        process = self._start()
+        process = self.start()
         try:
             status = process.wait()
         finally:
-            _kill(process)
+            kill(process)
         if status:
-            raise self._failed(status)
+            raise self.failed(status)
 
     def killed_after(self, step: int, gap_s: float) -> tuple[int, float]:
         """Kill the command some time after a step's commit; return the last committed step, and when it was killed."""
-        process = self._start()
+        process = self.start()
         try:
-            while self._newest_step() < step:
+            while self.newest_step() < step:
                 self._check(process)
-                time.sleep(_LOOK_S)
+                time.sleep(LOOK_S)
             time.sleep(random.uniform(0, gap_s))
             self._check(process)
             now = time.time()
         finally:
-            _kill(process)
-        return self._newest_step(), now
+            kill(process)
+        return self.newest_step(), now
 
-    def _newest_step(self) -> int:
+    def newest_step(self) -> int:
         try:
             return max((one.step for one in open_run(self._place).checkpoints()), default=0)
         except CheckpointNotFoundError:
@@ -134,32 +134,33 @@ class _Script:
     def _check(self, process: subprocess.Popen[bytes]) -> None:
         status = process.poll()
         if status:
-            raise self._failed(status)
+            raise self.failed(status)
         if status == 0:
             raise ConfigError("the command ended before it could be killed", hint="Let it train for longer.")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._said.open("ab") as said:
+    def start(self, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        """Start the command; what it prints goes to a file, or to `stdout`. Raises ProgramError if it cannot start."""
+        with self.said.open("ab") as said:
             try:
                 return subprocess.Popen(
                     self._command,
                     env={**os.environ, _VARIABLE: str(self._place)},
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
+                    stdout=said if stdout is None else stdout,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             except OSError as error:
                 raise ProgramError(f"{self._command[0]} cannot be started: {error.strerror}") from error
 
-    def _failed(self, status: int) -> ProgramError:
-        said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    def failed(self, status: int) -> ProgramError:
+        said = self.said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return ProgramError(f"{shlex.join(self._command)} failed: {said[-1] if said else f'exit status {status}'}")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """End a process with all processes that it has started."""
-    others = [*_started_by(process.pid)]
+    others = [*started_by(process.pid)]
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pid in others:
@@ -168,16 +169,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _started_by(pid: int) -> Iterator[int]:
+def started_by(pid: int) -> Iterator[int]:
     """Yield all descendants of a process: torchrun gives each rank a session of its own."""
     for children in Path("/proc", str(pid), "task").glob("*/children"):
         with suppress(OSError):  # The process has ended.
             for child in map(int, children.read_text(encoding="ascii").split()):
                 yield child
-                yield from _started_by(child)
+                yield from started_by(child)
 
 
-def _compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
+def compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
+    """Compare what two runs of a command have committed; `kills` are the last committed step and the time of each."""
     expected, resumed = _steps(twin), _steps(other)
     ends = twin.find("latest"), other.find("latest")
     comparison = compare_checkpoints(twin.history.store, ends[0], other.history.store, ends[1])

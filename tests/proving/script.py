@@ -23,7 +23,7 @@ config = CheckpointConfig(
     checkpoint_dir=os.environ["CKPT_RUN"], step_interval=2, max_num_checkpoints=2, memory_dir=None
 )
 with Checkpointer(config) as ckpt:
-    for step in range(ckpt.restore(state) + 1, 17):
+    for step in range(ckpt.restore(state) + 1, 61 if "long" in forgets else 17):
         loss = model(torch.randn(8, 4)).square().mean() * (1 + torch.rand((), generator=own))
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,184 @@
+"""Run a user's own command through faults drawn from a seed, and compare its end with that of a run without any.
+
+The faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
+soft limit of the size of a file, which needs no privilege). After a fault that ends the command it is started again.
+Not tried: a slow or failing server, and clocks that jump.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from threading import Thread
+from typing import IO
+
+from ckpt_tasks.errors import ConfigError, ProgramError
+from ckpt_tasks.proving.proof import Proof
+from ckpt_tasks.proving.script import LEAST_COMMITS, LOOK_S, Script, compared, exits_on_signals, kill, started_by
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
+
+FAULTS = ("kill", "terminate", "pause", "full disk")
+_END_S = 120.0  # A command that was told to end, and has not, is killed after this time.
+# A disk is full for this many times the time between two saves, and at least for so many seconds.
+_FULL_GAPS, _FULL_S = 10.0, 5.0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One fault: what, behind which committed step, and the exit status of the command (None: it went on)."""
+
+    fault: str
+    step: int
+    status: int | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the command went through, how its run compares with the other one, and the damage in it."""
+
+    seed: int
+    hits: tuple[Hit, ...]
+    proof: Proof
+    damaged: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether the run is equal to the other one, and whole."""
+        return self.proof.good and not self.damaged
+
+
+def chaos(
+    command: Sequence[str], *, seed: int, rounds: int = 6, on_hit: Callable[[Hit], None] = lambda hit: None
+) -> Verdict:
+    """Run a command twice in scratch directories, once through `rounds` faults; compare what the two have committed.
+
+    Each kind of fault comes once before any comes again. Raises ConfigError if the command makes no run or saves too
+    seldom, and ProgramError if it fails without a fault: then it does not go on after one.
+    """
+    if type(rounds) is not int or rounds < 1:
+        raise ConfigError(f"rounds must be a whole number from 1 on, not {rounds!r}", key="rounds")
+    dice = random.Random(seed)
+    faults = [name for _ in range(-(-rounds // len(FAULTS))) for name in dice.sample(FAULTS, len(FAULTS))][:rounds]
+    with exits_on_signals(), tempfile.TemporaryDirectory(prefix="ckpt-chaos-") as folder:
+        twin, other = (_Victim(command, Path(folder, name)) for name in ("twin", "hit"))
+        twin.end()
+        commits = twin.commits()
+        if len(commits) < LEAST_COMMITS:
+            raise ConfigError(
+                f"the command has saved {len(commits)} times, and {LEAST_COMMITS} are needed",
+                hint="Let it save more often (step_interval), or train for longer.",
+            )
+        gap_s = median(b.at_s - a.at_s for a, b in pairwise(commits))
+        steps = sorted(commits[dice.randrange(len(commits) - 1)].step or 0 for _ in faults)
+        hits, kills = [], []
+        try:
+            for fault, step in zip(faults, steps, strict=True):
+                if not other.reaches(step):
+                    break  # It has ended already.
+                time.sleep(dice.uniform(0, gap_s))
+                kills.append((other.newest_step(), time.time()))
+                hits.append(Hit(fault, kills[-1][0], other.suffer(fault, gap_s)))
+                on_hit(hits[-1])
+            other.reaches(math.inf)
+        finally:
+            other.stop()
+        damage = verify_run_directory(other.run().history, whole=True)
+        wrong = [fault for _, found in damage.checkpoints.values() for fault in found]
+        proof = compared(twin.run(), other.run(), kills)
+    return Verdict(seed, tuple(hits), proof, (*wrong, *damage.damaged))
+
+
+class _Victim(Script):
+    """A command that is started again when a fault has ended it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    was_hit = False
+    _copying: Thread | None = None
+
+    def reaches(self, step: float) -> bool:
+        """Let the command train until this step is committed; return False if it ends well before.
+
+        Raises ProgramError if it fails, and no fault has hit this process.
+        """
+        while self.newest_step() < step:
+            status = self.process.poll() if self.process is not None else None
+            if status == 0:
+                return False
+            if status is not None and not self.was_hit:
+                raise self.failed(status)
+            if self.process is None or status is not None:
+                self.restart()
+            time.sleep(LOOK_S)
+        return True
+
+    def suffer(self, fault: str, gap_s: float) -> int | None:
+        """Hit all processes of the command; return its exit status, None if it goes on."""
+        if self.process is None:
+            self.restart()
+        assert self.process is not None
+        pids = [self.process.pid, *started_by(self.process.pid)]
+        self.was_hit = True
+        if fault == "kill":
+            kill(self.process)
+        elif fault == "terminate":
+            _each(pids, lambda pid: os.kill(pid, signal.SIGTERM))
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
+        elif fault == "pause":
+            _each(pids, lambda pid: os.kill(pid, signal.SIGSTOP))
+            time.sleep(gap_s)
+            _each(pids, lambda pid: os.kill(pid, signal.SIGCONT))
+        else:
+            _each(pids, lambda pid: _limit(pid, 0))
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(_FULL_S, _FULL_GAPS * gap_s))
+            _each(pids, lambda pid: _limit(pid, None))
+        return self.process.poll()
+
+    def restart(self) -> None:
+        """Start the command; a limit of its files does not stop what it prints, since that goes to a pipe."""
+        self.stop()
+        self.process, self.was_hit = self.start(subprocess.PIPE), False
+        self._copying = Thread(target=_copy, args=(self.process.stdout, self.said), daemon=True)
+        self._copying.start()
+
+    def failed(self, status: int) -> ProgramError:
+        """Return the error of a command that has ended, with the last line that it has printed."""
+        if self._copying is not None:
+            self._copying.join(_END_S)
+        return super().failed(status)
+
+    def stop(self) -> None:
+        """End the process, and what it has started."""
+        if self.process is not None:
+            kill(self.process)
+
+
+def _copy(pipe: IO[bytes], place: Path) -> None:
+    with pipe, place.open("ab") as file:
+        shutil.copyfileobj(pipe, file)
+
+
+def _limit(pid: int, size_bytes: int | None) -> None:
+    """Limit the size of files that a process writes; None: as before."""
+    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size_bytes is None else size_bytes, hard))
+
+
+def _each(pids: Sequence[int], hit: Callable[[int], None]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # It has ended.
+            hit(pid)
