@@ -87,8 +87,7 @@ class CkptReader(StorageReader):
     ):
         super().__init__()
         self._config = config_of(run)
-        self._step = step
-        self._given = step
+        self._step = self._given = step
         self._group = group
         self._open: _Open | None = None
         self._read: _Read | None = None

@@ -70,8 +70,7 @@ class CkptWriter(StorageWriter, AsyncStager):
     def __init__(self, run: str | os.PathLike[str] | Location | CheckpointConfig, *, step: int | None = None):
         StorageWriter.__init__(self)
         self._config = config_of(run)
-        self._step = step
-        self._given = step
+        self._step = self._given = step
         self._saving: Saving | None = None
         self._naming: Naming | None = None
         self._restored: Restored | None = None
