@@ -215,7 +215,10 @@ const ckptChart = (() => {
         legend: { show: false },
         scales: {
           x: { time: false, ...(range ? { range: () => range } : {}) },
-          y: { distr: what.log ? 3 : 1 },
+          // The strip of a course lies below the curve.
+          y: what.by === "time" && what.strip && !what.log
+            ? { range: (_, min, max) => { const room = max - min || Math.abs(max) || 1; return [min - 0.16 * room, max + 0.06 * room]; } }
+            : { distr: what.log ? 3 : 1 },
         },
         axes: [
           { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words), ...(what.by === "time" ? { incrs: SPANS } : {}) },
