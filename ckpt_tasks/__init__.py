@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.resumable import resumable
     from ckpt_tasks.copying.export import export_checkpoint
     from ckpt_tasks.copying.syncing import plan_sync, run_sync
+    from ckpt_tasks.data.drawing import sample_generator
     from ckpt_tasks.data.loader import ResumableLoader
     from ckpt_tasks.data.sampler import ResumableSampler
+    from ckpt_tasks.data.shuffling import ShuffleBuffer
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.objects.modules import Gradients
@@ -49,6 +51,7 @@ __all__ = [
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
+    "ShuffleBuffer",
     "errors",
     "export_checkpoint",
     "open_run",
@@ -56,6 +59,7 @@ __all__ = [
     "resumable",
     "resumable_task",
     "run_sync",
+    "sample_generator",
 ]
 
 _MODULES = {
@@ -72,12 +76,14 @@ _MODULES = {
     "LookupTable": "ckpt_tasks.tables.table",
     "ResumableLoader": "ckpt_tasks.data.loader",
     "ResumableSampler": "ckpt_tasks.data.sampler",
+    "ShuffleBuffer": "ckpt_tasks.data.shuffling",
     "export_checkpoint": "ckpt_tasks.copying.export",
     "open_run": "ckpt_tasks.reading.reading",
     "plan_sync": "ckpt_tasks.copying.syncing",
     "resumable": "ckpt_tasks.checkpoint.resumable",
     "resumable_task": "ckpt_tasks.orchestration.attempts",
     "run_sync": "ckpt_tasks.copying.syncing",
+    "sample_generator": "ckpt_tasks.data.drawing",
 }
 
 

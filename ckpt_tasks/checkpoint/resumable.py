@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.checked import checked
@@ -265,6 +265,8 @@ def _leave(
 def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:
     """Return a loader over the same data with the same options; raise ConfigError if its order is its own."""
     sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset) and type(loader).__iter__ is DataLoader.__iter__:
+        return _over(loader, shuffle=False, generator=loader.generator)
     if loader.batch_size is None or type(loader).__iter__ is not DataLoader.__iter__ or type(sampler) not in _SHUFFLES:
         own = "batches" if loader.batch_size is None else type(sampler).__name__
         raise ConfigError(
@@ -273,8 +275,11 @@ def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:
     shuffle = _SHUFFLES[type(sampler)](sampler)
     if shuffle is None:
         raise ConfigError("the loader draws samples more than once, or not all", key="loader", hint=_BY_HAND)
+    return _over(loader, shuffle=shuffle, generator=getattr(sampler, "generator", None) or loader.generator)
+
+
+def _over(loader: DataLoader[Any], *, shuffle: bool, generator: torch.Generator | None) -> ResumableLoader:
     stands_in_for(loader)
-    generator = getattr(sampler, "generator", None) or loader.generator
     return ResumableLoader(
         loader.dataset,
         loader.batch_size,

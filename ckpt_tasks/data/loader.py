@@ -17,14 +17,18 @@ import linecache
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ckpt_tasks.checked import checked
-from ckpt_tasks.data.sampler import ResumableSampler, SampleId, own_random_numbers, seed_of
+from ckpt_tasks.data.drawing import own_random_numbers
+from ckpt_tasks.data.sampler import ResumableSampler, SampleId
+from ckpt_tasks.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.objects.started import Started, outline_of
 from ckpt_tasks.state.groups import objects_of
@@ -61,15 +65,21 @@ class ResumableLoader(Started):
             for batch in loader:  # the rest of the epoch
                 ...
 
-    The data set has a length and samples by number. `options` are those of DataLoader (`num_workers`, `pin_memory`,
-    `drop_last` and so on). The position moves when a batch is handed out. Random numbers that the data set or
-    `collate_fn` draws, from the streams of Python, NumPy or torch or from generators in their attributes, depend on
-    `seed`, the epoch and the batch alone (and on the seeds of these generators).
+    `options` are those of DataLoader (`num_workers`, `pin_memory`, `drop_last` and so on). The position moves when a
+    batch is handed out. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or
+    torch or from generators in their attributes, depend on `seed`, the epoch and the batch alone (and on the seeds of
+    these generators).
     Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor parallelism
     the ranks of one model need the same samples: give the data-parallel part of the mesh (`mesh=mesh["dp"]`), or the
     data-parallel `rank` and `world_size`.
 
-    Raises ConfigError for a data set without length, a batch size that gives no batch, and a sampler of the user.
+    The data set may be a stream that has `state_dict()` and `load_state_dict()`, such as one of datasets. Each worker
+    reads its part; a resume needs as many workers, and takes `set_epoch(epoch)` to the stream by itself. A worker reads
+    its last batch once more: if it differs, the first batch of the loop is a StateMismatchError. `replay=True` takes
+    any stream that gives the same samples each time: a resume reads the epoch again up to the position. A stream of
+    batches has `batch_size=None`. With several ranks, each of which reads its own part, save ``ByRank(loader)``.
+
+    Raises ConfigError for a stream that cannot be resumed, a batch size that gives no batch, and a sampler of the user.
     """
 
     effects: ClassVar[Mapping[str, str]] = {
@@ -81,12 +91,13 @@ class ResumableLoader(Started):
     def __init__(
         self,
         dataset: Dataset[Any],
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         shuffle: bool = False,
         *,
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        replay: bool = False,
         mesh: DeviceMesh | None = None,
         rank: int = 0,
         world_size: int | None = None,
@@ -94,33 +105,45 @@ class ResumableLoader(Started):
     ):
         if given := _OURS & options.keys():
             raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
-        if not hasattr(dataset, "__len__"):
-            raise ConfigError(
-                f"a dataset of type {type(dataset).__name__} has no length",
-                hint="Put a stream into torchdata's StatefulDataLoader, and that into the state.",
-            )
         self.dataset = dataset
-        self.sampler = ResumableSampler(
-            len(dataset),
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size or 1,
-            mesh=mesh,
-        )
+        self.sampler: ResumableSampler | StreamPosition
+        self._loader: Any = None  # A stream's position has its own.
         self._has_place = mesh is not None or world_size is not None
-        self.sampler.name_epochs()
-        self._outline = outline_of(dataset)
-        batches = _Batches(dataset, collate_fn or default_collate, seed)
-        self._loader = DataLoader(batches, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
+        collate, size = collate_fn or default_collate, batch_size
+        self._outline = None
+        if _is_stream(dataset):
+            if shuffle or rank or self._has_place:
+                raise ConfigError(
+                    "a stream has no samples by number, to shuffle or to deal out to ranks",
+                    key="shuffle" if shuffle else "rank",
+                    hint="Write ShuffleBuffer(stream, size) for a shuffle, and give each rank its part of the stream.",
+                )
+            batches = StreamBatches(dataset, size, drop_last=drop_last, collate=collate, seed=seed, replay=replay)
+            self.sampler = StreamPosition(batches, partial(_stream_loader, **options))
+            self._has_place = True
+        elif replay or size is None or not hasattr(dataset, "__len__"):
+            lacks = "is no stream" if hasattr(dataset, "__len__") else "has no length"
+            raise ConfigError(f"a dataset of type {type(dataset).__name__} {lacks}", key="dataset")
+        else:
+            self.sampler = ResumableSampler(
+                len(dataset),
+                size,
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+                rank=rank,
+                world_size=world_size or 1,
+                mesh=mesh,
+            )
+            self.sampler.name_epochs()
+            self._outline = outline_of(dataset)
+            ours = _Batches(dataset, collate, seed)
+            self._loader = DataLoader(ours, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
         self._restored = False
         self._ending: int | None = None  # The epoch that has no batch left but has not ended.
         self._ends_again = False
         self._numbered = False  # True if the loop knows the number of its next batch.
         self._asked = False  # True if the loop knows how many epochs are done.
-        self._moves = 0  # Counts restores and skips: after one, a running iterator starts again at the new position.
 
     @property
     def epoch(self) -> int:
@@ -145,7 +168,7 @@ class ResumableLoader(Started):
     def batch(self) -> int:
         """The number of the next batch, from the epoch's first one on: ``enumerate(loader, loader.batch)``."""
         self._numbered = True
-        return -(-self.sampler.samples // (self.batch_size * self.sampler.world_size))
+        return self.sampler.batch
 
     @property
     def is_ending(self) -> bool:
@@ -166,7 +189,7 @@ class ResumableLoader(Started):
         return repr(self.sampler).replace("Sampler", "Loader", 1)
 
     def __len__(self) -> int:
-        """Count the batches of a whole epoch."""
+        """Count the batches of a whole epoch. Raises TypeError for a stream."""
         self._take_place()
         return self.sampler.epoch_batches
 
@@ -203,21 +226,20 @@ class ResumableLoader(Started):
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._ends_again = self._asked = False
         self._restored, self.found_s = True, None
-        self._moves += 1
 
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched ones."""
         self.sampler.skip_batches(count)
         self._restored = True  # If the epoch's loop is over, the next `iter` continues after the skipped batches.
-        self._moves += 1
 
     def _take_place(self) -> None:
         """Find this rank's part: frameworks start their process group after the loader is made."""
         if not self._has_place and distributed.is_available() and distributed.is_initialized():
+            assert isinstance(self.sampler, ResumableSampler)
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch, moves, began_s = self.sampler.epoch, self._moves, system().monotonic()
+        epoch, moves, began_s = self.sampler.epoch, self.sampler._loads, system().monotonic()
         while True:
             for batch in batches:
                 if self._restored:
@@ -225,11 +247,11 @@ class ResumableLoader(Started):
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
-                if self._moves > moves:
+                if self.sampler._loads > moves:
                     break
-            if self._moves == moves or self.sampler.epoch != epoch or self._ending is not None:
+            if self.sampler._loads == moves or self.sampler.epoch != epoch or self._ending is not None:
                 break
-            moves, batches = self._moves, self.sampler.iterate(self._loader)
+            moves, batches = self.sampler._loads, self.sampler.iterate(self._loader)
         self._ending = None
 
 
@@ -303,11 +325,23 @@ class _Batches(Dataset[Any]):
     def __getitems__(self, samples: list[SampleId]) -> Any:
         if not samples:
             return self._collate([])
-        seed = seed_of(f"{self._seed}/{samples[0].epoch}/{int(samples[0])}/batch")
-        with own_random_numbers(seed, self._dataset, self._collate):
+        what = f"{int(samples[0])}/batch"
+        with own_random_numbers(self._seed, samples[0].epoch, what, self._dataset, self._collate):
             several = getattr(self._dataset, "__getitems__", None)
             ids = [int(sample) for sample in samples]
             return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Return True for data that is iterated: torch calls it an iterable-style data set."""
+    return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") or hasattr(dataset, "__getitem__"))
+
+
+def _stream_loader(batches: StreamBatches, **options: Any) -> DataLoader[Any]:
+    if not options.get("in_order", True):
+        raise ConfigError("workers that overtake each other have no order to resume", key="in_order")
+    generator = torch.Generator()  # The loader would draw from torch's stream.
+    return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
 
 
 def _as_it_is(batch: Any) -> Any:

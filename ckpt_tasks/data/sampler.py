@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.checked import checked
+from ckpt_tasks.data.drawing import own_random_numbers, seed_of
 from ckpt_tasks.errors import ConfigError, StateMismatchError
-from ckpt_tasks.state.groups import held_in
-from ckpt_tasks.tensors.streams import GENERATORS, set_streams, stream_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +101,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
         self.has_mesh = mesh is not None
         self._epoch = self._samples = 0
-        self._loads = 0  # Counts load_state_dict: after it, a running `follow` starts again.
+        self._loads = 0  # Counts restores and skips: after one, a running iterator starts again.
         self._ids_with_epoch = False
         self._drawn = self._drawn_before = 0  # Batches drawn up to now, and up to the last state_dict.
         self._stands = True  # True while the position has never been moved.
@@ -118,6 +115,11 @@ class ResumableSampler(Sampler[list[int]]):
     def samples(self) -> int:
         """Samples of this epoch that all ranks together have been handed."""
         return self._samples
+
+    @property
+    def batch(self) -> int:
+        """The number of the next batch, from the epoch's first one on."""
+        return -(-self._samples // (self.batch_size * self.world_size))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} in epoch {self._epoch}, after {self._samples} of {self.size} samples>"
@@ -310,48 +312,8 @@ class _Seeded(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]  # a map-style data set has a length, says torch's Dataset
 
     def __getitem__(self, sample: SampleId) -> Any:
-        with own_random_numbers(seed_of(f"{self.seed}/{sample.epoch}/{int(sample)}/sample"), self.dataset):
+        with own_random_numbers(self.seed, sample.epoch, f"{int(sample)}/sample", self.dataset):
             return self.dataset[int(sample)]
-
-
-@contextmanager
-def own_random_numbers(seed: int, *holders: Any) -> Iterator[None]:
-    """Seed the global CPU streams and the generators that `holders` hold; restore the old states at the end.
-
-    A held generator starts from its own state and the seed together, so its user's seed still matters.
-    """
-    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    held = {str(id(one)): (one, stream_state(one)) for holder in holders for _, one in held_in(holder, GENERATORS)}
-    try:
-        for one, _ in held.values():
-            _seed_held(one, seed)
-        random.seed(seed)
-        np.random.seed([seed >> 32, seed & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the accelerators.
-        yield
-    finally:
-        set_streams(held)
-        random.setstate(python)
-        np.random.set_state(legacy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
-
-
-def _seed_held(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        own = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        generator.manual_seed(seed ^ own)
-    elif isinstance(generator, np.random.Generator):
-        bits, own = generator.bit_generator, int(generator.integers(2**62))
-        bits.state = type(bits)(seed ^ own).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed([int(generator.randint(2**31)), seed >> 32, seed & 0xFFFFFFFF])
-    else:
-        generator.seed(seed ^ generator.getrandbits(62))
-
-
-def seed_of(text: str) -> int:
-    """Return 64 bits of a text's digest, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def check_count(name: str, value: object, *, least: int, most: int) -> None:

@@ -58,11 +58,16 @@ class CkptCallback(keras.callbacks.Callback):
         state: Mapping[str, Any] | None = None,
     ):
         super().__init__()
+        if not isinstance(data.sampler, ResumableSampler):
+            raise ConfigError(
+                "a stream gives Keras no batches by number", key="data", hint="Take a data set by number."
+            )
         self.config = config_of(checkpoint)
         self.ckpt: Checkpointer | None = None
         self._loader = data
         self._position = _Position(data)
         self._batches = _Batches(data.sampler)
+        self._sampler = data.sampler
         self._extra = state
         self._state: dict[str, Any] = {}
         self._logs: dict[str, Any] = {}
@@ -130,7 +135,7 @@ class CkptCallback(keras.callbacks.Callback):
         model.train_function = _SKIP[BACKEND](together)
 
     def _begin_epoch(self) -> None:
-        self._done = len(self._batches) - len(self._loader.sampler)
+        self._done = len(self._batches) - len(self._sampler)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Forget where `fit` began, or the next one would begin there, too."""

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric, MetricCollection
 
 from ckpt_tasks.data.loader import ResumableLoader
+from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.modules import Gradients
@@ -241,8 +242,11 @@ class LightningState(Started):
         epochs = loop.epoch_progress.total
         if epochs.started == epochs.processed:
             current.completed = 0  # The run is at the end of an epoch.
-        elif len(loaders) == 1 and isinstance(loaders[0], ResumableLoader):
-            sampler = loaders[0].sampler
+        elif (
+            len(loaders) == 1
+            and isinstance(sampler := getattr(loaders[0], "sampler", None), ResumableSampler)
+            and isinstance(loaders[0], ResumableLoader)
+        ):
             current.completed = sampler.epoch_batches - len(sampler)
         elif sizes[0] != sizes[1]:
             effect = (

@@ -334,8 +334,8 @@ class Endless(IterableDataset[int]):
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    """P50: a stream, a sampler of one's own, and a position of another data set."""
-    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+    """P50: a stream without a state, a sampler of one's own, and a position of another data set."""
+    with pytest.raises(ConfigError, match="no state_dict and load_state_dict"):
         ResumableLoader(Endless())
     with pytest.raises(ConfigError, match="generator"):
         loader(generator=torch.Generator())

@@ -17,7 +17,17 @@ import pytest
 import torch
 
 import ckpt_tasks
-from ckpt_tasks import Checkpointer, Gradients, Listener, Location, ResumableLoader, ResumableSampler, open_run
+from ckpt_tasks import (
+    Checkpointer,
+    Gradients,
+    Listener,
+    Location,
+    ResumableLoader,
+    ResumableSampler,
+    ShuffleBuffer,
+    open_run,
+    sample_generator,
+)
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.reading.reading import Run
 from tests.support.cli_runs import ckpt, config
@@ -103,6 +113,8 @@ class World:
             "ResumableLoader.skip_batches": (self.loader.skip_batches, {"count": 1}),
             "ResumableLoader.load_state_dict": (self.loader.load_state_dict, {"state_dict": self.loader.state_dict()}),
             "ResumableSampler": (lambda **given: next(iter(ResumableSampler(**given))), {"size": 9, "batch_size": 3}),
+            "ShuffleBuffer": (lambda **given: next(iter(ShuffleBuffer(**given))), {"stream": [1], "size": 2}),
+            "sample_generator": (sample_generator, {"index": 1, "seed": 1, "epoch": 1}),
         }  # fmt: skip
 
 
@@ -113,7 +125,11 @@ _ELSEWHERE = {  # without arguments, values that are only read, and what other t
     "Run.evaluations", "Run.head", "Run.notes", "Gradients.state_dict",
     "ResumableLoader.end_epoch", "ResumableLoader.state_dict", "Location.open",
 }  # fmt: skip
-_OF_USERS = {("ResumableLoader", "dataset"), ("ResumableLoader", "collate_fn")}  # they raise what they raise
+_OF_USERS = {
+    ("ShuffleBuffer", "stream"),
+    ("ResumableLoader", "dataset"),
+    ("ResumableLoader", "collate_fn"),
+}  # they raise what they raise
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +164,9 @@ def test_a_wrong_argument_is_an_error_of_ours(world: World, name: str) -> None:
     target: Any = {"Run.lease": world.run.lease, "ResumableLoader": ResumableLoader, "Gradients": Gradients}.get(
         name, call
     )
-    target = {"Location": Location, "ResumableSampler": ResumableSampler}.get(name, target)
+    target = {"Location": Location, "ResumableSampler": ResumableSampler, "ShuffleBuffer": ShuffleBuffer}.get(
+        name, target
+    )
     target = world.loader.epochs if name == "ResumableLoader.epochs" else target
     parameters = {
         parameter

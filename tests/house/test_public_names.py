@@ -25,6 +25,7 @@ PUBLIC = [
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
+    "ShuffleBuffer",
     "errors",
     "export_checkpoint",
     "open_run",
@@ -32,6 +33,7 @@ PUBLIC = [
     "resumable",
     "resumable_task",
     "run_sync",
+    "sample_generator",
 ]
 _OF_PREFECT = {"AttemptHooks", "CheckpointStore", "resumable_task"}
 
