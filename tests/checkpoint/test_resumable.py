@@ -247,7 +247,7 @@ def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pyt
         (lambda data: DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4)), "WeightedRandomSampler"),
         (lambda data: DataLoader(data, sampler=RandomSampler(data, replacement=True)), "more than once"),
         (lambda data: DataLoader(data, batch_size=None), "batches"),
-        (lambda data: DataLoader(Stream()), "_InfiniteConstantSampler"),
+        (lambda data: DataLoader(Stream()), "no state_dict and load_state_dict"),
         (StatefulDataLoader, "StatefulDataLoader"),
     ],
 )
