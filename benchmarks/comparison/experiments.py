@@ -1,7 +1,7 @@
 """What becomes of a training with each tool: killed, killed while it saves, its files cut or flipped, two writers.
 
 `python -m benchmarks.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow
-has an environment of its own (`make peers`); without it what results.json has of it stays.
+and Orbax have an environment of their own (`make peers`); without it what results.json has of them stays.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ TOOLS = [
     Tool("torch.save", "torch_save_job.py", "torch"),
     Tool("Lightning", "lightning_job.py", "lightning"),
     Tool("Hugging Face Trainer", "huggingface_job.py", "transformers"),
+    Tool("Orbax (JAX)", "orbax_job.py", "orbax-checkpoint", PEERS),
     Tool("Metaflow", "metaflow_job.py", "metaflow", PEERS, ("--no-pylint", "run"), apart=True),
 ]
 
