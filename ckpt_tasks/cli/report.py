@@ -173,7 +173,7 @@ def metrics(
             start_http_server(port, "127.0.0.1", registry)
             Event().wait()
         if otlp:
-            from ckpt_tasks.report.otlp import push
+            from ckpt_tasks.report.otel import push
 
             push(registry)
         text = generate_latest(registry).decode()

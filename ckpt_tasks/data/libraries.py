@@ -50,7 +50,7 @@ def way_of(stream: Any) -> str | None:
     if any("shuffle" in f"{type(one).__name__} {getattr(one, 'f', None)}" for one in stages):
         return (
             "Its shuffles count epochs by themselves, or are seeded by the clock. Make the pipeline in the __iter__ of "
-            "a class of your own, with the epoch as its seed: docs/DATA.md has an example."
+            "a class of your own, with the epoch as its seed."
         )
     return None
 

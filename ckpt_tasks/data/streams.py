@@ -190,7 +190,9 @@ class StreamBatches(IterableDataset[Any]):
                 hint="Give an IterableDataset, whose __iter__ begins anew.",
             )
         if way := way_of(stream):
-            raise ConfigError(f"a {type(stream).__name__} is not resumed in this way", key="dataset", hint=way)
+            raise ConfigError(
+                f"a stream of type {type(stream).__name__} is not resumed in this way", key="dataset", hint=way
+            )
         if not replay and (fault := why_inexact(stream)):
             raise ConfigError(
                 f"{fault}: a resume could lose or repeat samples",

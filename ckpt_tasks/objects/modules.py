@@ -50,7 +50,8 @@ def capture_module(
     """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
     `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
-    involved, so live tensors are used: detaching a DTensor takes longer than the rest of this function.
+    involved, so live tensors are used: detaching a DTensor takes longer than the rest of this function. Raises
+    UnsupportedStateError for a weight that could not be restored.
     """
     # Each rank has its own running statistics, from its own batches.
     live = unwrapped(module).named_buffers(remove_duplicate=False) if tensors.many else ()
@@ -60,9 +61,7 @@ def capture_module(
         key = f"{group}/{name}"
         if _OF_FOUR_BITS in name:
             what = "a weight of four bits, which bitsandbytes saves and does not load again, cannot be stored"
-            hint = (
-                "Name its base: state={**without_base(model, 'org/name@revision'), ...}; docs/FINETUNING.md says how."
-            )
+            hint = "Name its base: state={**without_base(model, 'org/name@revision'), ...}."
             raise UnsupportedStateError(what, key=key, hint=hint)
         is_tensor = isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
         try:

@@ -163,13 +163,13 @@ def command_test(words: Sequence[str]) -> Test:
             file = Path(folder, "model.safetensors")
             if any(_EXPORT in word for word in words):
                 export_checkpoint(run.history.store, checkpoint, file)
-            told = [word.replace(_CHECKPOINT, which).replace(_EXPORT, str(file)) for word in words]
+            command = [word.replace(_CHECKPOINT, which).replace(_EXPORT, str(file)) for word in words]
             try:
-                status = subprocess.run(told, env={**os.environ, _VARIABLE: which}, check=False).returncode
+                status = subprocess.run(command, env={**os.environ, _VARIABLE: which}, check=False).returncode
             except OSError as error:
-                raise ProgramError(f"{told[0]} cannot be started: {error.strerror}") from error
+                raise ProgramError(f"{command[0]} cannot be started: {error.strerror}") from error
         if not 0 <= status <= _LAST_VERDICT:
-            raise ProgramError(f"{shlex.join(told)} ended with {status}, which is no verdict", step=checkpoint.step)
+            raise ProgramError(f"{shlex.join(command)} ended with {status}, which is no verdict", step=checkpoint.step)
         return status == 0
 
     return passes

@@ -96,7 +96,7 @@ def chaos(
         finally:
             other.stop()
         damage = verify_run_directory(other.run().history, whole=True)
-        wrong = [fault for _, found in damage.checkpoints.values() for fault in found]
+        wrong = [fault for _, faults in damage.checkpoints.values() for fault in faults]
         proof = compared(twin.run(), other.run(), kills)
     return Verdict(seed, tuple(hits), proof, (*wrong, *damage.damaged))
 
