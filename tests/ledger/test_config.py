@@ -115,6 +115,7 @@ def test_the_list_of_options_is_pinned() -> None:
         "on_non_finite": "warn",
         "flush_timeout_s": 600.0,
         "local_dir": None,
+        "compile_cache": False,
         "spot_notices": None,
         "on_spike": None,
     }
