@@ -71,9 +71,11 @@ def resumable(
 
     `checkpoint` is a directory, a URL or a CheckpointConfig; `state` names what is saved, as for `Checkpointer`.
     A DataLoader becomes a ResumableLoader over the same data set, with the same options; its order is another one, and
-    depends on the seed of its generator, or else on that of torch. A batch after which no optimizer of the state has
-    stepped belongs to the step after it. SIGTERM and Ctrl-C end the loop after the current step, with a commit. The
-    last step is committed when the epochs are over; a loop that is left by a `break` does not save what was not due.
+    depends on the seed of its generator, or else on that of torch. The data set may be a stream that has a state.
+
+    A batch after which no optimizer of the state has stepped belongs to the step after it. SIGTERM and Ctrl-C end the
+    loop after the current step, with a commit. The last step is committed when the epochs are over; a loop that is left
+    by a `break` does not save what was not due.
 
     Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
     """
