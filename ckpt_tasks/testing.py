@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from ckpt_tasks.checkpoint.leaving import die, elapse, look, seal, settle, under_way
+from ckpt_tasks.checkpoint.leaving import die, elapse, images_of, look, seal, settle, under_way
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.locations import Location
@@ -33,6 +33,7 @@ __all__ = [
     "Rule",
     "die",
     "elapse",
+    "images_of",
     "located",
     "look",
     "seal",

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.saving.saver import UnderWay
+from ckpt_tasks.snapshot.snapshot import Image
 
 
 def under_way(ckpt: Checkpointer) -> UnderWay:
-    """Return the saves of a Checkpointer that have not ended, and its memory for them; does not wait."""
+    """Return the saves of a Checkpointer that have not ended; does not wait."""
     return ckpt._saver.under_way()
+
+
+def images_of(ckpt: Checkpointer) -> Mapping[str, Sequence[Image]]:
+    """Return the memory of a Checkpointer for saves, by slot; takes no lock, so a forked child may ask."""
+    return ckpt._saver.images
 
 
 def elapse(ckpt: Checkpointer, seconds: float) -> None:

@@ -41,8 +41,8 @@ class UnderWay(NamedTuple):
     """The saves that have not ended, and the memory for them, at one moment.
 
     `steps` are the step that is written and the one that waits; `stuck`: the store has taken nothing for too long.
-    `superseded` are the steps that newer ones have replaced since the last commit. `images` are the files of each slot
-    whose memory is made, `next_slot` the slot of the next snapshot, and `size_bytes` what a checkpoint will write.
+    `superseded` are the steps that newer ones have replaced since the last commit. `next_slot` is the slot of
+    the next snapshot, and `size_bytes` what a checkpoint will write.
     `owner` is the id of the ownership that this process believes to have, None if it holds no run; `parent` is then the
     identity of the checkpoint that its next one follows.
     """
@@ -50,7 +50,6 @@ class UnderWay(NamedTuple):
     steps: Sequence[int]
     stuck: bool
     superseded: Sequence[int]
-    images: Mapping[str, Sequence[Image]]
     next_slot: str
     size_bytes: int
     owner: str | None
@@ -207,12 +206,16 @@ class Saver:
             steps=[snapshot.saving.attempt.step for snapshot in self._pipeline.under_way],
             stuck=self._pipeline.stuck,
             superseded=[*self._pipeline.superseded],
-            images=self._rank.images,
             next_slot=self._pipeline.next_slot(),
             size_bytes=self._rank.size.own_bytes,
             owner=self.tenure.owner.id if self.tenure is not None else None,
             parent=self.tenure.line.digest if self.tenure is not None else None,
         )
+
+    @property
+    def images(self) -> Mapping[str, Sequence[Image]]:
+        """The files of each slot whose memory is made; takes no lock, so a forked child may ask."""
+        return self._rank.images
 
     def take_failure(self) -> BaseException | None:
         """Return the failure of an earlier snapshot and forget it; does not wait."""

@@ -20,7 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.testing import under_way
+from ckpt_tasks.testing import images_of
 
 SIZE = 1 << 20
 
@@ -114,7 +114,7 @@ def mapped(addresses: list[int]) -> list[int]:
 
 
 def addresses_of(ckpt: Checkpointer) -> list[int]:
-    views = [view for images in under_way(ckpt).images.values() for image in images for view in image.views.values()]
+    views = [view for images in images_of(ckpt).values() for image in images for view in image.views.values()]
     return [view.data_ptr() for view in views if view.nbytes > 1 << 16]
 
 

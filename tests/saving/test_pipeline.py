@@ -22,7 +22,7 @@ from ckpt_tasks.ledger.observing import LearningCadence
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.testing import elapse, settle, under_way
+from ckpt_tasks.testing import elapse, images_of, settle, under_way
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
 from tests.support.waiting import until
 
@@ -49,7 +49,7 @@ def test_of_many_snapshots_the_newest_wins_and_the_drop_is_recorded(run_dir: Pat
         gate.reached.wait(30)
         for step in range(2, 11):
             ckpt.step(step, state_at(step))
-        held = len(under_way(ckpt).images)
+        held = len(images_of(ckpt))
         gate.opened.set()
     assert held == 2
     assert committed(run_dir) == [1, 10]
@@ -240,7 +240,7 @@ def test_the_end_waits_for_the_snapshot_that_a_daemon_thread_is_taking(run_dir: 
         import threading
         from pathlib import Path
         import torch
-        from ckpt_tasks.testing import under_way
+        from ckpt_tasks.testing import images_of, under_way
         from tests.support.pipelines import Gate, opened, state_at
         from tests.support.waiting import until
         ckpt = opened(Path({str(run_dir)!r}), gate := Gate())

@@ -23,7 +23,7 @@ from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
 from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.testing import under_way
+from ckpt_tasks.testing import images_of
 from tests.support.devices import is_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -119,7 +119,7 @@ def test_every_checkpoint_of_a_device_is_the_moment_of_its_step(
             ckpt.step(step, training.state)
         pinned = [
             torch.frombuffer(image.buffer, dtype=torch.uint8).is_pinned()
-            for images in under_way(ckpt).images.values()
+            for images in images_of(ckpt).values()
             for image in images
             if image.group in ("model", "optimizer")
         ]

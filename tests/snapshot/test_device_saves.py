@@ -23,7 +23,7 @@ from ckpt_tasks.errors import StateError
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.testing import seal, settle, under_way
+from ckpt_tasks.testing import images_of, seal, settle
 from tests.support.devices import Cuda, Still, There
 
 SIZE = 1 << 12
@@ -145,7 +145,7 @@ def test_memory_is_pinned_once_for_many_saves(run_dir: Path, cuda: Cuda) -> None
         for step in range(1, 12):
             ckpt.step(step, state(float(step)))
             ckpt.wait()
-        names = [image.name.partition("-")[0] for images in under_way(ckpt).images.values() for image in images]
+        names = [image.name.partition("-")[0] for images in images_of(ckpt).values() for image in images]
         assert sorted(names) == ["model", "model", "rng", "rng"]
         assert len(cuda.registered) == len(cuda.pinned) == 2
     gc.collect()

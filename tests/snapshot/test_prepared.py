@@ -24,7 +24,7 @@ from ckpt_tasks.snapshot.pages import allocate, touch
 from ckpt_tasks.snapshot.snapshot import plan_snapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.testing import die, under_way
+from ckpt_tasks.testing import die, images_of, under_way
 from tests.support.pipelines import Gate, opened
 
 SIZE_BYTES = 64 << 20
@@ -134,7 +134,7 @@ def test_the_first_saves_after_a_resume_find_their_memory(
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=memory, step_interval=1)) as ckpt:
         assert ckpt.restore(state) == 1
         ready()
-        assert [*under_way(ckpt).images] == ["a", "b"]
+        assert [*images_of(ckpt)] == ["a", "b"]
         assert resident_bytes() > before
         for step in (2, 3):
             train(state)
@@ -178,7 +178,7 @@ def test_no_memory_is_made_for_a_state_that_may_still_change(run_dir: Path, rest
         else:
             ckpt.restore(state, step=1 if restore == "an older one" else None)
         ready()
-        assert not under_way(ckpt).images
+        assert not images_of(ckpt)
 
 
 def test_what_a_state_dict_raises_after_a_restore_is_raised_by_the_first_save(run_dir: Path) -> None:
