@@ -152,7 +152,7 @@ def newest_file(directory: Path, mib: int = 16) -> Path:
 
 def killed_at(tool: Tool, directory: Path, step: int) -> Path:
     """Train until a step has ended, kill, and return the directory."""
-    training = Training(tool, directory, STEP_S=0.2)  # what is saved behind training's back is there in time
+    training = Training(tool, directory, STEP_S=0.2)  # Saves in the background of training are done in time.
     training.until(lambda: len(training.found("step")) >= step)
     training.kill()
     return directory

@@ -1,4 +1,4 @@
-"""Orbax's CheckpointManager, as its guide has it: JAX arrays, saved behind training's back, the newest three kept.
+"""Orbax's CheckpointManager, as its guide has it: JAX arrays, saved in the background of training; it keeps three.
 
 The program is JAX's form of what the other jobs train; Orbax keeps no position in the data, so the loop counts steps.
 """

@@ -26,7 +26,8 @@ from ckpt_tasks.system import system
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PREFECT = "prefect.utilities.engine"  # Never imported, only looked up: without Prefect there is nothing to do.
+# We look this module up in sys.modules and never import it: if Prefect is not loaded, there is nothing to do.
+_PREFECT = "prefect.utilities.engine"
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
 _ONCE_S = 2.0  # A terminal and a launcher both send Ctrl-C, within moments.

@@ -47,7 +47,7 @@ def settle(ckpt: Checkpointer) -> None:
 
 
 def seal(ckpt: Checkpointer) -> None:
-    """Wait until the newest snapshot is sealed in memory, or cannot be: what a restart would find then."""
+    """Wait until the newest snapshot is sealed (complete in memory, where a restart finds it), or cannot be sealed."""
     ckpt._saver.wait_sealed()
 
 

@@ -184,7 +184,7 @@ def _ask(
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Read a JSON object; raises ValueError or TypeError for another text."""
+    """Read a JSON object; raises ValueError or TypeError for any other text."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise TypeError(f"not a JSON object: {text!r:.80}")

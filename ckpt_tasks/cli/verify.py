@@ -253,15 +253,17 @@ def bisect(
     ] = None,
     params: Annotated[list[str] | None, option("--set", "NAME=VALUE", "a parameter of the program")] = None,
     replay: Annotated[
-        bool, option("--replay", None, "train the steps between the two again, and name the first that fails")
+        bool,
+        option("--replay", None, "train the steps after the last good checkpoint again, and name the first that fails"),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find the first checkpoint at which a test fails.
 
-    The oldest checkpoint has to pass and the newest to fail; between them the search halves. {checkpoint} among the
-    command's words is DIR@STEP, and {export} a safetensors file of the weights. What is tried is leased: no prune takes
-    it. --replay trains a scratch copy from the last good checkpoint on, with a checkpoint for each step.
+    The oldest checkpoint has to pass and the newest to fail; between them the search halves. In the command,
+    {checkpoint} is replaced by DIR@STEP, and {export} by the path of a safetensors file of the weights. No prune takes
+    a checkpoint while it is tried. --replay trains a scratch copy from the last good checkpoint on, with a checkpoint
+    for each step.
     """
     from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
     from ckpt_tasks.proving.bisect import replay as replayed

@@ -84,7 +84,7 @@ class _Course:
         from ckpt_tasks.ledger.timeline import read_timeline
 
         self._run = run
-        self._timeout_s = CheckpointConfig.owner_timeout_s  # The default: the ledger does not have a run's own timeout.
+        self._timeout_s = CheckpointConfig.owner_timeout_s  # The ledger does not have a run's own timeout.
         self._signs = Signs(run.history, self._timeout_s)
         known = read_timeline(run.history, _FIRST)
         self._commits: deque[Moment] = deque((m for m in known.moments if m.kind == "commit"), _POINTS)
@@ -96,7 +96,7 @@ class _Course:
         self._owner_known = False
 
     def first(self) -> dict[str, Any]:
-        """Return the run's state before the first event."""
+        """Return the event with which a watch begins: the run, its newest step and that step's metrics."""
         newest = self._newest()
         return {
             "event": "watching",

@@ -47,10 +47,10 @@ from ckpt_tasks.reading.opening import READ_BYTES, Opened, SavedGroup, check_hea
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.storage.port import Store
 
-MAX_SHARD_BYTES = 5 * 10**9  # As in huggingface_hub.
+MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub has the same limit.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# Files of an export or of huggingface_hub in a directory: readers would take other weights there for ours.
+# An export deletes such files of earlier exports and of huggingface_hub: readers would take them for its own weights.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _METADATA = "__metadata__"  # safetensors uses it in a header for other data.
 _MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # These codes also hold views of other dtypes.
@@ -124,12 +124,12 @@ class ExportPlan:
     opened: Opened = field(repr=False)
     shards: tuple[Shard, ...] = field(repr=False)
     index: bytes | None = field(repr=False)
-    index_name: str = _INDEX  # In a directory it is written last.
+    index_name: str = _INDEX  # It is the last file to be written into a directory.
     replaces: re.Pattern[str] = _WEIGHTS
 
     @property
     def read_bytes(self) -> int:
-        """The sum of all sizes that `on_progress` gets."""
+        """The number of bytes that the whole export reads: what the sizes given to `on_progress` add up to."""
         return sum(row.end - row.begin for shard in self.shards for row in shard.rows)
 
 
@@ -340,7 +340,7 @@ def _is_state_dict(saved: SavedGroup) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    # Half a surrogate pair is not UTF-8. Such groups use full keys, which are always valid in a header.
+    # Half a surrogate pair has no UTF-8. A group with such a name uses full keys, which are always valid in a header.
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 

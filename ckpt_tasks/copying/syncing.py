@@ -284,7 +284,7 @@ def _contents(
 
 @contextmanager
 def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owner, SyncPlan]]:
-    """Own the target while the block runs, with an epoch above those of all copied names; yield owner and new plan."""
+    """Own the target during the block, in an owner epoch above all in copied names; yield the owner and a new plan."""
     history.check(plan.run_key)
     damage(history)
     state = plan.head.state

@@ -1,12 +1,13 @@
-"""A data loader with a position: for loops that iterate epoch by epoch, such as Lightning's.
+"""A data loader with a position, meant for training loops that iterate epoch by epoch, such as Lightning's.
 
 Invariants, beside those of the sampler:
 
 1. `len` is that of a whole epoch, whatever the position.
 2. Nothing here draws from a global random stream or changes one: the data set and `collate_fn` draw from streams that
    begin with each batch and depend on (seed, epoch, batch) alone, in this process and in workers.
-4. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
-   step) is not in a checkpoint of the last batch: restored there, `iter` yields nothing once, and the loop repeats it.
+3. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
+   step) is not in a checkpoint of the last batch. After a restore of that checkpoint, `iter` yields nothing once, so
+   that the loop does again what follows the iterator.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ResumableLoader(Started):
             raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
         self.dataset = dataset
         self.sampler: ResumableSampler | StreamPosition
-        self._loader: Any = None  # A stream's position has its own.
+        self._loader: Any = None  # Of a stream, the position has the loader.
         self._has_place = mesh is not None or world_size is not None
         collate, size = collate_fn or default_collate, batch_size
         self._outline = None

@@ -27,13 +27,13 @@ from ckpt_tasks.deploying import TAG
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
 PREFIX = "ckpt-tasks: "
-# The server's limit for one answer.
+# The server returns at most this many objects in one answer.
 _PAGE = 200
 
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
 _RESUME_AFTER_S = 20  # Others may act on the crash first within this time: a worker that retries, a person.
 _GIVEN_UP_AFTER_S = 60  # By then the resuming automation has acted.
-# After a crash, these states mean that the flow run continues, or that a person decided otherwise.
+# After a crash, _ALIVE means that the flow run continues, and _DECIDED that a person or the flow decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
 _ENDED = ("Failed", "TimedOut")

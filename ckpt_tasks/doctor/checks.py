@@ -361,7 +361,7 @@ def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int
     return Check("memory", "warning", f"{seen}: there is no room, or too little memory", do)
 
 
-# ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── private helpers ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _is_repeated(job: JobFacts) -> bool:

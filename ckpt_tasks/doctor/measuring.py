@@ -29,9 +29,9 @@ from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import RetryingStore
 
 _TRIES = 30
-_SMALL_BYTES = 4096  # About the size of a ledger entry.
+_SMALL_BYTES = 4096  # A ledger entry has about this size.
 _LARGE_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20  # One read of a restore; larger objects are uploaded in several requests.
+_PIECE_BYTES = 16 << 20  # A restore reads this much at once; larger objects are uploaded in several requests.
 _IN_FLIGHT = 8
 _ROUNDS = 3
 _ENOUGH_S = 10.0  # Stop measuring large objects after this time: on a slow link one round is enough.
@@ -69,7 +69,7 @@ class _Trial:
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # With retries, for answers that are needed.
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # It retries, for answers that are needed.
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -223,7 +223,8 @@ class _Trial:
         if disk is not None and disk.free_bytes < _ROOM * self._large_bytes:
             self._abilities["large objects"] = Ability(None, f"not tried: only {disk.free_bytes >> 20} MiB are free")
             return None, None
-        body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")  # Aligned like a save's images.
+        # mmap aligns this memory as it does a save's images.
+        body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")
         for piece in _pieces(body):
             piece[:] = os.urandom(piece.nbytes)
         up_s: list[float] = []
@@ -288,7 +289,7 @@ class _Trial:
             for path in (a, b):
                 path.unlink(missing_ok=True)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _new(self, what: str) -> str:
         name = f"{self.place}/{what}"

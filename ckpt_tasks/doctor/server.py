@@ -137,7 +137,7 @@ def clock_of(url: str) -> tuple[float | None, float]:
         return None, 0.0
 
 
-# ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── private helpers ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _check_health(url: str) -> tuple[str | None, float | None, float]:

@@ -14,10 +14,10 @@ from ckpt_tasks.format.parsing import MALFORMED, finite, text, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 from ckpt_tasks.format.versions import TABLES_VERSION
 
-RNG = "rng"  # The group of the process's random streams.
+RNG = "rng"  # This group has the process's random streams.
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
-# NumPy's bit generators: the end of the numbers that a position can point to.
+# For each position field of NumPy's bit generators: the length of the buffer into which it points.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 

@@ -1,6 +1,6 @@
 """Parse JSON of a run directory within bounds: a small text must not exhaust the stack or the memory.
 
-Python's parser recurses as deep as the text nests (with a raised recursion limit until the process dies), and makes
+Python's parser recurses as deep as the text nests; with a raised recursion limit that can kill the process. It makes
 objects of up to 30 times the size of their text. So the text is checked first, without parsing it.
 """
 
@@ -14,20 +14,20 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
-MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 of them.
+MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 levels of JSON.
 MAX_CONTAINERS = 1 << 22  # A limit on lists and objects; a parameter with Adam's state takes five of them.
 MAX_VALUES = 1 << 24
 MAX_INT64 = 2**63 - 1
 
-# What reading a value of unexpected form may raise.
+# Reading a value of unexpected form may raise any of these.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 _MARKS = b'"[]{},'
 _OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SHALLOW = 16
-_MAX_QUOTES = 1 << 23  # A limit on the quotes in a text that holds brackets or commas.
-_DIGITS = 4300  # Python's own default limit for whole numbers.
+_MAX_QUOTES = 1 << 23  # At most this many quotes may stand around strings with brackets or commas in them.
+_DIGITS = 4300  # Python itself reads whole numbers of this many digits by default.
 
 
 def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:

@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-# Deeper than any real state. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
+# No real state is as deep. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
 MAX_DEPTH = 100
 MAX_INT_BITS = 10_000  # Python writes at most 4,300 digits.
 MAX_OF_ONE_HASH = 64
-_WORD = 2**32 - 1  # Random streams have hundreds of numbers up to this one, at every save.
+_WORD = 2**32 - 1  # Numbers up to this one skip _encode: random streams have hundreds of them, at every save.
 
 Json = Any
 _Keys = TypeVar("_Keys", bound=Collection[Any])
@@ -258,7 +258,7 @@ def _encode_typed(value: Typed, path: str, depth: int) -> Json:
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
-    # Sorted in written form, so that equal sets give equal bytes whatever the hash seed.
+    # Sort the items in written form, so that equal sets give equal bytes whatever the hash seed.
     _unlike(value, partial(UnsupportedStateError, key=path or None))
     return sorted(_items(value, path, depth), key=json.dumps)
 
@@ -385,7 +385,7 @@ _OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form 
 MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
 SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # Values of these types are stored as themselves.
-_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # Of what is more than a type and its contents.
+_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # These types have more than their contents.
     deque: lambda model, items: deque(items, model.maxlen),
     defaultdict: lambda model, pairs: defaultdict(model.default_factory, pairs),
     Typed: lambda model, parts: model._replace(parts=parts),

@@ -1,4 +1,4 @@
-"""The orders of rank 0 to ranks that a launcher has started, and the word of the first that fails: in their store.
+"""The orders that rank 0 gives to ranks of a launcher, and the error of the first rank that fails, in their store.
 
 Invariants
 
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 class Orders:
-    """What rank 0 gives and the others take. `size` ranks share the exchange."""
+    """A channel for the orders that rank 0 gives and the other ranks take; `size` is the number of ranks on it."""
 
     def __init__(self, exchange: StoreExchange):
         self.size = exchange.size

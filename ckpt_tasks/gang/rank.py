@@ -161,7 +161,7 @@ class _Rank:
         while not self._channel.closed:
             for message in messages:
                 if isinstance(message, Stop):
-                    # Send SIGTERM to the main thread: a call that waits there returns for the handler.
+                    # Send SIGTERM to the main thread, so that a call blocked there is interrupted and the handler runs.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 else:
                     self._orders.put(message)

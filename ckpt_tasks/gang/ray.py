@@ -179,7 +179,7 @@ class RayGang:
                 node.agent.tell.remote(numbers, message)
 
     def hear(self, timeout_s: float) -> Heard:
-        """Return what the ranks have said since, and None for each that has ended or is on a lost node."""
+        """Return messages since the last call, and None for each rank that has ended or is on a lost node."""
         working = [node for node in self._nodes if node.ranks]
         for node in working:
             if node.hearing is None and not node.lost:

@@ -27,7 +27,7 @@ from ckpt_tasks.errors import ConfigError, IntegrityError
 
 _MAX_ENTRIES = 1 << 20  # The limit for a zip file: one entry for each tensor.
 _PIECE_BYTES = 8 << 20
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # A mapping may be larger than the memory.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # With this flag, a mapping may be larger than the memory.
 # The end of a zip file: signature, disks, entries twice, size and begin of the directory, …
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

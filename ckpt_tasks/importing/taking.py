@@ -271,9 +271,9 @@ class _Taker:
     def __init__(self, left: dict[str, str]):
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
-        self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts in one
+        self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts share one dict
         self._keys: dict[int, str] = {}  # Keys of safetensors tensors, by id().
-        self._modules: dict[str, dict[str, Any]] = {}  # Maps a group to clean names and tensors, in the model's order.
+        self._modules: dict[str, dict[str, Any]] = {}  # Maps a group to its tensors by clean name, in order.
 
     def add(self, part: _Part) -> None:
         """Take one part, or record why it cannot be taken."""
@@ -303,7 +303,8 @@ class _Taker:
         return self._packed(part.value, part.group), ""
 
     def _packed(self, value: Any, path: str) -> Any:
-        pack(value, path, TensorSet(None))  # A trial: if the whole cannot be packed, no tensor stays behind.
+        # Try it first: if the whole cannot be packed, self._set keeps no tensor of it.
+        pack(value, path, TensorSet(None))
         return pack(value, path, self._set)
 
     def _module(self, part: _Part) -> tuple[dict[str, Any], str]:
@@ -367,5 +368,5 @@ class _Taker:
                 "on_cpu": None,
             }
 
-        packed(TensorSet(None))  # A trial: if the whole cannot be packed, no tensor stays behind.
+        packed(TensorSet(None))  # Try it first: if the whole cannot be packed, self._set keeps no tensor of it.
         return packed(self._set), note

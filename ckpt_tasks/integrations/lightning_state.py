@@ -177,9 +177,9 @@ class LightningState(Started):
         self._given = state
 
     def apply(self) -> None:
-        """Restore through Lightning's own functions, as `ckpt_path` does; ignore its own checkpoint, if any.
+        """Restore our checkpoint through Lightning's functions, as `ckpt_path` would; ignore one of Lightning's.
 
-        Raises ConfigError if another number of ranks has saved it.
+        Raises ConfigError if ours was saved by another number of ranks.
         """
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector

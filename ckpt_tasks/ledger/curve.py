@@ -18,7 +18,7 @@ from ckpt_tasks.process.processes import in_threads
 if TYPE_CHECKING:
     from ckpt_tasks.layout.steps import StepMetrics
 
-_AT_ONCE = 16  # Parallel requests to a remote store.
+_AT_ONCE = 16  # A remote store gets at most this many requests at once.
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CurveStep:
 
 @dataclass(frozen=True)
 class Curve:
-    """The steps of a run in the order of their commits; `damaged` tables could not be read."""
+    """The metrics of a run's steps, in the order of their commits; `damaged` counts tables that could not be read."""
 
     steps: tuple[CurveStep, ...] = ()
     damaged: int = 0

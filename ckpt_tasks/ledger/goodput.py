@@ -31,10 +31,11 @@ from statistics import median
 from ckpt_tasks.ledger.timeline import RESUMED, Moment
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
-# The parts of a return in the order of time; "noticed_s": from the last entry of the owner before to the process.
+# The parts of the time until training runs again, in order; "noticed_s" lasts from the previous owner's last entry to
+# the start of the process.
 RETURNED = ("noticed_s", *RESUMED)
 _OWNERS = ("taken", "lost")
-_CLOCK = (*_OWNERS, "commit", "failure", "released")  # Kinds that only the owner at that time writes.
+_CLOCK = (*_OWNERS, "commit", "failure", "released")  # Only the owner at that time writes entries of these kinds.
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.process.processes import in_threads
 
 ENTRIES_READ = 256  # At most half of them retire checkpoints; costs come from the newest 32 commits only.
-_AT_ONCE = 16  # Parallel requests to a remote store.
+_AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _MEASURED = 32  # Costs are medians of this many commits: a slower store shows soon, a single slow save does not.
-_TOLD = ("commit", "failure", "lost", "taken")  # The kinds of moments that tell about cost and failure.
+_TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds tell about cost and failure.
 
 
 class LearningCadence:

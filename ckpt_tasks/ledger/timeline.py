@@ -16,7 +16,7 @@ from ckpt_tasks.ledger.history import SYNCED, History
 from ckpt_tasks.process.processes import in_threads
 
 MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
-_AT_ONCE = 16  # Parallel requests to a remote store.
+_AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
 # The parts of a resume in the order of time: docs/FORMAT.md, "Events".
 RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")

@@ -33,7 +33,7 @@ class Differences:
     hint: str | None = None
     loose: bool = False
     groups: tuple[str, ...] = ()  # The groups that are restored.
-    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # Dtype and shape of each.
+    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # Dtypes and shapes by name.
     # The target's dtypes, of tensors that differ in nothing else.
     other_dtypes: list[torch.dtype] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def renamed_places(
 
 
 def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
-    """Return True if all other missing entries are optimizer state of exactly these parameters."""
+    """Return True if every missing entry that is not in `here` is optimizer state of a parameter in `here`."""
     rest = [name for name in missing if name not in here]
     return all(name.partition("/")[2] in here for name in rest)
 

@@ -59,7 +59,7 @@ def belongs_to_another(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
-        return False  # A view: its base holds the memory.
+        return False  # It is a view: its base holds the memory.
     return _uses(value) > _uses(torch.empty(1))
 
 
@@ -260,7 +260,7 @@ class PlainPart:
         return belongs_to_another(live) and not self._copies.is_bound(live)
 
     def _finished(self, tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
-        """Make a value of its parts, or keep the live one: as it is, or to be refilled."""
+        """Build a value from its restored parts, or return the target's own, which is unchanged or refilled later."""
         kind = type(tree)
         same = content and len(within) == len(content) and (kind is Typed or kind is type(live) is tuple)
         if same and all(content.get(key, content) is part for key, part in within.items()):

@@ -151,7 +151,7 @@ class RayCluster(Block):
 
 
 def api_is_away(error: Exception) -> bool:
-    """Return whether Prefect's API is overloaded or does not answer; what it refuses, it would refuse again."""
+    """Return True if Prefect's API is overloaded or does not answer, so that a retry may help; False for a refusal."""
     status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
     return isinstance(error, httpx.HTTPError) and (status in (0, *_OVERLOADED) or status >= 500)
 
@@ -162,7 +162,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
     slug = kind.get_block_type_slug()
     settings = get_current_settings()
     if not settings.api.url and settings.server.ephemeral.enabled:
-        from ckpt_tasks.orchestration.embedded import start_embedded_server  # Imports all of Prefect's server.
+        from ckpt_tasks.orchestration.embedded import start_embedded_server  # This imports all of Prefect's server.
 
         start_embedded_server()
     try:

@@ -153,7 +153,7 @@ def recommend(
         mtbf_s = estimate_mtbf_s(observed.failures, observed.trained_s, prior_mtbf_s)
     _check_seconds("mtbf_s", mtbf_s)
     optimum_s = daly_interval_s(observed.stall_s, mtbf_s)
-    capped_s = observed.stall_s * (1 / overhead_cap - 1)  # Solves stall / (interval + stall) = cap.
+    capped_s = observed.stall_s * (1 / overhead_cap - 1)  # This solves stall / (interval + stall) = cap.
     least_s = max(observed.flush_s, capped_s)
     interval_s = max(optimum_s, least_s)
     longer_by = "cap" if capped_s > observed.flush_s else "flush"
@@ -206,7 +206,7 @@ def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float,
 
 
 def trade_off_at(interval_s: float, observed: Observed, mtbf_s: float) -> TradeOff:
-    """Return the cost of one interval."""
+    """Return what saving every `interval_s` seconds is expected to cost: waiting for saves, and repeating steps."""
     overhead = observed.stall_s / (interval_s + observed.stall_s) if observed.stall_s else 0.0
     total = 1 - goodput(interval_s, stall_s=observed.stall_s, flush_s=observed.flush_s, mtbf_s=mtbf_s)
     return TradeOff(interval_s, overhead, max(0.0, total - overhead), total)
@@ -219,7 +219,7 @@ def trade_off(
 
     Intervals grow by a constant factor. Those below `recommended.least_s` are included, although they are not allowed.
     """
-    # At least 1 ms: the intervals are divisors.
+    # Take at least 1 ms: the intervals are divisors.
     ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]
     first_s, last_s = min(ends) / reach, max(ends) * reach
     ratio = last_s / first_s

@@ -22,7 +22,7 @@ from torch.nn import functional
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable
 from ckpt_tasks.tables.rules import Adagrad
 
-TASTES = 64  # Every user has one of them, and every item suits one.
+TASTES = 64  # Every user has one of these tastes, and every item suits one.
 _HELD_OUT = 512
 _UNEVEN = 8  # A few users and items come often, and most of them seldom.
 log = logging.getLogger("flows")

@@ -32,7 +32,7 @@ from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 FAULTS = ("kill", "terminate", "pause", "full disk")
 _END_S = 120.0  # A command that was told to end, and has not, is killed after this time.
-# A disk is full for this many times the time between two saves, and at least for so many seconds.
+# A disk stays full for _FULL_GAPS intervals between saves, but at least for _FULL_S seconds.
 _FULL_GAPS, _FULL_S = 10.0, 5.0
 
 

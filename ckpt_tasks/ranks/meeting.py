@@ -1,4 +1,4 @@
-"""A meeting of the ranks by way of a c10d store, and how a word or an exception travels through it."""
+"""Agreements of all ranks over a c10d store, and how a value or an exception is passed from rank to rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Meeting(Protocol):
     """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the words of all ranks, in their order, in rank 0, and an empty list in the others.
+        """Return the words (values) of all ranks, in their order, in rank 0, and an empty list in the others.
 
         `write` and `read` turn a word into bytes and back when it leaves the process.
         """
@@ -30,7 +30,7 @@ class Meeting(Protocol):
 
 
 class StoreMeeting:
-    """A meeting by way of a c10d store. A rank whose block fails before it has sent anything sends the error."""
+    """An agreement over a c10d store. A rank whose block fails before it has sent anything sends the error."""
 
     def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
         self._exchange = exchange
@@ -68,7 +68,7 @@ class StoreMeeting:
         return [word, *(read(data) for data in said)] if self._exchange.first else []
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
-        """Tell the answer in rank 0; wait for it in the others."""
+        """Send the answer if this is rank 0; wait for it in the others."""
         if not self._exchange.first:
             return read(self._hear())
         self._tell(write(answer))

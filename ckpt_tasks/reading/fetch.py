@@ -88,14 +88,14 @@ class StoredTensors:
         try:
             _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
-            # Verified a moment ago, so no older checkpoint is tried here: a retry verifies again, and may fall back.
+            # They were verified a moment ago, so try no older checkpoint: a retry verifies again, and may fall back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
                 key=error.key,
                 hint="Restore again before anything else is done with this state.",
             ) from error
 
-    # ── jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _is_whole(self, into: torch.Tensor, key: str) -> bool:
         """Return True if a target takes a tensor's stored bytes whole and in order."""
@@ -243,7 +243,7 @@ def _run(jobs: Sequence[_Job]) -> None:
 
 def _readers() -> int:
     """Return how many threads read: one for each core of this process, which it shares with the other ranks here."""
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "")  # As torchrun and our agents set it.
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun and our agents set it.
     ranks = int(ranks_here) if ranks_here.isdecimal() else 1
     return min(8, max(1 if ranks > 1 else 2, len(os.sched_getaffinity(0)) // max(1, ranks)))
 

@@ -1,4 +1,4 @@
-"""How much space a run's checkpoints will take, from its newest one."""
+"""How much space a run's checkpoints will take, estimated from the size of the newest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> F
     place = newest.manifest.removesuffix(MANIFEST_NAME)
     shared_bytes = 0
     if newest.reuses:
-        from ckpt_tasks.reading.opening import open_checkpoint  # Imports pyarrow.
+        from ckpt_tasks.reading.opening import open_checkpoint  # This imports pyarrow.
 
         objects = open_checkpoint(run.history.store, newest).manifest.objects
         shared_bytes = sum(record.size_bytes for record in objects if not record.name.startswith(place))

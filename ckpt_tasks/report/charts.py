@@ -20,7 +20,7 @@ from ckpt_tasks.ledger.goodput import SHARES, Course
 from ckpt_tasks.ledger.timeline import Moment
 from ckpt_tasks.report.picture import sort_metrics
 
-_MOST_LEFT = 20  # Stretches that were left behind.
+_MOST_LEFT = 20  # Draw at most this many abandoned stretches.
 _MOST_MARKS, _MOST_COMMITS = 300, 150
 _MARKED = ("failure", "lost", "taken", "fallback", "rollback")
 _DIGITS = 7
@@ -125,7 +125,7 @@ def chart_data(
 
 
 def began_s(course: Course) -> float:
-    """Return when a run began, in seconds since 1970; 0 for one without a moment."""
+    """Return when a run began, in seconds since 1970, or 0 if its course has no moments."""
     return course.placed[0].moment.at_s if course.placed else 0.0
 
 
@@ -145,7 +145,7 @@ def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[s
         good = finite[begin:end]
         kept |= {begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())}
         if not good.all():
-            kept.add(begin + int(good.argmin()))  # The first value that is not finite.
+            kept.add(begin + int(good.argmin()))  # Keep the first value that is not finite.
         middles.append((begin + end) // 2)
         means.append(float(value[begin:end][good].mean()) if good.any() else math.nan)
     places = sorted(kept)

@@ -39,7 +39,7 @@ class Listeners:
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
-        self._callers: set[int] = set()  # Threads of saves that are in a listener now.
+        self._callers: set[int] = set()  # The threads that are calling a listener for a save now.
 
     def add(self, listener: Listener) -> None:
         """Add a listener; raise ConfigError if it is not a Listener."""
@@ -91,9 +91,9 @@ class Listeners:
             try:
                 if function is not None:
                     function(*arguments)
-            except BaseException as error:  # Only logged: a listener must not stop a save.
+            except BaseException as error:  # Only log it: a listener must not stop a save.
                 if not (background or isinstance(error, Exception)):
-                    raise  # A Ctrl-C in the main thread.
+                    raise  # It is a Ctrl-C in the main thread.
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))
                     _log.exception("The listener %r failed after an event %r; the run goes on", function, name)

@@ -58,7 +58,7 @@ class RankSaver:
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
-        self._hurries = False  # True while training waits for the lock: then the thread that makes memory gives it up.
+        self._hurries = False  # Training sets it while it waits for the lock: a thread that allocates then releases it.
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -122,7 +122,7 @@ class RankSaver:
         values = sample_values(captured.one_for_all, saving.turn, self._devices)
         return cache(partial(compared, saving.groups, values, held))
 
-    # ── behind training's back ───────────────────────────────────────────────────────────────────────────────
+    # ── in the background of training ────────────────────────────────────────────────────────────────────────
 
     def take_ahead(self, *slots: str) -> None:
         """Prepare the memory of slots: touching memory for the first time costs several times a copy."""
@@ -182,7 +182,7 @@ class RankSaver:
             snapshot.unsealed = True
 
     def refuse(self, slot: str, attempt: Attempt) -> None:
-        """Unseal the snapshot in a slot and its local copy: its save was refused, so nothing may restore it."""
+        """Mark the snapshot in a slot and its local copy as not restorable, since its save was refused."""
         # If unsealing fails, a restart still compares the snapshot with the other ranks' before it restores it.
         with suppress(CkptError):
             self._cache.memory.unseal(slot)

@@ -291,7 +291,7 @@ class Saver:
         with self._ranks.meeting(tenure.topic(number), self._config.flush_timeout_s):
             raise error
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _plan(self, captured: Captured) -> None:
         if not self._rank.fits(captured):

@@ -32,7 +32,7 @@ class Position:
     def __init__(self) -> None:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._since: SavePoint | None = None  # When the current step began.
+        self._since: SavePoint | None = None  # The current step began at this point.
 
     @property
     def step_s(self) -> float | None:
@@ -82,7 +82,7 @@ class Position:
 
 
 def point(step: int, epoch: int | None) -> SavePoint:
-    """Return the current point of training."""
+    """Return a step, an epoch and the present time as one point, which the policy compares with earlier points."""
     return SavePoint(step=step, epoch=epoch, clock_s=system().monotonic())
 
 
@@ -130,7 +130,7 @@ def check_epoch(epoch: SupportsIndex | None) -> int | None:
 def check_step(step: SupportsIndex, position: int) -> int:
     """Return a step as an int; raise StateError if it is not a step, or is below `position`."""
     try:
-        number = -1 if isinstance(step, bool) else operator.index(step)  # A NumPy integer is one, too.
+        number = -1 if isinstance(step, bool) else operator.index(step)  # NumPy integers are valid steps, too.
     except TypeError:
         number = -1
     if not 0 <= number <= MAX_STEP:

@@ -71,7 +71,7 @@ class Line:
         return self.stored[1]
 
     def follow(self, parent: Checkpoint | None) -> None:
-        """Continue from a checkpoint."""
+        """Set the parent of the next save's checkpoint, which all ranks know; None if it has no parent."""
         self.parent, self.unsure = parent, False
 
     def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
@@ -89,10 +89,10 @@ class Resume:
     """
 
     def __init__(self) -> None:
-        self.owner_s: float | None = None  # How long the process waited for the run directory; None after a restore.
-        self.compiled_s: float | None = None  # How long it took to bring compiled code back; None if there was none.
-        self.first_s: float | None = None  # How long the first step of this tenure took.
-        self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
+        self.owner_s: float | None = None  # The process waited this long for the run directory; None after a restore.
+        self.compiled_s: float | None = None  # Bringing compiled code back took this long; None if there was none.
+        self.first_s: float | None = None  # The first step of this tenure took this long.
+        self.parts: Mapping[str, float] = {}  # They are empty before the first step, and after the commit.
         self._at_s = system().monotonic()
         self._state: Mapping[str, object] = {}
         self._parts: dict[str, float] = {}

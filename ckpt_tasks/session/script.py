@@ -1,9 +1,9 @@
-"""The source of a script as it is, given the two lines of `resumable` and what its loop carries with it.
+"""Rewrite a script as if it had the two lines of `resumable`, and find the variables that its loop carries over.
 
-A script has one loop over epochs, and in it one over a DataLoader, there or in a function that it calls; what it does
-otherwise is not changed. Where the source does not show for sure that a resume would go on with everything, it is
-refused. Carried is what the source shows to be changed in the loop and read again: a best loss, a history, the sums of
-an epoch.
+The script must have one loop over epochs and, inside it or in a function that it calls, one over a DataLoader. The
+rest of the script is not changed. A script is refused if its source does not show for sure that a resume would restore
+all that the loop needs. A variable is carried over if the source shows that the loop changes it and reads it again: a
+best loss, a history, the sums of an epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a script as it is, with its training resumable: what the rewritten source calls."""
+"""Run an unchanged script so that its training is resumable: the rewritten source calls the hook in this module."""
 
 from __future__ import annotations
 
@@ -93,7 +93,11 @@ class _Hook:
         }
 
     def begin(self, loader: Any, numbers: Any, names: list[str], values: Callable[[], list[Any]]) -> Any:
-        """Restore what the script has in its variables; return the loader that the loop iterates."""
+        """Restore the script's variables from the checkpoint; return the loader over which its loop is to iterate.
+
+        `numbers`: the range of the epochs. `names`: the variables that the loop over epochs replaces, of which `values`
+        returns the values; the script then sets them to `self.values`.
+        """
         todo = hint(self.run)
         if self.epochs is not None:
             raise ConfigError("the loop over epochs begins a second time", hint=todo)

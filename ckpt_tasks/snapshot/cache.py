@@ -92,11 +92,11 @@ class SnapshotCache:
         self._root = Path()
         self._run = ""
         self._run_key = ""
-        self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
-        self._said = False  # True once the warning that snapshots end with this process is logged.
+        self.left: MemoryDirectory | None = None  # It is no longer in use, but a restart may need its snapshots.
+        self._said = False  # The warning "snapshots end with this process" is logged once.
 
     def check(self) -> None:
-        """Raise ConfigError if others can use the configured memory directory."""
+        """Raise ConfigError if other users can access our directory in the configured memory directory."""
         if self._memory_dir not in (None, "auto"):
             private_root(Path(self._memory_dir))
 

@@ -117,7 +117,7 @@ class Devices:
         # Unpin before the memory is unmapped: finalize calls this while `owner` still holds the mapping.
         finalize_here(owner, self._let_go, None if failures else address, device)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:

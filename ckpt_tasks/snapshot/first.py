@@ -32,7 +32,7 @@ class FirstCopy:
     def write(self, files: Mapping[str, int]) -> bool:
         """Write all images to new files, given as name → descriptor; raise OSError if there is no room.
 
-        Returns False if it wrote nothing: the caller must fill the files through a mapping.
+        Returns False if it wrote nothing: then the caller must fill the files through a memory map (mmap).
         """
         made_bytes = sum(tensor.nbytes for tensor in self._tensors.values() if not is_plain(tensor))
         if self._plan.devices or made_bytes > _MOST_MADE_BYTES:

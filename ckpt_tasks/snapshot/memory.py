@@ -253,7 +253,7 @@ class MemoryDirectory(SlotFiles):
 
 
 def private_root(directory: Path) -> Path:
-    """Return this user's own directory in a memory directory; raise ConfigError if others can use it."""
+    """Return this user's own directory in a memory directory; raise ConfigError if other users can access it."""
     root = directory / f"ckpt-tasks-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)

@@ -23,8 +23,8 @@ from ckpt_tasks.snapshot.snapshot import storable
 _TENSORS = 32  # About this many tensors are sampled in a save.
 _SAVES = 64  # All bytes are sampled in this many saves; more with over 2,048 tensors.
 _WHOLE_BYTES = 4096  # A smaller tensor is sampled whole.
-_VALUE_BYTES = 1 << 16  # The same limit for tensors of values that all ranks share.
-_VALUES_BYTES = 16 << 20  # About this much of all such values is sampled.
+_VALUE_BYTES = 1 << 16  # A sample of a tensor that all ranks share has about this many bytes at most.
+_VALUES_BYTES = 16 << 20  # The samples of all such tensors together have about this many bytes.
 _SHOWN = 4  # With so few elements a sample holds the values themselves, for the message.
 
 # Maps a key to this rank's part, and the part's offset in the whole.
@@ -80,7 +80,7 @@ def _taken(parts: Sequence[tuple[str, torch.Tensor]], devices: Devices) -> Sampl
             digests[name] = _digest(storable(part))
     if not waiting:
         return Samples(digests)
-    # Pinned memory: a copy to other memory would make the host wait for the device's stream.
+    # Use pinned memory: a copy to other memory would make the host wait for the device's stream.
     copied = [(name, torch.empty_like(part, device="cpu", pin_memory=True)) for name, part in waiting]
     pairs = [(into, part) for (_, into), (_, part) in zip(copied, waiting, strict=True)]
     return Samples(digests, copied, devices.start(pairs))

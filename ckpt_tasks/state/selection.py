@@ -97,7 +97,7 @@ class Chosen:
 def choose(
     state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
 ) -> Chosen:
-    """Choose what to restore into a flat state; record missing and unexpected places in `differences`.
+    """Choose what to restore into a flat state; record in `differences` which places are missing or unexpected.
 
     Raises ConfigError for a name that matches nothing.
     """
@@ -116,10 +116,10 @@ class _Chooser:
         self._selection, self._differences = selection, differences
         self._parameters = parameter_names(named_parameters(modules_of(state)))
         self._chosen = Chosen()
-        self._here: dict[str, list[str]] = {}  # The places of the state, by group.
+        self._here: dict[str, list[str]] = {}  # Maps a group to its places in the state.
         self._there = {name: _places(name, group) for name, group in groups.items()}
-        self._taken: set[str] = set()  # Places of the state.
-        self._used: set[str] = set()  # Places of the checkpoint.
+        self._taken: set[str] = set()  # The places of the state that are restored.
+        self._used: set[str] = set()  # The places of the checkpoint that are restored.
 
     def group(self, name: str) -> None:
         """Choose what to take for one group of the state."""
@@ -161,7 +161,7 @@ class _Chooser:
 
     def _is_unexpected(self, name: str, place: str) -> bool:
         """Return True if a place of the checkpoint is unexpected: selected, but without a place in the state."""
-        # A module's name in `leave` also leaves its parameters in the optimizer.
+        # If `leave` names a module, the optimizer's state of its parameters is not restored either.
         parameter = place.partition("/")[2] if self._groups[name].kind == "optimizer" else ""
         of_left = _is_in(parameter, self._selection.leave)
         return place not in self._used and self._selection.covers(place) and not of_left

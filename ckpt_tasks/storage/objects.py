@@ -35,7 +35,8 @@ from ckpt_tasks.storage.secrets import Redactor, without_secrets
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
 # Notice a stalled connection within seconds. The client must not retry: that hides failures and repeats commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
-# Over TLS no client signs a body. Without TLS, hashing takes a third of an upload's time; the CRC is in signed headers.
+# Do not sign bodies: over TLS no client does; without TLS the CRC in the signed headers protects the body, and a hash
+# would take a third of an upload's time.
 _S3_SIGNING = {"payload_signing_enabled": False}
 _ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # These settings win over the user's options.
 # fsspec's memory file system checks and then writes; only this process has its objects.
@@ -201,7 +202,7 @@ class ObjectStore:
         store._opened = self._requests()
         return store
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _reaches(self, other: ObjectStore) -> bool:
         """Return True if another store is on the same server, with the same credentials."""
@@ -302,7 +303,7 @@ class _Measured:
 
     def __init__(self) -> None:
         self._latency_s = 0.05
-        self._bandwidth = 50e6  # Bytes per second.
+        self._bandwidth = 50e6  # The unit is bytes per second.
         self._seen = False
 
     @property

@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """Fill requested tensors; verify all others and `pairs` (for `copy`). Raises IntegrityError or StoreError."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """Copy into live tensors of the stored shapes, on any device."""
+        """Copy the stored values of each key into the live tensor beside it, of the stored shape and on any device."""
 
 
 class HeldTensors:

@@ -101,7 +101,7 @@ class Pruner:
         """Sweep for leftovers of dead owners again: the directory had another owner in the meantime."""
         self._swept = False
 
-    # ── behind a commit ──────────────────────────────────────────────────────────────────────────────────────
+    # ── in the background, after a commit ────────────────────────────────────────────────────────────────────
 
     def follow(self, owner: Owner, state: State) -> None:
         """Prune soon, in the background, after the commit of `state`; errors are logged, and retried after the next."""

@@ -224,7 +224,7 @@ class Schedule:
         """Start a thread of the process that runs."""
         self._spawn(self.process, target)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _spawn(self, process: Process, target: Callable[[], None]) -> None:
         def life() -> None:

@@ -1,4 +1,4 @@
-"""Saves behind training's back are held up in several files of tests."""
+"""Saves in the background of training are held up in several files of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that fail behind training's back: whoever trains is told, waits for nobody, and nothing goes unrecorded."""
+"""Saves that fail in the background of training: training is told and does not wait, and all failures are recorded."""
 
 from __future__ import annotations
 

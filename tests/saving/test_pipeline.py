@@ -1,4 +1,4 @@
-"""Saves behind training's back: nothing is torn, lost, reordered or hidden, however slow or broken the store is."""
+"""Saves in the background of training: nothing is torn, lost, reordered or hidden if the store is slow or broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What saves behind training's back takes only what training leaves of the cores."""
+"""Threads that save in the background of training take only the time of the cores that training leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of saves behind training's back share: a state, a store that can be held up, and what is committed."""
+"""The tests of saves in the background of training share a state, a store that can be held up, and the commits."""
 
 from __future__ import annotations
 
