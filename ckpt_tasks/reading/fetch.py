@@ -34,6 +34,7 @@ from ckpt_tasks.tensors.memcpy import is_plain
 from ckpt_tasks.tensors.placements import local_of
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
+_READERS = max(2, min(8, os.cpu_count() or 2))
 _PIECE_BYTES = 2 << 20  # This stays in a core's cache between the read and the digest.
 _DIRECT_BYTES = 256 << 10  # Smaller tensors are read together and copied into place.
 
@@ -238,14 +239,7 @@ def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[lis
 
 
 def _run(jobs: Sequence[_Job]) -> None:
-    in_threads(lambda job: job(), jobs, _readers(), "ckpt-restore")
-
-
-def _readers() -> int:
-    """Return how many threads read: one for each core of this process, which it shares with the other ranks here."""
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun and our agents set it.
-    ranks = int(ranks_here) if ranks_here.isdecimal() else 1
-    return min(8, max(1 if ranks > 1 else 2, len(os.sched_getaffinity(0)) // max(1, ranks)))
+    in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
 
 
 def _run_bytes(run: Sequence[IndexRow]) -> int:
