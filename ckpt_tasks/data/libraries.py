@@ -22,6 +22,11 @@ def copy_of(stream: Any) -> Any:
         return copy.copy(stream)
     new = object.__new__(kind)
     vars(new).update(vars(stream))  # copy.copy would give two streams of datasets one and the same __dict__.
+    for name, value in vars(stream).items():
+        # A stream of datasets has its epoch in memory that all workers share, and set_epoch adds the difference to it:
+        # two workers that do so at once would add it twice.
+        if isinstance(value, torch.Tensor) and value.is_shared():
+            vars(new)[name] = value.clone()
     return new
 
 
