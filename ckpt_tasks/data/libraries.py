@@ -25,7 +25,7 @@ def copy_of(stream: Any) -> Any:
     for name, value in vars(stream).items():
         # A stream of datasets has its epoch in memory that all workers share, and set_epoch adds the difference to it:
         # two workers that do so at once would add it twice.
-        if isinstance(value, torch.Tensor) and value.is_shared():
+        if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
             vars(new)[name] = value.clone()
     return new
 
