@@ -125,6 +125,12 @@ def open_nameless() -> int:
     return fd
 
 
+def names_in(directory: Path) -> list[str]:
+    """List a directory; no fork happens meanwhile, so no child has the descriptor that this takes."""
+    with _forking:
+        return os.listdir(directory)
+
+
 def close_descriptor(fd: int) -> None:
     """Close a descriptor of open_descriptor() or open_nameless()."""
     with _forking:

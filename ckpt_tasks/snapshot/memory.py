@@ -29,12 +29,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
-from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, open_descriptor
+from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
 from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
@@ -228,8 +229,9 @@ class MemoryDirectory(SlotFiles):
     def seal(self, slot: str, files: Mapping[str, bytes | memoryview], seal: bytes) -> None:
         directory = self._slot(slot)
         try:
-            for left in directory.glob("*-of-*.arrow"):
-                left.unlink()  # Lookup tables of the snapshot that the slot had before.
+            for left in names_in(directory):
+                if fnmatch(left, "*-of-*.arrow"):  # A lookup table of the snapshot that the slot had before.
+                    (directory / left).unlink()
             for name, data in files.items():
                 _write_new(directory / name, data)
             # Renaming makes the seal appear whole or not at all. It needs no fsync: it need not survive the host.
