@@ -19,15 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from threading import Thread
 from typing import IO
 
 from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.proving.proof import Proof
-from ckpt_tasks.proving.script import LEAST_COMMITS, LOOK_S, Script, compared, exits_on_signals, kill, started_by
+from ckpt_tasks.proving.script import LOOK_S, Script, compared, exits_on_signals, kill, started_by
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 FAULTS = ("kill", "terminate", "pause", "full disk")
@@ -74,14 +72,7 @@ def chaos(
     faults = [name for _ in range(-(-rounds // len(FAULTS))) for name in dice.sample(FAULTS, len(FAULTS))][:rounds]
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="ckpt-chaos-") as folder:
         twin, other = (_Victim(command, Path(folder, name)) for name in ("twin", "hit"))
-        twin.end()
-        commits = twin.commits()
-        if len(commits) < LEAST_COMMITS:
-            raise ConfigError(
-                f"the command has saved {len(commits)} times, and {LEAST_COMMITS} are needed",
-                hint="Let it save more often (step_interval), or train for longer.",
-            )
-        gap_s = median(b.at_s - a.at_s for a, b in pairwise(commits))
+        commits, gap_s = twin.trained()
         steps = sorted(commits[dice.randrange(len(commits) - 1)].step or 0 for _ in faults)
         hits, kills = [], []
         try:

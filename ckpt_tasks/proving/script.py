@@ -31,7 +31,7 @@ from ckpt_tasks.reading.reading import Run, open_run
 
 _PLACE, _VARIABLE = "{run}", "CKPT_RUN"
 _MAY_DIFFER = re.compile(r"rng/(\d+/)?(python|numpy)/|trainer/.*/log_history/\d+/\w+_(runtime|per_second)$")
-LEAST_COMMITS = 3
+_LEAST_COMMITS = 3
 LOOK_S = 0.02
 _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARIABLE} from the environment."
 
@@ -54,14 +54,7 @@ def verify_script(command: Sequence[str]) -> Proof:
     """
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         twin, other = (Script(command, Path(folder, name)) for name in ("twin", "killed"))
-        twin.end()
-        commits = twin.commits()
-        if len(commits) < LEAST_COMMITS:
-            raise ConfigError(
-                f"the command has saved {len(commits)} times, and {LEAST_COMMITS} are needed to kill it in between",
-                hint="Let it save more often (step_interval), or train for longer.",
-            )
-        gap_s = median(b.at_s - a.at_s for a, b in pairwise(commits))
+        commits, gap_s = twin.trained()
         last = len(commits) - 1
         kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
         other.end()
@@ -110,6 +103,20 @@ class Script:
             kill(process)
         if status:
             raise self.failed(status)
+
+    def trained(self) -> tuple[list[Moment], float]:
+        """Let the command run to its end; return its commits, and the median seconds between two of them.
+
+        Raises ConfigError if there are too few to disturb the command in between.
+        """
+        self.end()
+        commits = self.commits()
+        if len(commits) < _LEAST_COMMITS:
+            raise ConfigError(
+                f"the command has saved {len(commits)} times, and {_LEAST_COMMITS} are needed to kill it in between",
+                hint="Let it save more often (step_interval), or train for longer.",
+            )
+        return commits, median(b.at_s - a.at_s for a, b in pairwise(commits))
 
     def killed_after(self, step: int, gap_s: float) -> tuple[int, float]:
         """Kill the command some time after a step's commit; return the last committed step, and when it was killed."""

@@ -53,6 +53,15 @@ def summaries_below(store: Store) -> list[RunSummary]:
     return summaries_of(stores_below(store))
 
 
+def places_of(root: Store) -> dict[str, Store]:
+    """Return the directories that may be runs, by name: `root` itself if it is one, else those directly below it.
+
+    Raises StoreError if `root` cannot be listed.
+    """
+    is_run = bool(root.names(LEDGER_PREFIX, limit=1))
+    return {root.url.rstrip("/").rpartition("/")[2]: root} if is_run else stores_below(root)
+
+
 def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
     """Summarise the runs among these directories, by name; a damaged run is listed, not raised."""
     looked = in_threads(lambda place: look_at(*place), places.items(), _THREADS, "ckpt-overview")

@@ -11,13 +11,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
-from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
-from ckpt_tasks.reading.overview import Look, look_at, summaries_of
-from ckpt_tasks.storage.locations import stores_below
+from ckpt_tasks.reading.overview import Look, look_at, places_of, summaries_of
 from ckpt_tasks.storage.port import Store
 
 _Sample = tuple[Mapping[str, str], float]
@@ -31,7 +29,7 @@ def registry_of(store: Store) -> CollectorRegistry:
     Raises CheckpointNotFoundError if there is none now.
     """
     runs = Runs(store)
-    if not summaries_of(runs.places()):
+    if not summaries_of(places_of(store)):
         raise CheckpointNotFoundError(f"there is no run in {store.url}, nor directly below it")
     registry = CollectorRegistry()
     registry.register(runs)
@@ -58,15 +56,10 @@ class Runs:
         self._root, self._most_s = root, most_s
         self._known: dict[str, _Known] = {}
 
-    def places(self) -> Mapping[str, Store]:
-        """Return the directories that may be runs, by name."""
-        is_run = bool(self._root.names(LEDGER_PREFIX, limit=1))
-        return {self._root.url.rstrip("/").rpartition("/")[2]: self._root} if is_run else stores_below(self._root)
-
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, with one sample or more for each run."""
         until_s = time.monotonic() + self._most_s
-        places = self.places()
+        places = places_of(self._root)
         runs = {name: self._samples(name, store, until_s) for name, store in places.items()}
         for name, (about, _) in _METRICS.items():
             counts = name.endswith("_total")

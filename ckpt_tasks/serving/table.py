@@ -22,9 +22,8 @@ from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.process.processes import in_threads
-from ckpt_tasks.reading.overview import Look, life_of, look_at
+from ckpt_tasks.reading.overview import Look, life_of, look_at, places_of
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store, unwrapped
 
 _EVERY_S, _REQUESTS_PER_S = 1.0, 10
@@ -80,9 +79,7 @@ class RunTable:
     def look(self) -> None:
         """Look at every run once; an outage of the store leaves the rows as they are, and is told."""
         try:
-            is_run = bool(self.root.names(LEDGER_PREFIX, limit=1))
-            name = self.root.url.rstrip("/").rpartition("/")[2]
-            stores = {name: self.root} if is_run else stores_below(self.root)
+            stores = places_of(self.root)
         except CkptError as error:
             self.error = str(error)
             return
