@@ -45,6 +45,37 @@ def pieces(into: torch.Tensor, key: str, rows: Iterable[IndexRow]) -> Iterator[P
             yield Piece(within(local, common, box), common, row)
 
 
+def stacked(rows: Sequence[IndexRow]) -> list[IndexRow]:
+    """Join regions of one tensor whose bytes and elements follow one another; a joined row has no digest.
+
+    Ranks write small regions, and one copy of many bytes costs less than many copies of few.
+    """
+    joined: list[IndexRow] = []
+    for row in rows:
+        box = _stack(joined[-1], row) if joined else None
+        if box is None:
+            joined.append(row)
+        else:
+            joined[-1] = joined[-1]._replace(box=box, end=row.end, digest=b"")
+    return joined
+
+
+def _stack(one: IndexRow, two: IndexRow) -> Box | None:
+    """Return the box of two regions together; None if its elements in C order are not their bytes in a row."""
+    (offset, shape), (after, more) = one.box, two.box
+    if one.object != two.object or one.end != two.begin or not shape:
+        return None
+    axis = 0
+    while shape[axis] == 1 and offset[axis] == after[axis] and axis < len(shape) - 1:
+        axis += 1
+    rest = axis + 1
+    if offset[axis] + shape[axis] != after[axis] or (offset[rest:], shape[rest:]) != (after[rest:], more[rest:]):
+        return None
+    return (
+        Box(offset, (*shape[:axis], shape[axis] + more[axis], *shape[rest:])) if shape[:axis] == more[:axis] else None
+    )
+
+
 def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
     """View a box of a tensor; `tensor` itself is the box `of`."""
     for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):

@@ -19,14 +19,13 @@ from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.policy.ranges import Span, merge_spans
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.ranks.exchange import ALONE, Together
-from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, within
+from ckpt_tasks.reading.boxes import box_of, in_order, meets, pieces, stacked, within
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, verify_run
 from ckpt_tasks.reading.sharing import ReadShare, share_reads
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import is_sharded
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-_IN_FLIGHT = 8
 _PAGE = 4096
 
 Read = tuple[str, Span, list[IndexRow]]
@@ -39,6 +38,8 @@ class DownloadedTensors:
     A tensor may be stored as boxes that many ranks wrote; a DTensor takes this rank's box. Only regions that hold a
     wanted element are read. All ranks must call `fetch`.
     """
+
+    _threads = 8
 
     def __init__(self, store: ReadableStore, rows: Iterable[IndexRow], together: Together | None = None):
         self._store = store
@@ -90,7 +91,7 @@ class DownloadedTensors:
         if not is_sharded(into) and self._share is None and in_order(rows):
             yield into, self._view(rows[0], rows[0].tensor_shape)
             return
-        for piece in pieces(into, key, rows):
+        for piece in pieces(into, key, stacked(rows) if self._share is None else rows):
             yield piece.into, within(self._view(piece.row), piece.box, piece.row.box)
 
     def _view(self, row: IndexRow, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -106,7 +107,7 @@ class DownloadedTensors:
 
     def _get(self, rows: Sequence[IndexRow]) -> None:
         reads = [*_reads([row for row in rows if row not in self._fetched], self._store.gap_bytes)]
-        in_threads(self.read_span, reads, _IN_FLIGHT, "ckpt-download")
+        in_threads(self.read_span, reads, self._threads, "ckpt-download")
         if self._share is None:
             self._fetched.update(rows)
 

@@ -27,7 +27,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Seal
-from ckpt_tasks.layout.index import IndexRow
+from ckpt_tasks.layout.index import Index, IndexRow
 from ckpt_tasks.ranks.exchange import ALONE, Exchange, Together, all_or_none
 from ckpt_tasks.reading.download import DownloadedTensors
 from ckpt_tasks.reading.fetch import StoredTensors
@@ -224,7 +224,7 @@ def restore_one(
     names = {row.object for row in wanted} if partial or selection is not None else None
     headers = [record for record in opened.manifest.objects if names is None or record.name in names]
     for record in headers if snapshot is not None else headers[rank::world_size]:
-        _check_header(store, record, opened.rows)
+        _check_header(store, record, opened.index)
     stored = StoredTensors if store.near else DownloadedTensors
     source = snapshot.tensors(store, wanted) if snapshot is not None else stored(store, wanted, together)
     verify_s, copy_s = _apply(plan, source, together, checkpoint.step)
@@ -297,12 +297,12 @@ def _derive_streams(saved: Mapping[str, Any], rank: int) -> None:
     seed_streams(int(digest_hex(canonical_json(dict(saved)) + str(rank).encode())[:16], 16))
 
 
-def _check_header(store: ReadableStore, record: ObjectRecord, rows: Sequence[IndexRow]) -> None:
+def _check_header(store: ReadableStore, record: ObjectRecord, index: Index) -> None:
     """Check an object's size and header; the error also names the tensors that are lost."""
     try:
         check_header(store, record)
     except (IntegrityError, ObjectNotFoundError) as error:
-        lost = [row for row in rows if row.object == record.name]
+        lost = index.of_object(record.name).rows
         if lost:
             more = f" and {len(lost) - 1} more regions" if len(lost) > 1 else ""
             error.message += f"; it holds {lost[0].full_key} (bytes {lost[0].begin}–{lost[0].end}){more}"

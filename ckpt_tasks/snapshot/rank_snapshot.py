@@ -7,6 +7,7 @@ what the rank needs (ranks on other hosts wrote some replicas), the snapshot can
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -99,6 +100,11 @@ class _PartsStore:
         self._of: dict[str, ReadableStore] = {}
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks whose parts this host has."""
+        return len(self._parts)
+
+    @property
     def is_complete(self) -> bool:
         """Whether this host has the parts of all ranks."""
         return len(self._parts) == _manifest(self._parts[self._rank]).world_size
@@ -140,6 +146,8 @@ class _CoveredTensors(DownloadedTensors):
         for row in rows:
             self._regions.setdefault(row.full_key, []).append(row)
         self._asked: list[tuple[torch.Tensor, str]] = []
+        # Digests in memory are work for the cores, which the ranks of this host share.
+        self._threads = max(1, (os.cpu_count() or 1) // store.ranks) if self._mapped else self._threads
         self._is_complete = store.is_complete  # If it is, `open` has found no hole in any tensor.
 
     def read(self, key: str) -> torch.Tensor:

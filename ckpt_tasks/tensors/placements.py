@@ -129,28 +129,42 @@ def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
     shape = tuple(tensor.shape)
     if not is_sharded(tensor) or 0 in shape:
         return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
-    local = tuple(tensor._local_tensor.shape)  # type: ignore[attr-defined]
-    return _place_in(tensor.device_mesh, tensor.placements, shape, local, key)  # type: ignore[attr-defined]
+    local, mesh = tuple(tensor._local_tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate, placements = mesh.get_coordinate(), tuple(tensor.placements)  # type: ignore[attr-defined]
+    # Equal meshes of two processes differ in the coordinate, and sibling meshes of one process in the rank.
+    own = mesh.get_rank(), None if coordinate is None else tuple(coordinate)
+    try:
+        return _place_in(mesh, own, placements, shape, local)
+    except UnsupportedStateError as error:
+        error.key = key
+        raise
 
 
-def _place_in(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...], local: tuple[int, ...], key: str) -> Place:
-    coordinate = mesh.get_coordinate()
+@lru_cache(maxsize=1024)  # A model's tensors have few shapes, and each tensor is placed several times in a restore.
+def _place_in(
+    mesh: Any,
+    own: tuple[int, tuple[int, ...] | None],
+    placements: tuple[Any, ...],
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+) -> Place:
+    rank, coordinate = own
     if coordinate is None:
         return Place(shape, Box((0,) * len(shape), (0,) * len(shape)), 0, 0)
     if not (_is_regular(mesh) or all(placement.is_replicate() for placement in placements)):
         why = f"a tensor on a mesh of ranks in the order {mesh.mesh.tolist()} cannot be stored"
-        raise UnsupportedStateError(f"{why}: torch mixes its parts up", key=key, hint=_ORDER)
+        raise UnsupportedStateError(f"{why}: torch mixes its parts up", hint=_ORDER)
     offset, extent = [0] * len(shape), [*shape]
     for dim in range(len(shape)):
-        for mesh_dim in _order_of_cuts(placements, mesh.shape, dim, key):
+        for mesh_dim in _order_of_cuts(placements, mesh.shape, dim):
             chunk = -(-extent[dim] // mesh.shape[mesh_dim])
             begin = min(extent[dim], mesh.get_local_rank(mesh_dim) * chunk)
             offset[dim] += begin
             extent[dim] = min(chunk, extent[dim] - begin)
     if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part.
         why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
-        raise UnsupportedStateError(f"{why} cannot be stored", key=key, hint=_ORDER)
-    return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, placements, coordinate))
+        raise UnsupportedStateError(f"{why} cannot be stored", hint=_ORDER)
+    return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, rank, placements, coordinate))
 
 
 @lru_cache(maxsize=64)
@@ -252,7 +266,7 @@ def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
     return cut if degree < ranks else None
 
 
-def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, key: str) -> list[int]:
+def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int) -> list[int]:
     """List the mesh dimensions that cut a tensor's dimension, in the order of the cuts.
 
     Raises UnsupportedStateError if the order is unknown.
@@ -261,7 +275,6 @@ def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, ke
         if not (placement.is_replicate() or placement.is_shard() or _is_strided(placement)):
             raise UnsupportedStateError(
                 f"a tensor with the placement {placement} cannot be stored",
-                key=key,
                 hint="Reduce it first: redistribute() it to Replicate() or Shard().",
             )
     cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate() and placement.dim == dim]
@@ -272,7 +285,6 @@ def _order_of_cuts(placements: Sequence[Any], sizes: Sequence[int], dim: int, ke
         if (placements[n].split_factor if _is_strided(placements[n]) else 1) != before:
             raise UnsupportedStateError(
                 f"a tensor with the placements {tuple(placements)}, cut in an unknown order, cannot be stored",
-                key=key,
             )
         before *= sizes[n]
     return cuts[::-1]
@@ -282,13 +294,13 @@ def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def _replica(mesh: Any, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
+def _replica(mesh: Any, rank: int, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
     """Return (this rank's number, count) of replicas, over all mesh dimensions that do not cut the tensor."""
     replica, replicas = 0, 1
     for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
         if placement.is_replicate():
             replica, replicas = replica * size + at, replicas * size
-    beside, beside_of = _beside(mesh, mesh.get_rank())
+    beside, beside_of = _beside(mesh, rank)
     return replica * beside_of + beside, replicas * beside_of
 
 
