@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:  # PEP 562
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value  # Later uses find the name here, without this function.
+    globals()[name] = value  # Later uses find the name here and do not call this function.
     return value
 
 

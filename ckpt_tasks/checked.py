@@ -1,4 +1,4 @@
-"""The boundary of the public functions: a wrong argument is a ConfigError that names it, before anything is done."""
+"""Check the arguments of the public functions: raise a ConfigError that names a wrong one before anything is done."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return len(items) == len(of) and all(map(_fits, items, of))
     if issubclass(origin, Mapping):
         return all(_fits(key, of[0]) and _fits(item, of[1]) for key, item in items.items())
-    # Do not look into an iterator: that would consume it.
+    # Do not check the items of an iterator: that would consume it.
     return not (of and isinstance(value, Collection)) or all(_fits(item, of[0]) for item in items)
 
 

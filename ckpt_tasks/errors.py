@@ -57,10 +57,10 @@ __all__ = [
 
 
 class CkptError(Exception):
-    """Carry what went wrong, for which key and step, and what to do next.
+    """Base of all errors of ckpt_tasks: what went wrong, for which key and step, and what to do next.
 
-    `key` is a path in the state tree, a tensor's key or an object's name; `step` is the checkpoint's step;
-    `hint` is one sentence that says what to do. All three are optional, and all survive pickling.
+    `key` is a path in the state, a tensor's key or an object's name; `step` is the checkpoint's step; `hint` is one
+    sentence that says what to do. All three are optional, and all survive pickling.
     """
 
     def __init__(self, message: str, *, key: str | None = None, step: int | None = None, hint: str | None = None):
@@ -89,7 +89,7 @@ class ProgramError(ConfigError):
 
 
 class StateError(CkptError):
-    """The state given does not fit; nothing was written and the target is untouched."""
+    """The state does not fit; nothing was written, and the target is unchanged."""
 
 
 class NonFiniteError(StateError):
@@ -112,10 +112,10 @@ class UnsupportedStateError(StateError, TypeError):
 
 
 class StateMismatchError(StateError):
-    """Checkpoint and target differ; the lists say in which keys.
+    """The checkpoint and the target differ; three lists say in which keys.
 
-    `missing` are keys that the target has and the checkpoint lacks, `unexpected` the reverse, `different` says
-    key by key which shape, dtype or kind differs.
+    `missing` are keys that the target has and the checkpoint lacks, `unexpected` the reverse; `different` says for each
+    key which shape, dtype or kind differs.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RunMismatchError(CkptError):
 
 
 class FormatVersionError(CkptError):
-    """An object was written by a newer version of the format; it is never skipped or guessed at."""
+    """An object was written by a newer version of the format; a reader neither skips it nor guesses its meaning."""
 
 
 class CheckpointNotFoundError(CkptError, LookupError):
@@ -201,7 +201,7 @@ class ObjectExistsError(StoreError):
 
 
 class CommitUncertainError(CkptError):
-    """The commit's answer was lost and could not be read back: all data is durable, a late arrival is valid."""
+    """The answer to a commit was lost and could not be read back: all data is durable; the commit may still land."""
 
 
 class OwnerError(CkptError):
@@ -211,14 +211,14 @@ class OwnerError(CkptError):
 class OwnedError(OwnerError):
     """A process that may be alive holds the run directory; nothing was written.
 
-    `same_flow_run`: it executes this process's own flow run.
+    `same_flow_run`: that process executes the same flow run as this one.
     """
 
     same_flow_run: bool = False
 
 
 class FencedError(OwnerError):
-    """Another process has taken the run directory over: this one must stop, and has touched nothing since."""
+    """Another process has taken the run directory over: this process must stop; it has changed nothing since then."""
 
 
 class RankError(CkptError):
@@ -230,7 +230,7 @@ class NoProgressError(CkptError):
 
 
 def _printable(text: str) -> str:
-    """Return a text without control characters but for line ends: keys and names come from states and directories."""
+    """Return a text without control characters, except line ends: keys and names may be foreign."""
     plain = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
     return text if text.isprintable() else "".join(plain)
 

@@ -1,7 +1,7 @@
-"""Lines for people, which must not end training: their reader may have left, or their disk be full.
+"""Lines for people; writing them must not end training, even if nobody reads them any more or the disk is full.
 
-A handler may raise: logging itself if stderr is closed, a handler of the user's, and rich's, which raises SystemExit
-when its reader has left.
+Any log handler may raise: logging's own if stderr is closed, a handler of the user's, and rich's, which raises
+SystemExit when the reader of its output has left.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def unread() -> Iterator[None]:
-    """Go on if what the block writes for people cannot be written."""
+    """Ignore errors of a block that writes output for people."""
     with suppress(Exception):  # A handler may raise anything.
         try:
             yield
         except SystemExit as end:
-            # Otherwise a signal came meanwhile: it may end the process.
+            # Otherwise the SystemExit comes from a signal, which may end the process.
             if not isinstance(end.__context__, BrokenPipeError):
                 raise
 
 
 def guard_log() -> None:
-    """Let no handler of the logger `ckpt_tasks`, or of the loggers above it, raise into the code that logs."""
+    """Keep errors of log handlers (of `ckpt_tasks` and of the loggers above it) from reaching the code that logs."""
     log = logging.getLogger("ckpt_tasks")
     handle: Callable[[logging.LogRecord], None] = log.handle
 
@@ -37,7 +37,7 @@ def guard_log() -> None:
 
 
 def write_line(line: str) -> None:
-    """Write a line on stderr; drop it if stderr is closed or full."""
+    """Write a line to stderr; drop it if stderr is closed or full."""
     with unread():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

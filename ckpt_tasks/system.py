@@ -1,7 +1,7 @@
 """The only source of clocks, threads and random numbers for the protocol.
 
-Which process is fenced, which checkpoint is pruned and which rank waits for which follow from these and from the store
-alone. A simulation of many processes passes its own `System` to `use`: then one seed is one schedule, and repeatable.
+Which process is fenced, which checkpoint is pruned and which rank waits depend only on these and on the store. A
+simulation of many processes passes its own `System` to `use`: then each seed gives one repeatable schedule.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-# Measured: at niceness 19 or 0 a copy cost training no less, and at 19 it may wait long on a busy machine.
+# Measured: niceness 19 slows training down as much as 0, and a copy may wait long on a busy machine.
 _NICER = 10
-_dice = random.SystemRandom()  # Python's own generator belongs to training, and is saved with it.
+_dice = random.SystemRandom()  # Python's own generator belongs to training and is saved with it.
 
 
 class System:
-    """This process on this machine."""
+    """The clocks, threads, locks and random numbers of this process on this machine."""
 
     def time(self) -> float:
         """Return the seconds since 1970, by a clock that may be set."""
@@ -43,18 +43,18 @@ class System:
     def start_thread(
         self, target: Callable[..., None], *arguments: Any, name: str, daemon: bool = True
     ) -> threading.Thread:
-        """Start a thread. Raises RuntimeError if the process cannot have another one."""
+        """Start a thread. Raises RuntimeError if the process cannot have another thread."""
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=daemon)
         thread.start()
         return thread
 
     def age_s(self) -> float:
-        """Return for how long this process has run; 0 if the system does not tell."""
+        """Return how long this process has run, in seconds; 0 if the system does not tell."""
         start = process_start(os.getpid())
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK") if start else 0.0
 
     def lower_priority(self) -> None:
-        """Lower the calling thread's priority: its niceness is the process's plus 10, at most 19."""
+        """Lower the calling thread's priority: add 10 to the process's niceness, up to 19."""
         if sys.platform == "linux":  # Elsewhere niceness belongs to the whole process, not to the thread.
             with suppress(OSError):
                 niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICER, 19)
@@ -121,14 +121,14 @@ def boot_id() -> str:
 
 
 def gang_rank() -> str | None:
-    """Return in words which rank a launcher made this process, if it has started several ranks."""
+    """Describe in words which rank a launcher gave this process, if the launcher started several ranks."""
     size = os.environ.get("WORLD_SIZE", "")
     several = size.isdecimal() and int(size) > 1 and "RANK" in os.environ
     return f"this is rank {os.environ['RANK']} of {size}" if several else None
 
 
 def host_name() -> str:
-    """Name this kernel, its process namespace and the user: ranks with equal names can open each other's files.
+    """Name this kernel, process namespace and user: ranks with equal names can open each other's files.
 
     Returns "" if no file of another process can be opened.
     """
@@ -151,7 +151,7 @@ def process_start(pid: int) -> str | None:
 
 def has_ended(pid: int, start: str) -> bool:
     """Return True if a process of this system has certainly ended; /proc may hide other users' processes."""
-    # /proc hides another user's process; a number that is no process id overflows.
+    # /proc hides another user's process; a number too large for a process id raises OverflowError.
     with suppress(PermissionError, OverflowError):
         try:
             os.kill(pid, 0)

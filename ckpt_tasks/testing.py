@@ -4,7 +4,7 @@
     config = CheckpointConfig(checkpoint_dir=located(store), memory_dir=None)
     store.on("unanswered", verb="put_if_absent", name="ledger/", times=1)
 
-What is tested is the real protocol: only the objects live in a dict, and only the requests that you name fail.
+The protocol is the real one: objects live in a dict, and only the requests that you name fail.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _StoreLocation(Location):
 
 
 def located(store: Store, *, deadline_s: float | None = None) -> Location:
-    """Return the location of a run in this store, for a `CheckpointConfig` or `open_run`, in this process alone.
+    """Return the location of a run in this store, for a `CheckpointConfig` or `open_run` of this process only.
 
     With `deadline_s`, requests that fail temporarily are retried for this many seconds, as with a server.
     """
@@ -73,7 +73,7 @@ def located(store: Store, *, deadline_s: float | None = None) -> Location:
 class MemoryStore(OneByOne):
     """A store whose objects are in this process's memory: `objects` maps their names to their bytes.
 
-    With `near=False` it is treated as a store with a server, and is asked less often.
+    With `near=False` it is treated as a store with a server, which gets fewer requests.
     """
 
     gap_bytes = 0
@@ -150,7 +150,7 @@ class MemoryStore(OneByOne):
 
 @dataclass(eq=False, kw_only=True)
 class Rule:
-    """Which requests of a FaultyStore meet which fate; `FaultyStore.on` makes one.
+    """A rule of a FaultyStore: which requests meet which fate; `FaultyStore.on` makes one.
 
     `hits` counts these requests; `reached` is set when the first one comes; setting `until` releases held requests.
     """
@@ -165,7 +165,7 @@ class Rule:
     until: threading.Event = field(default_factory=threading.Event)
 
     def strikes(self, verb: str, name: str) -> bool:
-        """Return True if a request meets this fate, and count it."""
+        """Return True if this rule applies to a request, and count it."""
         meant = (not self.verb or verb in self.verb.split()) and re.search(self.name, name) is not None
         if not meant or self.hits == self.times:
             return False
@@ -237,7 +237,7 @@ class FaultyStore(WrappedStore):
         return rule.fate
 
     def later(self, arrive: Callable[[], None]) -> None:
-        """Keep a request for `deliver`."""
+        """Keep a request until `deliver` is called."""
         self._late.append(arrive)
 
     def part_of(self, body: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""Digests: xxh3-128, fast enough (25 GB/s a core) to cover every byte of every save and restore.
+"""Digests by xxh3-128, which is fast enough (25 GB/s a core) to cover every byte of every save and restore.
 
-They detect damage, not malice: whoever can write to the run directory can also write a matching digest.
-Source: github.com/Cyan4973/xxHash.
+They detect damage, not malice: whoever can write to the run directory can also write a matching digest. Source:
+github.com/Cyan4973/xxHash.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import xxhash
 
 from ckpt_tasks.errors import ConfigError
 
-Digest = xxhash.xxh3_128  # For bytes that come piece by piece: update(), then digest().
+Digest = xxhash.xxh3_128  # For bytes that arrive in pieces: update(), then digest().
 
 
 def digest_bytes(data: bytes | memoryview) -> bytes:

@@ -1,13 +1,13 @@
 """The names of objects in a run directory, and how to read them back.
 
-Every name is built and parsed here. Names are relative, their parts match a strict pattern, and parsing is by full
+This module builds and parses every name. Names are relative, their parts match a strict pattern, and parsing is by full
 match: a foreign name in the directory is ignored, never misread. A name that is read from an object must be of the kind
 of its field: a table with the name of a ledger entry would otherwise be copied as one.
 
 Names of shards that differ only in the rank are folded to one: `…/base-[0-999]-of-01000-0.safetensors`. A checkpoint of
 a thousand ranks that reuses a frozen base names a thousand objects, as does every ledger entry in which it is live;
-folded they are one text, for any number of ranks. Folding loses nothing: single names decide what is deleted, kept or
-reused. `Names` finds a name without unfolding, since a read text of twenty bytes can stand for a million names.
+folded they are one text, for any number of ranks. Folding loses nothing: what is deleted, kept or reused is decided by
+single names. `Names` finds a name without unfolding, since a folded name of twenty bytes can stand for a million names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tasks.errors import ConfigError
 FORMAT_NAME = "format.json"
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
-STEPS_NAME = "steps.arrow"  # The name of a snapshot's steps in memory.
+STEPS_NAME = "steps.arrow"  # A snapshot in memory has the metrics of its steps under this name.
 LEDGER_PREFIX = "ledger/"
 COMPILED_PREFIX = "compiled/"
 MAX_STEP = 10**12 - 1
@@ -43,7 +43,7 @@ _ATTEMPT = re.compile(r"checkpoint_([0-9]{12})/e([0-9]{6}|[1-9][0-9]{6,8})-([0-9
 
 
 class Attempt(NamedTuple):
-    """One try to save one step: `epoch` is the owner epoch of its writer, `nonce` 16 hex digits of its own."""
+    """One try to save one step: `epoch` is the writer's owner epoch, `nonce` a random number of 16 hex digits."""
 
     step: int
     epoch: int
@@ -56,7 +56,7 @@ class Attempt(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A pack of compiled code: the owner epoch of its writer, the kind of host that it is for, and its digest."""
+    """A pack of compiled code: its writer's owner epoch, the kind of host that can use it, and its digest."""
 
     epoch: int
     kind: str
@@ -69,7 +69,7 @@ def attempt_prefix(attempt: Attempt) -> str:
 
 
 def key_of_rank(key: str, rank: int) -> str:
-    """Return the key of a tensor of which each rank has its own: "group/name", with the rank after the group."""
+    """Return the key of a rank's own tensor: "group/name" with the rank inserted after the group."""
     group, _, name = key.partition("/")
     return f"{group}/{rank:05d}/{name}"
 
@@ -81,12 +81,12 @@ def parse_attempt(name: str) -> Attempt | None:
 
 
 def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
-    """Name one safetensors file of a group: rank r of n, part p."""
+    """Name the safetensors file of a group that holds part p of rank r of n."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{part}.safetensors"
 
 
 def table_name(group: str, rank: int, world_size: int, number: int) -> str:
-    """Name one Arrow file of a lookup table; its number is never used again in the files that follow it."""
+    """Name one Arrow file of a lookup table; later files of the table never use its number again."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{number}.arrow"
 
 
@@ -116,12 +116,12 @@ def live_list_name(digest: str) -> str:
 
 
 def evaluation_name(step: int, suite: str, nonce: str) -> str:
-    """Name the table of one evaluation."""
+    """Name the file of one evaluation's rows."""
     return f"evals/{step:012d}-{suite}-{nonce}.arrow"
 
 
 def steps_name(attempt: Attempt) -> str:
-    """Name the table with the metrics of the steps that a checkpoint adds; it outlives the checkpoint."""
+    """Name the file with the metrics of the steps that a checkpoint adds; the file outlives the checkpoint."""
     return f"steps/{attempt.step:012d}-{attempt.name}.arrow"
 
 
@@ -152,7 +152,7 @@ def is_run_key(name: str) -> bool:
 
 
 def is_object_name(name: str) -> bool:
-    """Return True if a name can be an object's: one to four parts, none with a leading dot; no URL or absolute path."""
+    """Return True if a name can be an object's: one to four parts without a leading dot; no URL or absolute path."""
     parts = name.split("/")
     return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
 
@@ -170,13 +170,13 @@ def is_shard(name: str) -> bool:
 
 
 def is_evaluation(name: str, step: int, suite: str) -> bool:
-    """Return True if this is the name of an evaluation by this suite, of a checkpoint of this step."""
+    """Return True if this is the name of an evaluation of a checkpoint of this step by this suite."""
     match = _EVALUATION.fullmatch(name)
     return match is not None and (int(match[1]), match[2]) == (step, suite)
 
 
 def is_steps(name: str, step: int) -> bool:
-    """Return True if this is the name of the table of steps that came with a commit of this step."""
+    """Return True if this is the name of the metrics of steps that a commit of this step added."""
     match = _STEPS.fullmatch(name)
     return match is not None and int(match[1]) == step
 
@@ -186,9 +186,9 @@ def is_live_list(name: str) -> bool:
     return _LIVE_LIST.fullmatch(name) is not None
 
 
-# The most names that one name folds: a checkpoint has no more regions, and an object has at least one.
+# One folded name stands for at most this many names: a checkpoint has no more regions, and an object has at least one.
 MAX_FOLDED = 1 << 20
-MAX_RETIRED = 4 * MAX_FOLDED  # The most names that one ledger entry gives up.
+MAX_RETIRED = 4 * MAX_FOLDED  # One ledger entry gives up at most this many names.
 
 _NUMBERED = re.compile(rf"(.*-)([0-9]{{5,9}})({_OF_RANKS})", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"
@@ -265,20 +265,20 @@ class Names:
 
 
 def _parsed(name: str) -> tuple[_Key | str, list[_Run]]:
-    """Split a name into (texts around the rank, runs of ranks); (the name, []) if it has no rank."""
+    """Split a name into (texts around the rank, runs of ranks); return (the name, []) if it has no rank."""
     match = _FOLDED.fullmatch(name) if "[" in name else _NUMBERED.fullmatch(name)
     if match is None:
         return name, []
     before, ranks, behind = match.groups()
     if "[" not in name:
-        # A number that is not written in five digits makes another name.
+        # A rank that is not written in five digits is part of a plain name.
         return ((before, behind), [(int(ranks), int(ranks))]) if f"{int(ranks):05d}" == ranks else (name, [])
     ends = [run.partition("-") for run in ranks.split(",")]
     return (before, behind), [(int(first), int(last or first)) for first, _, last in ends]
 
 
 def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
-    """Return the runs of ranks by the texts around them; a name without a rank has none."""
+    """Return the runs of ranks by the texts around them; the list of a name without a rank is empty."""
     runs: dict[_Key | str, list[_Run]] = {}
     for name in names:
         key, ranks = _parsed(name)

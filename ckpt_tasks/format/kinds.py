@@ -1,7 +1,7 @@
-"""The kinds of groups as the format has them; the tree of each is checked before anything is made of it.
+"""The kinds of groups in the format; the tree of each group is checked before anything is made from it.
 
-A restore trusts a tree: it indexes into it, and takes strides, flags and the position of random streams from it. NumPy
-would follow a position beyond a stream's numbers out of its memory.
+A restore trusts a tree: it uses positions, strides, flags and the states of random streams from it. NumPy would follow
+a position outside a stream's numbers and read other memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ckpt_tasks.format.versions import TABLES_VERSION
 RNG = "rng"  # This group has the process's random streams.
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
-# For each position field of NumPy's bit generators: the length of the buffer into which it points.
+# The length of the buffer into which each position field of NumPy's bit generators points.
 _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def check_group(name: str, kind: str, tree: Any) -> None:
     """Raise IntegrityError if a group's tree does not fit its kind; unknown kinds are not checked.
 
-    The name of the process's random streams is reserved: a group of that name must be of their kind.
+    The name `rng` is reserved: a group of that name must hold random streams.
     """
     if (name == RNG) != (kind == RNG):
         raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
@@ -114,9 +114,9 @@ def _list(value: Any) -> list[Any]:
 
 
 class SavedKind(NamedTuple):
-    """A kind of group: the first format version with it, and a check that raises one of MALFORMED for a bad tree.
+    """A kind of group: the first format version that has it, and a check that raises one of MALFORMED for a bad tree.
 
-    `exports`: a file for torch can hold it. Random streams are useful to a restore only.
+    `exports`: a file for torch can hold such a group. Only a restore can use random streams.
     """
 
     since: int

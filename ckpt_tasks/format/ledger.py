@@ -3,12 +3,12 @@
 Invariants (MUST: breaking one loses data)
 
 1. Entry n is put if absent and never changed or deleted; numbers are dense. So of two writers one wins.
-2. An entry holds the whole state after it: reading a run takes one listing of one name and one read.
+2. An entry holds the whole state after it: to read a run, a reader lists one name and reads one object.
 3. Only the owner commits and retires: such an entry is made only from a state whose owner is the writer.
 4. No later commit names an object that a retire entry has named.
 
-Everything here is pure: states are values, events turn one into the next, and `history.py` puts them into a store.
-The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mover/icechunk), with the state inline.
+Everything here is pure: states are values, events turn one into the next, and `history.py` puts them into a store. The
+shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mover/icechunk), with the state inline.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ckpt_tasks.format.versions import TABLES_VERSION, check_version
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-_MAX_DEPTH = 100  # The depth of the JSON; only users' notes can nest deeply.
+_MAX_DEPTH = 100  # The depth of the JSON; only the notes of users can nest deeply.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,11 @@ class State:
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
     def sparing(self, epoch: int) -> State:
-        """Return the state that spares orphans of all owner epochs up to this one."""
+        """Return the state in which no orphan of an owner epoch up to this one is swept."""
         return replace(self, spared_epochs=max(epoch, self.spared_epochs))
 
     def with_stall(self, flow_run_id: str | None) -> State:
-        """Return the state after one more stalled attempt of a flow run; another flow run starts at 1."""
+        """Return the state after one more stalled attempt of a flow run; for another flow run the count starts at 1."""
         again = flow_run_id is not None and flow_run_id == self.stalled_flow_run
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
@@ -120,7 +120,7 @@ class State:
         return state
 
     def rolled_back(self, rollback: Rollback) -> State:
-        """Return the state after a rollback: its checkpoint is the newest again, later ones are abandoned."""
+        """Return the state after a rollback: its checkpoint is the newest again, and later ones are abandoned."""
         return replace(self, live=_follow(self.live, rollback.identity), rollback=rollback)
 
     @property
@@ -211,7 +211,7 @@ class Entry:
     segments: tuple[Segment, ...] = ()  # The objects that hold the older live checkpoints.
 
     def to_bytes(self) -> tuple[bytes, str]:
-        """Write the entry: (its bytes, its digest); raise StateError if a reader would refuse it."""
+        """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry."""
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
@@ -232,7 +232,7 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # Readers check every bound, so let one try.
+            Entry.from_bytes(data, ledger_name(self.n))  # Readers check every bound, so check the entry as they do.
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
@@ -277,7 +277,7 @@ class Entry:
         except MALFORMED as error:
             raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
-            # The next commit must be newer than all live checkpoints.
+            # The next commit must have a higher number than all live checkpoints.
             raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)
         return entry, str(digest)
 
@@ -292,7 +292,7 @@ def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
 
 
 def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoint, ...]:
-    """Mark the checkpoints that are abandoned, now that training continues from `parent`."""
+    """Mark the checkpoints that are abandoned if training continues from `parent`."""
     known = {c.manifest_digest: c for c in live}
     at = known.get(parent) if parent is not None else None
     if at is None:
@@ -301,7 +301,7 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     while at is not None and at.n not in line:
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
-    # Pruned checkpoints hide the ancestors of the oldest known one: below it, old marks stay.
+    # The ancestors of the oldest checkpoint on this line may be pruned, so keep the old marks of older checkpoints.
     oldest = min(line)
 
     def follow(c: Checkpoint) -> Checkpoint:
@@ -327,7 +327,7 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body.get("origin")),  # Entries that were written before forks existed lack it.
+        origin=read_origin(body.get("origin")),  # Entries written before forks existed lack it.
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),

@@ -1,9 +1,9 @@
-"""The live checkpoints of a ledger entry: in the entry itself, or as segments and a tail.
+"""The live checkpoints of a ledger entry, in the entry itself or in segments.
 
 A segment is an object with some consecutive checkpoints, named by its digest and never changed. The newest checkpoints,
-the tail, are in the entry itself. An entry names the segments of the previous entry, except those in which a
-checkpoint was removed or changed: new ones replace them. So a commit writes the tail and 35 bytes for every segment,
-however many checkpoints are live.
+the tail, are in the entry itself. An entry reuses the segments of the previous entry, and replaces those in which a
+checkpoint was removed or changed. So a commit writes the tail and 35 bytes for every segment, however many checkpoints
+are live.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Segment:
 
 
 def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Return the segments of a list of checkpoints; the rest of the list is the tail. A short list has no segments.
+    """Cut a list of checkpoints into segments; what remains is the tail. A short list has no segments.
 
     `before` are the segments of the previous entry: one whose checkpoints have not changed is reused.
     """
@@ -81,7 +81,7 @@ def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
 
 
 def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
-    """Read a list of checkpoints; raise IntegrityError if the bytes do not have this digest or make no sense."""
+    """Read a segment's checkpoints; raise IntegrityError if the bytes do not have this digest or are malformed."""
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     try:
@@ -127,7 +127,7 @@ def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Che
 
 
 def _pieces(part: Sequence[Checkpoint], *, whole: bool) -> Iterator[Segment]:
-    """Cut checkpoints into new segments; with `whole`, only into full ones, and leave the rest as a tail."""
+    """Cut checkpoints into new segments; if `whole`, only into full ones, and leave the rest as a tail."""
     for begin in range(0, len(part), _SEGMENT):
         if whole and len(part) - begin < 2 * _SEGMENT:
             return

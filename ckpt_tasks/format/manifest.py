@@ -133,7 +133,7 @@ def _written(body: Mapping[str, Any]) -> bytes:
 
 
 def _version_of(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
-    """Return the first format version that has all of a manifest: its ranks, its kinds of groups and of values."""
+    """Return the first format version that supports this manifest's ranks, kinds of groups and kinds of values."""
     known = [KINDS[group["kind"]].since for group in groups.values() if group["kind"] in KINDS]
     return max(since(data), RANKS_VERSION if world_size > 1 else FORMAT_VERSION, *known)
 
@@ -173,5 +173,5 @@ def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metric_out(value: float) -> float | str:
-    # JSON has no NaN: float("nan") reads what repr wrote.
+    # JSON has no NaN; float("nan") reads back what repr wrote.
     return value if math.isfinite(value) else repr(value)

@@ -1,7 +1,7 @@
 """A pack: the files of one directory as the bytes of one object; the same files give the same bytes.
 
-A line with the length of the table, the table (canonical JSON: a list of [path, size], sorted by path), then the files'
-bytes in that order. The pack's digest is in its name. A path leads nowhere but below the directory.
+It holds a line with the length of the table, the table (canonical JSON: a list of [path, size], sorted by path), then
+the files' bytes in that order. The pack's digest is in its name. No path leads out of the directory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_PACK_BYTES = 256 << 20
 _MAX_FILES = 100_000
 _MAX_DEPTH = 16
 _HEAD = re.compile(rb"ckpt-pack 1 ([0-9]{1,9})\n")
-# A part never begins with a dot: neither "." nor "..", and no temporary file.
+# No part of a path begins with a dot: that excludes ".", ".." and temporary files.
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9_.+=@-]{0,254}", re.ASCII)
 
 
@@ -37,7 +37,7 @@ def pack(files: Mapping[str, bytes]) -> list[bytes]:
 
 
 def unpack(data: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yield path and bytes of each file of a pack, after its whole table was checked; raise IntegrityError."""
+    """Yield path and bytes of each file of a pack, after checking its whole table; raise IntegrityError."""
     head = _HEAD.match(data)
     begin = head.end() + int(head[1]) if head else 0
     try:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 levels of JSON.
-MAX_CONTAINERS = 1 << 22  # A limit on lists and objects; a parameter with Adam's state takes five of them.
+MAX_CONTAINERS = 1 << 22  # The limit for lists and objects; a parameter with Adam's state needs five.
 MAX_VALUES = 1 << 24
 MAX_INT64 = 2**63 - 1
 
@@ -48,7 +48,7 @@ def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
     marks = data.translate(None, _OTHERS).replace(b'""', b"")
     if marks.count(b'"') > _MAX_QUOTES:
         raise ValueError("more texts with brackets in them than anything that is written")
-    marks = b"".join(marks.split(b'"')[::2])  # Drop the texts between quotes.
+    marks = b"".join(marks.split(b'"')[::2])  # Remove the texts between quotes.
     brackets = marks.translate(None, b",")
     containers = brackets.count(b"[") + brackets.count(b"{")
     if containers > MAX_CONTAINERS or len(marks) - len(brackets) + containers > MAX_VALUES:
@@ -91,7 +91,7 @@ def optional(value: Any) -> str | None:
 
 
 def finite_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by strings that float() reads back."""
+    """Replace NaN and infinity, which JSON lacks, by strings that float() can read."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -103,7 +103,7 @@ def finite_json(value: Any) -> Any:
 
 def _is_deeper(brackets: bytes, most: int) -> bool:
     rest = brackets
-    for _ in range(_SHALLOW):  # Most JSON ends within these rounds, at the speed of memory.
+    for _ in range(_SHALLOW):  # Most JSON is done within these rounds, at the speed of memory.
         if not rest:
             return False  # Every round removes one or two levels, and every limit is higher.
         rest = rest.replace(b"{}", b"").replace(b"[]", b"")
@@ -123,7 +123,7 @@ def _whole_number(digits: str) -> int:
 def moment_of(iso: Any) -> datetime | None:
     """Read a time in ISO form (UTC if it names no zone); return None if it is not a time.
 
-    A foreign program may have written it, or a machine's clock may be wrong: the result is valid in every time zone.
+    A foreign program or a wrong clock may have written it, so the result is valid in every zone.
     """
     try:
         moment = datetime.fromisoformat(iso)

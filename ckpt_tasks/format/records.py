@@ -144,7 +144,7 @@ class Rollback:
 
     @property
     def skips_at(self) -> int:
-        """The step after which the batches are skipped."""
+        """The step of the checkpoint after which the batches are skipped."""
         return self.step if self.skip is None else self.skip[0] - 1
 
     def after(self, step: int) -> Rollback:
@@ -154,10 +154,10 @@ class Rollback:
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """A restore of a checkpoint into a program, made in a fresh process of a host as a drill.
+    """The result of a restore drill: a fresh process of a host restored a checkpoint into a program.
 
     `start_s` is the time until the program was built, and `restore_s` that of the restore, in seconds. `fault` says why
-    this host could not restore it; None: it could.
+    this host could not restore the checkpoint; None: it could.
     """
 
     manifest_digest: str
@@ -170,12 +170,12 @@ class Drill:
 
 
 def read_owner(item: Mapping[str, Any]) -> Owner:
-    """Read an owner; raise one of parsing.MALFORMED, as all readers here do."""
+    """Read an owner from JSON data; raise one of parsing.MALFORMED, as all readers here do."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
     checked = {
         "epoch": whole(item["epoch"], MAX_EPOCH),
         "flow_run_id": optional(item["flow_run_id"]),
-        "pid": whole(item["pid"], _MAX_PID),  # The number becomes a path below /proc.
+        "pid": whole(item["pid"], _MAX_PID),  # This number becomes part of a path in /proc.
         "released": flag(item.get("released", False)),
     }
     return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
@@ -281,7 +281,7 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
-    """Return names; raise ValueError if a name is not an attempt's object: these objects will be deleted."""
+    """Return the names; raise ValueError if one is not an attempt's object, since these objects will be deleted."""
     checked = tuple(names)
     for name in checked:
         if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
@@ -317,7 +317,7 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 SEAL_NAME = "seal.json"
 SEAL_VERSION = 1
-Compared = Mapping[str, Mapping[str, str]]  # What must be equal in other ranks: digests by name.
+Compared = Mapping[str, Mapping[str, str]]  # What must be equal in all ranks: digests by name.
 MAX_SEAL_BYTES = 8 << 20
 
 
@@ -328,7 +328,7 @@ class Seal:
     When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` that of
     the older snapshot that storage did not have yet (under way, or failed). It may be restored while one of the two is
     the newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
-    committed. `compared`: what one of many ranks compares with the others before it is restored.
+    committed. `compared`: the digests that many ranks compare before they restore it.
     """
 
     run_key: str

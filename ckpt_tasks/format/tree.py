@@ -3,18 +3,18 @@
 JSON's own types stand for themselves. Everything else is an object with one key that begins with ``~``::
 
     {"~tensor": "model/embed.weight"}                          a tensor, by its full key
-    {"~tensor": ["model/w", {"stride": [1, 8]}]}               … with what it takes to come back as it was
+    {"~tensor": ["model/w", {"stride": [1, 8]}]}               … with its strides and flags
     {"~dict": [[key, value], …]}                               a dict whose keys are not all plain strings
     {"~tuple": […]} {"~set": […]} {"~frozenset": […]} {"~deque": [maxlen, […]]}
     {"~odict": [[key, value], …]} {"~counter": [[key, count], …]}
     {"~float": "nan"} {"~complex": [re, im]} {"~bytes": "base64"}
     {"~datetime": iso} {"~date": iso} {"~fold": iso} {"~timedelta": [days, seconds, microseconds]}
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]} {"~defaultdict": ["list", [[key, value], …]]}
-    {"~named": ["module:Class", {field: value, …}]}            and the other Typed kinds: what it is, and its parts
+    {"~named": ["module:Class", {field: value, …}]}            and other Typed kinds: the type, and the parts
 
-Nothing is pickled, and no entry makes a reader import or call anything: the vocabulary, in KINDS, is closed. Readers
-have the writer's limits: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a
-key among n with the same hash in n steps, and integers with equal hashes are easily made).
+Nothing is pickled, and no entry makes a reader import or call anything: KINDS holds the whole vocabulary. Readers apply
+the writer's limits: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a key
+among n with the same hash in n steps, and integers with equal hashes are easily made).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-# No real state is as deep. A cycle ends here, far below the interpreter's own limit of 1,000 frames.
+# No real state nests as deep. A cycle is refused at this depth, far below the interpreter's limit of 1,000 frames.
 MAX_DEPTH = 100
 MAX_INT_BITS = 10_000  # Python writes at most 4,300 digits.
 MAX_OF_ONE_HASH = 64
-_WORD = 2**32 - 1  # Numbers up to this one skip _encode: random streams have hundreds of them, at every save.
+_WORD = 2**32 - 1  # Numbers up to this one skip _encode: a save writes hundreds of them for random streams.
 
 Json = Any
 _Keys = TypeVar("_Keys", bound=Collection[Any])
 _AS_THEY_ARE = frozenset({type(None), bool, str})
-# The dtypes that an array and a scalar of NumPy may have: the range of its whole numbers, or the type of its others.
+# The dtypes that a NumPy array or scalar may have, each with the range of its whole numbers or its Python type.
 NUMBERS: dict[str, range | type] = {"bool": bool, "complex64": complex, "complex128": complex}
 NUMBERS |= {f"int{bits}": range(-(1 << bits - 1), 1 << bits - 1) for bits in (8, 16, 32, 64)}
 NUMBERS |= {f"uint{bits}": range(1 << bits) for bits in (8, 16, 32, 64)}
@@ -61,7 +61,7 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
 
 
-# Makes a TensorRef from a tuple of four values, without a Python frame for each of 10⁵.
+# Makes a TensorRef from a tuple of four values, without a Python frame each: a state may have 10⁵ of them.
 new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
@@ -81,10 +81,10 @@ class Typed(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A row of the vocabulary: its tag, the first format version with it, and its type in a tree.
+    """A row of the vocabulary: a tag, the first format version that has it, and the type of its values in a tree.
 
-    `write(value, path, depth)` and `read(body, depth)` are its JSON. `form` says how it is walked: as "pairs" of keys
-    and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or as a "leaf".
+    `write(value, path, depth)` and `read(body, depth)` convert a value to JSON and back. `form` says how it is walked:
+    as "pairs" of keys and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or as a "leaf".
     """
 
     tag: str
@@ -116,7 +116,7 @@ def decode(node: Json) -> Any:
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return pairs: each part of a container in a tree, after its key, position or name; empty for other values."""
+    """Return the parts of a container in a tree as (key, position or name; part); empty for other values."""
     kind = type(value)
     if kind in SEQUENCES:
         return enumerate(value)
@@ -125,13 +125,13 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return True if a value in a tree holds no other values; an empty container counts as one that may."""
+    """Return True if a value in a tree can hold no other values; an empty container is no leaf."""
     kind = type(value)
     return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
 
 
 def like(model: Any, content: Any) -> Any:
-    """Make a container of a model's kind, with its bound, its factory or what it is, and other contents."""
+    """Make a container like `model` (same type, bound, factory or class) with other contents."""
     kind = type(model)
     return _LIKE[kind](model, content) if kind in _LIKE else kind(content)
 
@@ -153,7 +153,7 @@ def tensor_refs(value: Any) -> list[TensorRef]:
 
 
 def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: int = 60) -> str:
-    """Describe a value in a tree in a few words; `tensors` has each tensor's dtype and shape by full key."""
+    """Describe a value of a tree in a few words; `tensors` has each tensor's dtype and shape by full key."""
     if type(value) is TensorRef:
         dtype, shape = tensors[value.key]
         return f"{dtype} {[*shape]}"
@@ -165,7 +165,7 @@ def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: 
 
 
 def since(data: bytes) -> int:
-    """Return the first format version that has every tag of this JSON, which is written without spaces."""
+    """Return the first format version that has every tag of this JSON, which must be written without spaces."""
     tags = {tag.decode() for tag in _LATER.findall(data)}
     return max((row.since for row in KINDS if row.tag in tags), default=1)
 
@@ -191,7 +191,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 
 def refusal(value: object, path: str, *, nested: bool = False) -> UnsupportedStateError:
-    """Return the error for a value of no kind; `nested`: it has a state of its own, and is inside another value."""
+    """Return the error for a value of an unknown type; `nested`: it has its own state, and is inside another value."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     hint = "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
@@ -236,7 +236,7 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 def _encode_time(value: datetime, path: str, depth: int) -> Json:
     iso = value.isoformat()
-    # ISO form cannot hold a time zone with rules.
+    # The ISO form cannot hold a time zone with rules.
     if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):
         raise UnsupportedStateError(
             f"the time zone of {iso} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
@@ -258,7 +258,7 @@ def _encode_typed(value: Typed, path: str, depth: int) -> Json:
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
-    # Sort the items in written form, so that equal sets give equal bytes whatever the hash seed.
+    # Sort the items in written form, so that equal sets give equal bytes with any hash seed.
     _unlike(value, partial(UnsupportedStateError, key=path or None))
     return sorted(_items(value, path, depth), key=json.dumps)
 
@@ -295,7 +295,7 @@ def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
 
 
 def _unlike(keys: _Keys, error: Callable[[str], Exception] = ValueError) -> _Keys:
-    """Return keys; raise an error if many have the same hash: n of them take n² steps to enter a dict."""
+    """Return the keys; raise an error if many have the same hash: entering n of them into a dict takes n² steps."""
     if len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH:
         raise error(f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored")
     return keys
@@ -359,7 +359,7 @@ _TYPED = dict.fromkeys(
     3,
 )
 _TYPED["~wrapper"] = 5  # Version 5 adds only this entry.
-# One row for each kind that JSON lacks. A row of tensors/kinds.py says what a Typed one is as a live value.
+# One row for each kind that JSON lacks. The live type of a Typed kind is in tensors/kinds.py.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
     Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),
@@ -385,7 +385,7 @@ _OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form 
 MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
 SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # Values of these types are stored as themselves.
-_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # These types have more than their contents.
+_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # These containers have a bound, a factory or a class to keep.
     deque: lambda model, items: deque(items, model.maxlen),
     defaultdict: lambda model, pairs: defaultdict(model.default_factory, pairs),
     Typed: lambda model, parts: model._replace(parts=parts),

@@ -1,4 +1,4 @@
-"""The versions of the format: every manifest and ledger object names its own."""
+"""The versions of the format: every manifest and ledger object states its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 
 FORMAT_VERSION = 1
-# Version 2 adds manifests of more than one rank and ledger objects with folded names. The rows of values (tree.py) and
-# groups (kinds.py) add later versions.
+# Version 2 adds manifests of many ranks and ledger objects with folded names. Later versions are in the rows of values
+# (tree.py) and groups (kinds.py).
 RANKS_VERSION = 2
 TABLES_VERSION = 4  # Version 4 adds lookup tables: a kind of group, and the names of its files.
 
 
 def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:
-    """Raise FormatVersionError if this version is above `newest`, IntegrityError if it is not a version."""
+    """Raise FormatVersionError if a version is above `newest`, IntegrityError if it is not a version number."""
     if type(version) is not int or version < 1:
         raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
     if version > newest:

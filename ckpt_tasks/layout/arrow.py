@@ -1,11 +1,11 @@
 """Arrow files, read as if an attacker had written them.
 
 A file is a stream of messages between two magic words. It is read as a stream: the footer, which could point elsewhere,
-is ignored. Of a message only numbers are read: its row count, and the positions of its columns' bytes. Columns are then
-views of the file's own bytes. Arrow's reader gets only the schema: its code that decompresses, swaps or copies buffers
-is never reached, whatever a message's metadata says. So a table takes no more memory than its file. Offsets and texts
-are validated in full: Arrow itself would follow bad offsets out of its memory.
-Format: arrow.apache.org/docs/format/Columnar.html, Message.fbs.
+is ignored. Only numbers of a message are read: its row count, and the positions of its columns' bytes. Columns are then
+views of the file's own bytes. Arrow's own reader gets only the schema: its code that decompresses, swaps or copies
+buffers never runs, whatever a message's metadata says. So a table takes no more memory than its file. Offsets and texts
+are validated in full: Arrow itself would follow bad offsets out of its memory. Format:
+arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAGIC = b"ARROW1"
 _START = 8  # The magic word and two zero bytes.
 _MOST_MESSAGES = 64  # A table is written as its schema, its dictionaries and one batch.
 _EXTENSION = b"ARROW:extension"  # Other libraries register readers for such types, and some of these unpickle.
-_GOES_ON = 0xFFFFFFFF  # This mark begins every message.
+_GOES_ON = 0xFFFFFFFF  # Every message begins with this mark.
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8
 _MAX_METRICS = 1 << 20
@@ -55,7 +55,7 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
         codes: dict[Any, int] = {}
         numbers = [codes.setdefault(value, len(codes)) for value in values]
         return pa.DictionaryArray.from_arrays(array(numbers, kind.index_type), array([*codes], kind.value_type))
-    # The first buffer would say which values are missing; None: no value is.
+    # The first buffer would be the bitmap of missing values; None: no value is missing.
     buffers: list[pa.Buffer | None] = [None]
     children = []
     if pa.types.is_list(kind):
@@ -183,7 +183,7 @@ class _Batch:
         length, nulls = next(self._nodes, (-1, 0))
         if length < 0 or nulls:
             raise ValueError("a column is missing, or a value in one")
-        self._buffer()  # Skip the bitmap of missing values: no value is missing.
+        self._buffer()  # Skip the bitmap of missing values: none is missing.
         if pa.types.is_fixed_size_list(kind):
             values = self._take(kind.value_type)
             if len(values) != length * kind.list_size:
@@ -264,7 +264,7 @@ def _read(data: bytes | memoryview, form: str, at: int) -> int:
 
 
 def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> bytes:
-    """Write metrics as the bytes of an Arrow IPC file, one row each; `about` goes into the schema's metadata."""
+    """Write metrics as an Arrow IPC file, one row each; `about` becomes the schema's metadata."""
     schema = _METRICS.with_metadata({name.encode(): value.encode() for name, value in about.items()})
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, schema) as writer:
@@ -274,7 +274,7 @@ def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> byt
 
 
 def read_metrics(data: bytes) -> dict[str, float]:
-    """Read the bytes of `write_metrics`, verified by the caller. Raises IntegrityError if they are malformed."""
+    """Read the bytes of `write_metrics`, which the caller has verified. Raises IntegrityError if they are malformed."""
     try:
         table = read_arrow(data, _METRICS, _MAX_METRICS)
         names, values = table.column("metric"), table.column("value")

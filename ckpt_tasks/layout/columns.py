@@ -34,7 +34,7 @@ class Words:
     @property
     def used(self) -> list[Any]:
         """The words that at least one row has."""
-        # np.unique would import numpy.ma at its first call: 9 ms of every restore in a new process.
+        # np.unique would import numpy.ma at its first call, which costs every restore in a new process 9 ms.
         return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
 
     def values(self) -> list[Any]:
@@ -57,7 +57,7 @@ class Lists:
 
     def values(self) -> list[tuple[int, ...]]:
         """Return the list of every row as a tuple."""
-        # Convert all rows at once if their lengths are equal: half the time.
+        # If all lengths are equal, convert all rows at once: that takes half the time.
         begins = self.ends - self.lengths
         lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
         for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
@@ -72,13 +72,13 @@ class Lists:
         return matrix
 
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for every row whether any number of its list is marked in `mask`, which has a flag for each number."""
+        """Return for each row whether `mask`, which has a flag for each number, marks any number of its list."""
         count = np.concatenate(([0], np.cumsum(mask)))
         result: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return result
 
     def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return every list's product (-1: too large for a size), and about the product of its nonzero numbers."""
+        """Return every list's product (-1: too large for a size), and roughly the product of its nonzero numbers."""
         product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
         for n in range(int(self.lengths.max(initial=0))):
             there = self.lengths > n
@@ -96,5 +96,5 @@ def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)  # The usual case. Combining would load Arrow's compute module: 9 ms the first time.
     whole = column.combine_chunks()
-    # Combining no chunks gives a ChunkedArray again.
+    # Combining zero chunks returns a ChunkedArray again.
     return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole

@@ -1,12 +1,12 @@
 """The layout of one safetensors file, planned before a byte of it exists.
 
-A snapshot copies every tensor straight to its final offset; the buffer then *is* the file. So the layout is made
-from names, dtypes and shapes alone::
+A snapshot copies every tensor straight to its final offset; the buffer then *is* the file. So the layout is made from
+names, dtypes and shapes alone::
 
     [8 bytes: header length n, little endian] [n bytes: JSON, padded with spaces] [tensors, no gaps]
 
-The padding puts the first tensor on a 4,096-byte boundary (for aligned direct writes), and tensors lie by falling
-element size, so that each is aligned to its own. Format: github.com/huggingface/safetensors.
+The padding puts the first tensor on a 4,096-byte boundary (for aligned direct writes), and tensors are sorted by
+falling element size, so that each is aligned to its own size. Format: github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt_tasks.process.gc_pause import gc_paused
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 16 << 20  # A reader allocates this much before it can verify the file.
 MAX_DIMENSIONS = 64  # torch allows no tensor with more.
-REGION_BYTES = 16 << 20  # The largest unit that has its own digest and can be read by itself.
+REGION_BYTES = 16 << 20  # The largest unit that has its own digest and can be read alone.
 # Regions of many ranks are small, so that another number of ranks reads few unneeded bytes.
 MIN_REGION_BYTES = 1 << 18
 
@@ -45,7 +45,7 @@ class StoredDtype(NamedTuple):
         return self.itemsize * math.prod(self.suffix)
 
 
-# The key is torch's name. A dtype that safetensors lacks is stored as a view of another dtype.
+# The key is torch's name. safetensors lacks some of these dtypes: they are stored as views of other dtypes.
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     "float64": StoredDtype("F64", 8),
     "int64": StoredDtype("I64", 8),

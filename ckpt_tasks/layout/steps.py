@@ -61,7 +61,7 @@ def read_steps(data: bytes, *, digest: str, name: str) -> list[StepMetrics]:
             raise ValueError("a value is missing")
         for batch in table.to_batches():
             numbers, times, metric, values = batch.columns
-            words = metric.dictionary.to_pylist()  # Convert each word once: a row has only its number.
+            words = metric.dictionary.to_pylist()  # Convert each word once: rows have only its number.
             codes = metric.indices.to_pylist()
             for step, at_s, code, value in zip(
                 numbers.to_pylist(), times.to_pylist(), codes, values.to_pylist(), strict=True

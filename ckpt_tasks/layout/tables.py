@@ -1,7 +1,7 @@
 """The files of a lookup table: Arrow files of rows by id, which any Arrow reader opens.
 
-One column has the ids, one the rows, one each slot of the optimizer (lists of `dim` numbers), one the number of the
-table's update that changed the row last, and one says that an id was deleted: then its numbers mean nothing.
+The columns are: the ids; the rows, and each slot of the optimizer (lists of `dim` numbers); the number of the table's
+last update that changed the row; and a flag for a deleted id, whose numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TableRows(NamedTuple):
-    """Rows of a table: `values` has for the rows, and then for each slot, one line of `dim` numbers for each id."""
+    """Rows of a table: `values` has an array for the rows and one for each slot, with `dim` numbers for each id."""
 
     ids: Ids
     values: tuple[Floats, ...]
@@ -40,7 +40,7 @@ def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     size = pa.MockOutputStream()
     _write(size, batch)
-    data = np.empty(size.size(), np.uint8)  # The size is known, so that nothing is copied twice.
+    data = np.empty(size.size(), np.uint8)  # The size is known in advance, so that nothing is copied twice.
     _write(pa.FixedSizeBufferWriter(pa.py_buffer(data)), batch)
     return data.data
 

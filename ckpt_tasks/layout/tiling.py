@@ -48,7 +48,7 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
             bad[chosen] = True
             continue
         corners_left -= corners
-        # Nearly always all rows stay: then nothing is copied.
+        # Usually all rows stay: then avoid the copy.
         rows = slice(None) if len(chosen) == len(starts) else np.flatnonzero(np.isin(group, chosen))
         axes = np.argsort(~cut, axis=1, kind="stable")[group[rows], :count]
         begin, extent, whole = (np.take_along_axis(column[rows], axes, axis=1) for column in (offset, shape, full))
@@ -63,7 +63,7 @@ def row_major_faults(full: Numbers, offset: Numbers, shape: Numbers, first: Numb
     """
     if not full.shape[1]:
         return np.zeros(len(full), np.bool_)
-    # True for the dimensions to the right of the leftmost one whose extent is above 1.
+    # Mark the dimensions to the right of the leftmost one whose extent is above 1.
     inner = np.zeros(shape.shape, np.bool_)
     inner[:, 1:] = np.cumsum(shape != 1, axis=1)[:, :-1] > 0
     faults: npt.NDArray[np.bool_] = (inner & (shape != full)).any(axis=1)
@@ -78,7 +78,7 @@ def _unbalanced(group: Numbers, begin: Numbers, end: Numbers, whole: Numbers) ->
     """Return the groups in which the boxes' signed corners do not add up to the tensor's."""
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
     plus, minus = _corners(group, begin, end)
-    # Move the tensors' own corners to the other side of the equation, so that all corners cancel if it holds.
+    # Move the tensors' own corners to the other side of the equation: all corners cancel if it holds.
     own_plus, own_minus = _corners(group[first], np.zeros_like(whole[first]), whole[first])
     sides = np.concatenate((plus, own_minus), axis=1), np.concatenate((minus, own_plus), axis=1)
     extents = [int(group[-1]) + 1, *(int(extent) + 1 for extent in whole.max(axis=0))]

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from ckpt_tasks.errors import ConfigError
 
-OVERHEAD_CAP = 0.03  # Training waits for saves at most this share of its time.
+OVERHEAD_CAP = 0.03  # Waiting for saves takes at most this share of the time.
 PRIOR_MTBF_S = 86_400.0
-PRIOR_FAILURES = 0.1  # A prior of one whole failure would take days to unlearn.
+PRIOR_FAILURES = 0.1  # A prior of one whole failure would dominate for days.
 HYSTERESIS = 0.25  # The optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best.
 FIRST_INTERVAL_S = 60.0  # The first save comes early, to measure what a save costs.
 
@@ -34,7 +34,7 @@ class SavePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """Save every so many steps, epochs or seconds, whichever comes first; None switches a rule off."""
+    """Save when a number of steps, epochs or seconds has passed, whichever comes first; None switches a rule off."""
 
     step_interval: int | None = None
     epoch_interval: int | None = None
@@ -107,7 +107,7 @@ class TradeOff:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoCadence:
-    """Save as often as this run's measurements say is best; an immutable value, which `updated` replaces.
+    """Save as often as this run's measurements say is best; immutable: `updated` returns a new one.
 
     `interval_s` is the first interval, until there are measurements. Raises ConfigError, a ValueError.
     """
@@ -121,7 +121,7 @@ class AutoCadence:
         _check_options(self.overhead_cap, self.prior_mtbf_s)
 
     def updated(self, observed: Observed) -> AutoCadence:
-        """Return the cadence for new measurements: this one if its interval is off by less than a quarter.
+        """Return a cadence for new measurements, or this one if its interval is within a quarter of the best.
 
         An interval that the flush or the cap now forbids is changed at once, even if the change is small.
         """
@@ -191,7 +191,7 @@ def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return the share of all time that goes into training that is kept, at a constant failure rate.
+    """Return the share of all time that is spent on training that is not lost, at a constant failure rate.
 
     After every failure `restart_s` seconds pass (a failure meanwhile restarts them), then intervals and stalls
     alternate. A save counts once it is committed, `flush_s` after its stall: flushing acts like a longer restart.
@@ -206,7 +206,7 @@ def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float,
 
 
 def trade_off_at(interval_s: float, observed: Observed, mtbf_s: float) -> TradeOff:
-    """Return what saving every `interval_s` seconds is expected to cost: waiting for saves, and repeating steps."""
+    """Return the expected costs of saving every `interval_s` seconds: waiting for saves, and repeating steps."""
     overhead = observed.stall_s / (interval_s + observed.stall_s) if observed.stall_s else 0.0
     total = 1 - goodput(interval_s, stall_s=observed.stall_s, flush_s=observed.flush_s, mtbf_s=mtbf_s)
     return TradeOff(interval_s, overhead, max(0.0, total - overhead), total)
@@ -219,7 +219,7 @@ def trade_off(
 
     Intervals grow by a constant factor. Those below `recommended.least_s` are included, although they are not allowed.
     """
-    # Take at least 1 ms: the intervals are divisors.
+    # Use at least 1 ms, since the intervals are divisors.
     ends = [max(s, 1e-3) for s in (recommended.optimum_s, recommended.interval_s)]
     first_s, last_s = min(ends) / reach, max(ends) * reach
     ratio = last_s / first_s

@@ -1,4 +1,4 @@
-"""Which bytes of an object to request together: each request costs time, and so do unneeded bytes."""
+"""Choose which bytes of an object to request together: each request costs time, and so do unneeded bytes."""
 
 from __future__ import annotations
 

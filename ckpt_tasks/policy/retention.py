@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and why: a pure function from facts to verdicts.
+"""Decide which checkpoints stay, and why: a pure function from facts to verdicts.
 
 Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the one that training was restored
 from, and every pinned or leased one. Rules add up: a checkpoint stays if any rule keeps it. The form (a plan with
@@ -72,7 +72,7 @@ class RetentionPolicy:
         return self.max_num_checkpoints is None or any(getattr(self, rule.option) is not None for rule in RULES)
 
     def preserves(self, save: Save, before: Save | None) -> tuple[str, ...]:
-        """Return one reason for each rule that keeps a save for ever; `before` is the previous save."""
+        """Return one reason for each rule that keeps a save for ever; `before` is the save before it."""
         values = ((rule, getattr(self, rule.option)) for rule in RULES)
         return tuple(
             rule.reason.format(value) for rule, value in values if value is not None and rule.keeps(value, save, before)

@@ -1,4 +1,4 @@
-"""How much disk space a run will need: a pure forecast, from what the policy keeps and the size of one checkpoint.
+"""Forecast how much disk space a run will need, from what the policy keeps and the size of one checkpoint.
 
 A save is written before the checkpoint that it replaces is deleted, so the peak has one checkpoint more than the policy
 keeps. What never changes (frozen parameters) is stored once, however many checkpoints use it. The forecast is an upper
@@ -39,7 +39,7 @@ class Forecast:
 
     @property
     def room_for(self) -> int:
-        """How many more checkpoints fit."""
+        """How many more checkpoints fit on the disk."""
         return self.free_bytes // max(self.own_bytes, 1)
 
     @property
@@ -49,7 +49,7 @@ class Forecast:
 
     @property
     def words(self) -> str:
-        """The space that is needed and the space that is free, in one clause."""
+        """The space that the run needs and the space that is free, in one clause."""
         each = f"checkpoint{'' if self.most == 1 else 's'} of {gib(self.own_bytes)}"
         if self.grows:
             room = f"room for {self.room_for} more {'checkpoint' if self.room_for == 1 else 'checkpoints'}"
@@ -88,7 +88,7 @@ def _most(policy: RetentionPolicy | None, live: Sequence[Candidate], pinned: Col
 
 
 def gib(size_bytes: float) -> str:
-    """Write a size in GiB, or in MiB or KiB if it is below what a real training takes."""
+    """Write a size in GiB, or in MiB or KiB if it is small."""
     for unit_bytes, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit_bytes / 10:
             return f"{size_bytes / unit_bytes:.1f} {unit}"

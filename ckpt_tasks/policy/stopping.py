@@ -1,7 +1,7 @@
 """Early stop: a pure function from evaluations to the number of evaluations since the best one.
 
-Evaluations count in the order of their steps, not of their arrival: the newest checkpoint is often evaluated first. The
-rule (patience, min_delta, mode) is that of Keras' EarlyStopping.
+Evaluations are ordered by step, not by arrival: the newest checkpoint is often evaluated first. The rule (patience,
+min_delta, mode) is that of Keras' EarlyStopping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EarlyStop:
     Only evaluations by `suite` count. Raises ConfigError, a ValueError.
     """
 
-    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     metric: str
@@ -53,9 +53,9 @@ class Standing:
 
 
 def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int = -1) -> Standing:
-    """Return the standing of a run by the `rule`, from the values of its metric by step.
+    """Return a run's standing by the `rule`, from the values of its metric by step.
 
-    Evaluations up to step `let_go_on_at`, where a person resumed the run, do not count as "since". The best value is
+    Evaluations up to step `let_go_on_at`, where a person resumed the run, are not counted in "since". The best value is
     that of all evaluations.
     """
     sign = 1.0 if rule.mode == "min" else -1.0

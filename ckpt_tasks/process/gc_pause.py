@@ -1,4 +1,4 @@
-"""Pauses of the garbage collector."""
+"""Pause the garbage collector of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: it would scan 10⁵ new live objects again and again (half of the time).
+    """Pause the garbage collector: scanning 10⁵ new live objects again and again takes half of the time.
 
     The pause applies to the process, not to the thread: the collector is on again when the last thread that paused it
     is done, even if the program has disabled it meanwhile.
@@ -25,10 +25,10 @@ def gc_paused() -> Iterator[None]:
 
 
 class _Pauses:
-    """How many pauses of the garbage collector, in all threads, are under way."""
+    """The number of pauses of the garbage collector that are under way in all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # A finalizer may run while the lock is held, and may pause as well.
+        self._lock = threading.RLock()  # A finalizer may run while this thread holds the lock, and may pause as well.
         self._count = 0
 
     def begin(self) -> bool:

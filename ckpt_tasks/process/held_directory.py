@@ -1,4 +1,4 @@
-"""A directory of this host that living processes of one user share; it is emptied when none is left.
+"""A directory of this host that a user's processes share; it is emptied when no living process holds it.
 
 Each process holds a lock on the file next to it. The first one empties and fills the directory, and the others wait for
 that. The locks are lockf's: a forked child does not have them, and the kernel frees those of a killed process.
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ckpt_tasks.process.processes import close_descriptor, open_descriptor
 
-held_here: dict[Path, int] = {}  # The directories that this process holds, and the descriptors of their locks.
+held_here: dict[Path, int] = {}  # The directories that this process holds, each with its lock's descriptor.
 os.register_at_fork(after_in_child=held_here.clear)
 
 
 def hold(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Hold a directory until this process ends; if no other one holds it, empty it, and `fill` it.
+    """Hold a directory until this process ends; if no other process holds it, empty it, and call `fill` for it.
 
     Also removes the directories beside it that no process holds. Raises OSError, and what `fill` raises.
     """

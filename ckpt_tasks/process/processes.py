@@ -2,12 +2,12 @@
 
 `fork` copies a process with all its mappings and open files, but only one thread. A child (a DataLoader's worker, a
 member of a Pool) could write into images that its parent is saving, would keep memory that the parent has freed, and
-has objects of threads that do not run in it.
+has thread objects whose threads do not run in it.
 
 Invariants
 
-1. A child has no page of map_memory(): it can neither write, read nor keep one. MADV_DONTFORK tells the kernel so,
-   also for a child that C code forks.
+1. A child has no page of map_memory(): it can neither write, read nor keep one. MADV_DONTFORK tells the kernel so, also
+   for a child that C code forks.
 2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork happens between the creation of a page or descriptor and its mark.
@@ -55,14 +55,14 @@ _descriptors: set[int] = set()
 
 
 class Process:
-    """The process in which an object was made."""
+    """Remembers the process in which it was made."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, not a fork of it."""
+        """Whether this process made the object; False in a fork of that process."""
         return self.pid == os.getpid()
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -
             _munmap(address, size_bytes)
             raise error
     pages = (ctypes.c_ubyte * size_bytes).from_address(address)
-    finalize_here(pages, _munmap, address, size_bytes)  # Every view keeps `pages` alive.
+    finalize_here(pages, _munmap, address, size_bytes)  # Every view of the memory keeps `pages` alive.
     return memoryview(pages).cast("B")
 
 
@@ -126,7 +126,7 @@ def open_nameless() -> int:
 
 
 def names_in(directory: Path) -> list[str]:
-    """List a directory; no fork happens meanwhile, so no child has the descriptor that this takes."""
+    """List a directory without a fork meanwhile, so that no child inherits the descriptor that listing opens."""
     with _forking:
         return os.listdir(directory)
 
@@ -139,7 +139,7 @@ def close_descriptor(fd: int) -> None:
 
 
 def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
-    """Call a function when `owner` is freed, only in this process, and not when it exits: the kernel frees the rest."""
+    """Call a function when `owner` is freed, only in this process and not at its exit, when the kernel frees all."""
     end = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
     end.atexit = False
     return end
@@ -168,7 +168,7 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-# Room for a thread's stack and its first objects: where they do not fit, Python waits for ever for the thread's start.
+# Leave room for a thread's stack and first objects: without it, Python waits for ever until the thread has started.
 _ROOM_BYTES = 16 << 20
 
 
@@ -187,7 +187,7 @@ def start_thread(target: Callable[..., None], *arguments: Any, name: str, daemon
 
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
-    """Return `work(item)` for every item, in order; after an error start no more items, and raise it.
+    """Return `work(item)` for every item, in order; after an error, start no more items and raise the error.
 
     The calling thread is one of the `threads`. It does all the work if no thread can be started: for lack of room, or
     from Python 3.12 on when the interpreter exits.

@@ -13,7 +13,7 @@ _PROBE_S = 2.0
 
 
 class Connection:
-    """A connection to a c10d store, in a thread of its own: torch waits for an answer without a time limit."""
+    """A connection to a c10d store, in its own thread, because torch waits for an answer without a time limit."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -25,7 +25,7 @@ class Connection:
         self._requests.put(None)
 
     def request(self, name: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """Return what a method of the store returns.
+        """Call a method of the store and return its result.
 
         Raises Empty after `timeout_s`, and RuntimeError if the store's process has ended.
         """
@@ -52,7 +52,7 @@ def _check_listening(store: Any) -> None:
         tcp = inner
     place = (getattr(tcp, "host", None), getattr(tcp, "port", None))
     if None in place:
-        return  # The store is in a file or in this process.
+        return  # The store is a file, or in this process.
     try:
         socket.create_connection(place, timeout=_PROBE_S).close()
     except ConnectionRefusedError as error:

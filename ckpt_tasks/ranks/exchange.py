@@ -1,4 +1,4 @@
-"""How the ranks of one training agree: each sends a word (some bytes), rank 0 decides, and all get the same answer.
+"""How the ranks of one training agree: each sends a word (bytes), rank 0 decides, and all get its answer.
 
 Invariants
 
@@ -7,7 +7,7 @@ Invariants
 3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
 4. Every request to that store has a time limit: the process that holds the store may hang.
 5. If a rank ends, all waits for its word end within seconds, provided that another rank is left on its host. (Before
-   the first meeting: if it ended after the waiting rank had come.)
+   the first meeting: if it ended after the waiting rank had started.)
 6. No rank takes a word of an earlier start: torchrun gives restarted ranks the store that has them (torch 2.13).
 
 One process is the case of one rank: it sends nothing.
@@ -63,7 +63,7 @@ class Exchange(Protocol):
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
         """Meet on a topic with this rank's word; return rank 0's answer: `decide(the words by rank)`.
 
-        A word that is an exception is raised in all ranks.
+        If a word is an exception, all ranks raise it.
         """
         with self.meeting(topic, deadline_s) as meeting:
             if isinstance(word, BaseException):
@@ -72,10 +72,10 @@ class Exchange(Protocol):
             return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every rank has read rank 0's answers: this process may hold them, and ends next."""
+        """Wait until every rank has read rank 0's answers: this process may hold the c10d store, and ends next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Set the word of a topic, for `look`; replaces the previous word."""
+        """Publish a word under a topic, for `look`; it replaces the topic's previous word."""
 
     def look(self, topic: str) -> bytes | None:
         """Return the newest word of a topic, posted by any rank; does not wait."""
@@ -110,13 +110,13 @@ class Alone(Exchange):
         return answer
 
     def drain(self, timeout_s: float) -> None:
-        """Do nothing."""
+        """Return at once: there is no other rank to wait for."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Do nothing."""
+        """Ignore the word: there is no other rank to read it."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return None."""
+        """Return None: no other rank posts words."""
         return None
 
 
@@ -124,7 +124,7 @@ ALONE = Alone()
 
 
 class StoreExchange(Exchange):
-    """Ranks that share a c10d store; `name` stands for one Checkpointer, and is the same in all ranks.
+    """Ranks that share a c10d store; `name` identifies one Checkpointer, and is the same in all ranks.
 
     If the store may hold words of an earlier start (`shared`), their keys begin with a name of this start. Rank 0 draws
     it, each rank answers with a number that it has drawn, and rank 0 repeats these numbers. The first use waits for it.
@@ -156,15 +156,15 @@ class StoreExchange(Exchange):
                 self._request("set", f"{name}/name", self._name)
             if start := process_start(os.getpid()):
                 self._request("append", self._processes, f"{rank} {os.getpid()} {start}\n")
-                # What has ended before this rank came may be of an earlier start.
+                # Processes that ended before this rank came may belong to an earlier start.
                 self._earlier = {line for line, _ in self._ended_here()} if shared else set()
 
     def meeting(self, topic: str, deadline_s: float) -> StoreMeeting:
-        """Meet the other ranks by way of the store."""
+        """Return a meeting of all ranks over the store."""
         return StoreMeeting(self, f"{self.name(deadline_s)}/{topic}", deadline_s)
 
     def name(self, deadline_s: float) -> str:
-        """Return what all keys of this start begin with, the same in all ranks; wait for them if they have not met."""
+        """Return the prefix of this start's keys, the same in all ranks; wait for the ranks if they have not met."""
         if not self._met:
             with self._meeting, _reaching(self._shared):
                 if self.first:
@@ -177,7 +177,7 @@ class StoreExchange(Exchange):
         return self._name
 
     def _is_answered(self) -> bool:
-        """Answer the newest name that rank 0 has drawn; return True if rank 0 has answered this very process."""
+        """Answer rank 0's newest name for this start; return True if rank 0 has repeated this process's number."""
         if not self._has(f"{self._shared}/name"):
             return False
         newest = bytes(self._request("get", f"{self._shared}/name")).decode(errors="replace")
@@ -200,12 +200,12 @@ class StoreExchange(Exchange):
                 time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
-        """Set a key."""
+        """Set a word in the store."""
         with _reaching(topic):
             self._request("set", f"{self.name(self._timeout_s)}/{topic}", data)
 
     def look(self, topic: str) -> bytes | None:
-        """Get a key, None if it is not set."""
+        """Read a word from the store; return None if it is not set."""
         with _reaching(topic):
             key = f"{self.name(self._timeout_s)}/{topic}"
             return bytes(self._request("get", key)) if self._has(key) else None
@@ -216,7 +216,7 @@ class StoreExchange(Exchange):
             self._put(f"{topic}/{self.rank}", word)
 
     def collect(self, topic: str, deadline_s: float) -> list[bytes]:
-        """Return the words of the other ranks in rank 0."""
+        """Return in rank 0 the words of the other ranks."""
         keys = [f"{topic}/{rank}" for rank in range(1, self.size)]
         with _reaching(topic):
             self._await_all(keys, deadline_s)
@@ -230,7 +230,7 @@ class StoreExchange(Exchange):
             self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
 
     def hear(self, topic: str, deadline_s: float) -> bytes:
-        """Return rank 0's answer."""
+        """Wait for rank 0's answer and return it."""
         key = f"{topic}/answer/{self.rank}"
         with _reaching(topic):
             self._await(partial(self._has, key), 0, _MARGIN * deadline_s, topic)
@@ -244,7 +244,7 @@ class StoreExchange(Exchange):
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
-            self._clients.connection = None  # A late answer must not be taken for that of the next request.
+            self._clients.connection = None  # A late answer must not be taken for the answer to the next request.
             raise StoreError(
                 f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
                 hint="The process that holds it hangs or is stopped: look at its log.",
@@ -254,7 +254,7 @@ class StoreExchange(Exchange):
         pieces = range(0, len(data), _PIECE_BYTES)
         for begin in pieces[1:]:
             self._request("set", f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
-        # Set this piece last: it says that all pieces are there.
+        # Set the first piece last: readers wait for it, and it says how many pieces there are.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
     def _await_all(self, keys: Sequence[str], deadline_s: float) -> None:
@@ -265,7 +265,7 @@ class StoreExchange(Exchange):
             self._await(partial(self._has, key), rank, left_s, key.rpartition("/")[0])
 
     def _await(self, has_come: Callable[[], bool], rank: int, deadline_s: float, topic: str) -> None:
-        """Wait until a word of a rank has come. Raises StoreError if it says nothing for `deadline_s`, or has ended."""
+        """Wait until a rank's word has come. Raises StoreError after `deadline_s`, or if the rank has ended."""
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
         # torch's wait() prints a warning when it times out.
@@ -286,7 +286,7 @@ class StoreExchange(Exchange):
         return b"".join(pieces)
 
     def check_ended(self, rank: int) -> None:
-        """Raise StoreError if a rank has ended, or this one must; tell all ranks which of this host's ranks ended."""
+        """Raise StoreError if a rank has ended, or this process must; tell all ranks which ranks of this host ended."""
         ended = self._tell_ended()
         if self.must_end():
             self._request("set", f"{self._name}/ended/{self.rank}", b"")
@@ -310,14 +310,14 @@ class StoreExchange(Exchange):
     def _ended_here(self) -> Iterator[tuple[str, str]]:
         """Yield the line and the rank of each process of this host that has ended, of any start."""
         listed = self._request("get", self._processes) if self._has(self._processes) else b""
-        with suppress(ValueError):  # A rank did not write this.
+        with suppress(ValueError):  # A foreign program may have written this line.
             for line in bytes(listed).decode().splitlines():
                 rank, pid, start = line.split()
                 if has_ended(int(pid), start):
                     yield line, rank
 
     def _has_ended(self, key: str) -> bool:
-        """Return True if the rank in a key's last part is said to have ended, under a name of this start."""
+        """Return True if the rank that ends this key has ended, by the words of this start."""
         return (self._met or self.first) and self._has(f"{self._name}/ended/{key.rpartition('/')[2]}")
 
 
@@ -366,7 +366,7 @@ def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[T
 
 
 class Together:
-    """The agreements of the ranks within `all_or_none`; all ranks must make them in the same order."""
+    """The agreements of the ranks within `all_or_none`; all ranks must call them in the same order."""
 
     def __init__(self, exchange: Exchange, topic: str = "", deadline_s: float = 0.0):
         self.rank = exchange.rank

@@ -1,8 +1,8 @@
-"""The horizon: ranks run only up to a step that rank 0 has granted, so that all do the same at each step.
+"""The horizon: the last step that rank 0 has granted; no rank runs beyond it, so that all do the same at each step.
 
-Only one rank knows of a signal, or of a save that is due by the clock. Rank 0 schedules it for the step after the last
-one that it has granted, which no rank has passed yet, and then grants more. It grants half a second of steps ahead: a
-rank reads a key some twenty times a second, and waits only if it is that far ahead of rank 0.
+Only one rank knows of a signal, or of a save that is due by the clock. Rank 0 schedules it for the step after the
+horizon, which no rank has passed yet, and then grants more steps. It grants half a second of steps ahead: a rank reads
+a key some twenty times a second, and waits only if it is that far ahead of rank 0.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ckpt_tasks.system import system
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
 _MOST_AHEAD = 10_000
-_KEPT = 8  # Keep this many orders; all ranks have carried out older ones.
+_KEPT = 8  # Keep this many orders; all ranks have already carried out older ones.
 
 
 class Horizon:
-    """Return at every step what all ranks do there; call `begin` first, at the same point of all ranks."""
+    """The orders of rank 0, which say at each step what all ranks do; call `begin` at the same point of all ranks."""
 
     def __init__(self, exchange: Exchange, deadline_s: float):
         self._exchange = exchange
@@ -34,9 +34,9 @@ class Horizon:
         self._until = step
         self._orders: list[tuple[int, str]] = []
         self._done = step
-        self._asked = [""]  # This rank's wishes so far; the last one may not be granted yet.
-        self._heard: dict[int, int] = {}  # In rank 0: how many wishes of each rank it has granted.
-        self._newest: bytes | None = None  # In rank 0: the word that says which rank had the newest wish.
+        self._asked = [""]  # The requests of this rank so far; the last one may not be granted yet.
+        self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank it has granted.
+        self._newest: bytes | None = None  # In rank 0: the word that names the rank with the newest request.
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
@@ -76,7 +76,7 @@ class Horizon:
         self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
 
     def _hear(self) -> list[str]:
-        """Return the wishes since the last call; if there are none, it reads one word for any number of ranks."""
+        """Return the new requests of the other ranks; if there are none, this reads one word, whatever their number."""
         newest = self._exchange.look(f"wish/{self._begun}")
         if newest == self._newest:
             return []
@@ -94,7 +94,7 @@ class Horizon:
             self._asked.append(wish)
             rank, number = self._exchange.rank, len(self._asked)
             self._exchange.post(f"wish/{self._begun}/{rank}", f"{number} {wish}".encode())
-            # Post it after the wish: rank 0 looks here.
+            # Post this after the request: it tells rank 0 where to look.
             self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())
         end_s = system().monotonic() + self._deadline_s
         while step > self._until or system().monotonic() - self._looked_s > _LOOK_S:

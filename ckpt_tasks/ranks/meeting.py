@@ -20,7 +20,7 @@ class Meeting(Protocol):
     """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the words (values) of all ranks, in their order, in rank 0, and an empty list in the others.
+        """Return in rank 0 the words of all ranks, in their order, and an empty list in the others.
 
         `write` and `read` turn a word into bytes and back when it leaves the process.
         """
@@ -30,7 +30,7 @@ class Meeting(Protocol):
 
 
 class StoreMeeting:
-    """An agreement over a c10d store. A rank whose block fails before it has sent anything sends the error."""
+    """An agreement over a c10d store. A rank whose block fails before it has sent its word sends the error instead."""
 
     def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
         self._exchange = exchange
@@ -96,7 +96,7 @@ class StoreMeeting:
 
 
 def sealed(word: bytes | BaseException) -> bytes:
-    """Return a word, or an exception, as bytes."""
+    """Encode a word, or an exception, as bytes."""
     if not isinstance(word, BaseException):
         return b"=" + word
     kind = type(word).__name__ if isinstance(word, CkptError) else "StateError"
@@ -105,14 +105,14 @@ def sealed(word: bytes | BaseException) -> bytes:
 
 
 def opened(data: bytes, rank: int | None = None) -> bytes:
-    """Return a word; if it is an exception, raise it with the number of its rank."""
+    """Decode a word; if it is an exception, raise it with the number of its rank."""
     if data[:1] == b"=":
         return data[1:]
     said = json.loads(data[1:])
     kind, message = str(said.pop("kind")), str(said.pop("message"))
     error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
     for name, value in said.items():
-        # A foreign program may have written into the store: set only attributes that our errors have.
+        # A foreign program may have written to the store: set only attributes that our errors have.
         ours = getattr(error, name, callable)
         if not name.startswith("_") and not callable(ours):
             setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
