@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-# Measured: niceness 19 slows training down as much as 0, and a copy may wait long on a busy machine.
+# Measured: niceness 19 costs training no less than 0 does, and at 19 a copy may wait long on a busy machine.
 _NICER = 10
 _dice = random.SystemRandom()  # Python's own generator belongs to training and is saved with it.
 
@@ -37,7 +37,7 @@ class System:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for this many seconds."""
         time.sleep(seconds)
 
     def start_thread(

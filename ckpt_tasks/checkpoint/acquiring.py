@@ -1,4 +1,4 @@
-"""Take a run directory: the first rank of a training takes it; then all ranks have the ownership, or none has."""
+"""Take a run directory: the first rank of a training takes it; then all ranks have the ownership, or no rank has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def share_tenure(
 ) -> Tenure:
     """Take a run directory in the first rank, tell the others, and open each rank's memory for the run's key.
 
-    Raises in all ranks what any of them raises; then the directory is not held.
+    An error in any rank is raised in all of them; then the directory is not held.
     """
     taken: list[Tenure] = []
 
@@ -44,7 +44,7 @@ def share_tenure(
     except BaseException:
         for held in taken:
             held.quiet()
-            held.release()  # So the next owner need not wait for the timeout.
+            held.release()  # This spares the next owner the wait for the timeout.
         raise
     return tenure
 
@@ -61,7 +61,7 @@ def take_run(
     flow_run_id: str | None,
     world_size: int = 1,
 ) -> Tenure:
-    """Take a run directory, and make the parts that its owner needs: a heartbeat, the run's key, and the committer.
+    """Take a run directory, and make what its owner needs: a heartbeat, the run's key, and the committer.
 
     `single_writer`: the store cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError
     or StoreError; the directory is not held then.

@@ -37,7 +37,7 @@ Tried = tuple[list[Checkpoint], list[Checkpoint], Rollback | None]
 
 
 class Agreement:
-    """The agreements of the ranks of a process group: the given one, torch's default group, or this process alone."""
+    """The agreements of the ranks of a process group: a given one, torch's default group, or this process alone."""
 
     def __init__(self, process_group: ProcessGroup | None, config: CheckpointConfig):
         deadline_s = config.flush_timeout_s
@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank, which writes what is written only once."""
+        """Whether this is the first rank, which writes what must be written only once."""
         return self.exchange.first
 
     @property
@@ -60,7 +60,7 @@ class Agreement:
         return self.world.size == 1
 
     def end_with(self, must_end: Callable[[], bool]) -> None:
-        """Stop waiting for other ranks once `must_end` returns True."""
+        """Stop waiting for other ranks as soon as `must_end` returns True."""
         if isinstance(self.exchange, StoreExchange):
             self.exchange.must_end = must_end
 
@@ -76,11 +76,11 @@ class Agreement:
         return share_tenure(self.exchange, self.topic("own"), take, line, cache, deadline_s=deadline_s)
 
     def together(self, name: str) -> AbstractContextManager[Together]:
-        """Run a block in all ranks, or in none; see `all_or_none`."""
+        """Run a block in all ranks, or in no rank; see `all_or_none`."""
         return all_or_none(self.exchange, self.topic(name), self.deadline_s)
 
     def candidates(self, find: Callable[[], Tried]) -> Tried:
-        """Return rank 0's `find()` in every rank: live checkpoints, those to try in order, the last rollback."""
+        """Return what `find` returns in rank 0: live checkpoints, candidates in order, the last rollback."""
         if self.alone:
             return find()
 
@@ -94,7 +94,7 @@ class Agreement:
         return live, tried, read_rollback(rollback)
 
     def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
-        """Return this host's snapshots that every rank has sealed, and that fit together, in rank 0's order."""
+        """Return this host's snapshots that every rank has sealed and that fit together, in rank 0's order."""
         if self.alone:
             return find()
         sealed: dict[str, _Found] = {}
@@ -108,13 +108,13 @@ class Agreement:
         return [sealed[name] for name in json.loads(chosen)]
 
     def restored(self, step: int) -> None:
-        """Start to agree on steps, after a restore of `step` in all ranks."""
+        """Begin to agree on steps, after a restore of `step` in all ranks."""
         self._horizon.begin(step)
 
     def at(
         self, step: int, *, save: bool, signal: int | None, spike: tuple[int, int] | None
     ) -> tuple[bool, int | None, tuple[int, int] | None]:
-        """Return what all ranks do at a step: whether they save, which signal ends them, from which spike they go back.
+        """Return what all ranks do at a step: whether they save, which signal ends them, which spike they go back from.
 
         The arguments are this rank's requests. Raises StoreError if rank 0 does not answer.
         """
@@ -126,7 +126,7 @@ class Agreement:
         return kind == "save", began if kind == "signal" else None, (began, last) if kind == "spike" else None
 
     def drain(self) -> None:
-        """Wait until the other ranks have read rank 0's answers: this process may hold the store with these answers."""
+        """Wait until the other ranks have read rank 0's answers: this process may run the c10d store that has them."""
         self.exchange.drain(_DRAIN_S)
 
 
@@ -145,7 +145,7 @@ def _same_options(words: list[bytes]) -> bytes:
 
 
 def _in_all(words: list[bytes]) -> bytes:
-    """Choose the snapshots that all ranks have sealed, and that a commit would accept: it may not have come to that."""
+    """Choose the snapshots that all ranks have sealed, and that a commit would accept: they may be uncommitted."""
     sealed = [*map(json.loads, words)]
     chosen = []
     for name in dict.fromkeys(name for names in sealed for name in names):

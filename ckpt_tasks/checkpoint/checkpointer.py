@@ -1,4 +1,4 @@
-"""The facade: one object for any training loop; a flow's hooks use it too."""
+"""The facade: one object for any training loop, which flows use, too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckpt_tasks.system import system
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_PRUNE_S = 10.0  # The time for the prune after the last commit in `close`; the next owner prunes the rest.
+_PRUNE_S = 10.0  # `close` gives the prune after the last commit this long; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
 _NOTHING_LEFT = (
     "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
@@ -53,7 +53,7 @@ _InMemory = CachedSnapshot | RankSnapshot
 class Checkpointer(HeldRun):
     """Save and restore the state of one run.
 
-    The first restore or save takes the run directory. One process holds it at a time; a process that has lost it gets
+    The first restore or save takes the run directory. Only one process holds it at a time; one that has lost it gets
     FencedError at its next save. `take_over` takes it from an owner that may be alive. `flow_run_id` names the flow run
     that this process belongs to; another attempt of the same flow run waits for this one to release the directory.
 
@@ -86,7 +86,7 @@ class Checkpointer(HeldRun):
         self._steps = StepLog()
         self._left_out = LeftOut()
         self._unsaved = Unsaved()
-        self._restored: Mapping[str, Any] = {}  # The state, until the block ends.
+        self._restored: Mapping[str, Any] = {}  # The state is kept until the block ends.
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -121,7 +121,7 @@ class Checkpointer(HeldRun):
 
     @property
     def position(self) -> int:
-        """The number of completed steps: as restored, or as last reported by `step()` or `save()`; 0 before either."""
+        """The number of completed steps, as restored or as last reported by `step()` or `save()`; 0 before that."""
         return self._at.step
 
     def restore(
@@ -174,7 +174,7 @@ class Checkpointer(HeldRun):
         self._left_out.restored(rollback, chosen.step, state)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._follow(chosen, known, cached)
-        if chosen.n < 0 and cached is not None:  # Storage does not have it yet.
+        if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only such a restore has read every byte from the store.
             self._pruner.verified.add(chosen.manifest_digest)
@@ -193,14 +193,14 @@ class Checkpointer(HeldRun):
             self._spikes.restored(self._history, self._line.parent, self._steps.since(-1))
 
     def _be_idle(self, state: dict[str, Any]) -> None:
-        """Wait for saves under way, and record the state with which training begins, before a restore."""
+        """Before a restore, wait for saves under way, and record the state with which training begins."""
         note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
         self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # A prune could remove the checkpoint to restore.
 
     def _begin(self, state: dict[str, Any]) -> int:
-        """Begin a run without checkpoints; steps that were never committed will be repeated."""
+        """Begin a run without checkpoints; steps that were never committed are repeated."""
         warn_of_trained(state)
         self._ranks.restored(0)
         self._knows_line = True
@@ -277,14 +277,14 @@ class Checkpointer(HeldRun):
     def close(self) -> None:
         """Wait for saves under way, release the run directory and restore the signal handlers.
 
-        A later save takes the directory again. The prune after the last commit has 10 s; the next owner prunes the
+        A later save can take the directory again. The prune after the last commit has 10 s; the next owner prunes the
         rest.
         """
         if self._process.is_here:
             self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
-        keep = keep or not self._knows_line  # A process that never trained does not change the memory.
+        keep = keep or not self._knows_line  # A process that never trained must not change the memory.
         try:
             self.wait()
         except BaseException:
@@ -307,7 +307,7 @@ class Checkpointer(HeldRun):
                 _refuse_wrong(state)
             with gc_paused():
                 captured = capture(state, world=self._ranks.world, parent=self._line.known_parent)
-                groups = encode_groups(captured)  # Raises for an unsupported value before anything is written.
+                groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
                 self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
@@ -322,7 +322,7 @@ class Checkpointer(HeldRun):
         return snapshot
 
     def _check_step(self, step: int, metrics: Metrics | None, *, saving: bool) -> None:
-        """Raise FencedError if the heartbeat has seen another owner; treat non-finite metrics by `on_non_finite`.
+        """Raise FencedError if the heartbeat has seen another owner; handle non-finite metrics by `on_non_finite`.
 
         Also raises NonFiniteError. If the step is saved, errors are raised in all ranks.
         """
@@ -337,7 +337,7 @@ class Checkpointer(HeldRun):
     def _note(
         self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
     ) -> Rollback | None:
-        """Record in the run's history which checkpoints a restore skipped, and that it goes back from a failed step."""
+        """Record in the run's history which checkpoints a restore skipped, and from which failed step it goes back."""
         self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
@@ -363,7 +363,8 @@ class Checkpointer(HeldRun):
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
         """Record that training goes back to a checkpoint before a step whose metrics were not finite, or had spiked.
 
-        If an object of the state can skip batches, those from there to that step are skipped: they would fail again.
+        If an object of the state can skip batches, those from the checkpoint to that step are skipped: they would fail
+        again.
         """
         skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
         rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
@@ -386,15 +387,15 @@ class Checkpointer(HeldRun):
         return due or save, number is not None
 
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
-        """Deliver a pending signal; with many ranks only once all have it (`everywhere`)."""
+        """Deliver a pending signal; if `everywhere`, only once all ranks have it."""
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
-            # The next owner need not wait for a timeout then; a later save takes the directory again.
+            # Otherwise the next owner waits for a timeout; a later save takes the directory again.
             self._release(prune_s=0)
             self._interrupt.deliver()
 
 
 def _refuse_wrong(state: Mapping[str, Any]) -> None:
-    """Raise an error for values that a restore cannot bring back, and for loaders that deal wrong samples."""
+    """Raise an error for values that a restore cannot restore, and for loaders that give ranks wrong samples."""
     refuse_fsdp1(state)
     refuse_hidden_tables(state)
     check_dealt(state)

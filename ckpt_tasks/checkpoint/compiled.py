@@ -1,4 +1,4 @@
-"""The code that torch.compile has built in a run: brought back before the first step, and kept after a commit.
+"""Code that torch.compile has built in a run: restored before the first step, and kept in the run after a commit.
 
 With `compile_cache` torch builds in a directory of this host, one for each run. A pack of it (`format/pack.py`) is an
 object of the run beside the checkpoints. It is read on hosts of the same kind only: the same versions, device and
@@ -42,13 +42,13 @@ from ckpt_tasks.upkeep.pruning import Background
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MOST_KINDS = 2
-_KEPT = ".kept"  # The pack that the directory has, and its paths.
-_LOCKS = "locks"  # torch locks a file in it for what it builds.
+_KEPT = ".kept"  # Holds the pack that the directory has, and its paths.
+_LOCKS = "locks"  # torch locks a file in this directory for each build.
 _log = logging.getLogger("ckpt_tasks")
 
 
 class CompiledCode:
-    """The compiled code of one run: `open` brings it back, and `committed` keeps what is new."""
+    """The compiled code of one run: `open` restores it, and `committed` keeps new code."""
 
     def __init__(self, store: Store):
         self._store = store
@@ -59,13 +59,13 @@ class CompiledCode:
         self._said = ""
 
     def open(self, tenure: Tenure) -> None:
-        """Let torch.compile build in this run's directory, which has what the run has kept for this kind of host."""
+        """Let torch.compile build in this run's directory, filled with the code kept for this kind of host."""
         self._tenure = tenure
         if self._directory is not None:
             return
         began_s, base = system().monotonic(), Path(tempfile.gettempdir(), f"ckpt-compiled-{os.getuid()}")
         given = Path(os.environ.get(_VARIABLE) or base / "ours")
-        # torch sets the variable itself, to its default.
+        # torch itself sets the variable to its default.
         if given.parent != base and not given.name.startswith("torchinductor_"):
             self._warn(f"compile_cache has no effect, because {_VARIABLE} is set: {given}")
             return
@@ -82,7 +82,7 @@ class CompiledCode:
             tenure.resume.compiled_s = system().monotonic() - began_s
 
     def committed(self, checkpoint: Checkpoint) -> None:
-        """Look in the background, after a commit, whether there is new code to keep."""
+        """After a commit, look in the background whether there is new code to keep."""
         if self._directory is not None:
             self._background.request(checkpoint)
 
@@ -95,7 +95,7 @@ class CompiledCode:
         return sorted(filter(None, map(parse_compiled, self._store.names(COMPILED_PREFIX))), reverse=True)
 
     def _bring(self, directory: Path) -> None:
-        """Unpack the newest good pack of this kind of host."""
+        """Unpack the newest good pack for this kind of host."""
         try:
             packs = [kept for kept in self._packs() if kept.kind == self._kind]
         except CkptError as error:
@@ -116,7 +116,7 @@ class CompiledCode:
                 return
 
     def _kept(self, directory: Path) -> frozenset[str]:
-        """Return the paths in the directory that a pack of the run has; none if the run has not the pack."""
+        """Return the paths in the directory that a pack of the run has; none if the run lacks the pack."""
         try:
             name, paths = json.loads((directory / _KEPT).read_bytes())
             self._store.size(name)
@@ -125,7 +125,7 @@ class CompiledCode:
         return frozenset(paths)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
-        """Keep the directory as a pack, if it has files that the last pack lacks; the owner's rank does it."""
+        """Keep the directory as a pack, if it has files that the last pack lacks; only the owner's rank does this."""
         directory, tenure = self._directory, self._tenure
         if directory is None or tenure is None or tenure.committer is None:
             return
@@ -156,11 +156,11 @@ class CompiledCode:
             self._store.put(name, pieces)
         except CkptError:
             with suppress(CkptError):
-                self._store.delete(name)  # It may be there in part.
+                self._store.delete(name)  # A part of it may exist.
             raise
 
     def _drop(self, new: Compiled) -> None:
-        """Delete all packs but the newest of each kind of host, of two kinds at most."""
+        """Delete all packs except the newest one of each kind of host, for two kinds at most."""
         kinds = {new.kind}
         for kept in self._packs():
             if kept != new and (kept.kind in kinds or len(kinds) == _MOST_KINDS):
@@ -174,7 +174,7 @@ class CompiledCode:
 
 
 def kind_of_host() -> str:
-    """Return the digest of all that compiled code depends on: versions, device, and the host's instruction set."""
+    """Return a digest of all on which compiled code depends: versions, device, and the host's instruction set."""
     triton = ""
     with suppress(PackageNotFoundError):
         triton = version("triton")
@@ -195,7 +195,7 @@ def _processor() -> list[str]:
 
 
 def _files_in(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of change of every file that a pack holds, by its path."""
+    """Return size and modification time of every file that a pack can hold, by its path."""
     present = {}
     for root, _, names in os.walk(directory):
         for name in names:
@@ -206,11 +206,11 @@ def _files_in(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def _is_building(directory: Path) -> bool:
-    """Return True if a compiler works for torch in this directory."""
+    """Return True if a compiler is building for torch in this directory."""
     for path in (directory / _LOCKS).glob("*.lock"):
         lock = open_descriptor(path, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # As torch locks it.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # torch locks it in the same way.
         except BlockingIOError:
             return True
         finally:
@@ -219,7 +219,7 @@ def _is_building(directory: Path) -> bool:
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
-    """Write a file, so that it appears whole or not at all."""
+    """Write a file that appears whole or not at all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
     temporary.write_bytes(content)

@@ -1,4 +1,4 @@
-"""The run that a program holds: take and release its directory; list, pin and prune; write into its history."""
+"""The run that a program holds: take and release its directory; list, pin and prune checkpoints; write its history."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class HeldRun:
         if self._compiled is not None:
             self._saver.listeners.add(Listener(committed=self._compiled.committed))
         self._damaged: tuple[str, ...] = ()
-        self._knows_line = False  # True if this owner has checked that no other process has committed since.
+        self._knows_line = False  # True if this owner knows that no other process has committed since.
         self._knows_state = False  # True if all ranks have captured a state.
         finalize_here(self, _leave, weakref.ref(self._saver))
 
@@ -153,7 +153,7 @@ class HeldRun:
                 raise
             self._damaged, self._tenure.resume.owner_s = self._tenure.damaged, system().monotonic() - began_s
             self._knows_line = False
-            self._take_over = False  # Only once: this process does not fence a later owner.
+            self._take_over = False  # Only once: do not fence a later owner.
             if self._compiled is not None:
                 self._compiled.open(self._tenure)
             self._saver.tenure = self._tenure
@@ -175,7 +175,7 @@ class HeldRun:
 
     @checked
     def unpin(self, step: int) -> None:
-        """Remove the pin of a step's checkpoint: the policy decides again. Raises as `pin` does."""
+        """Remove the pin of a step's checkpoint, so that the policy decides. Raises as `pin` does."""
         self._pin(step, None)
 
     @checked
@@ -197,12 +197,12 @@ class HeldRun:
         self._note_once(what, fields)
 
     def record_failure(self, **fields: Any) -> None:
-        """Record a failed attempt, which counts as one more without progress. Raises StateError as `note` does."""
+        """Record a failed attempt, which counts as one without progress. Raises StateError as `note` does."""
         self._note_once("failure", fields, lambda state: state.with_stall(self._flow_run_id))
 
     @checked
     def record_program(self, program: str, params: Mapping[str, Any]) -> None:
-        """Record in the run's history its program and the parameters. Raises StateError as `note` does."""
+        """Record the run's program and its parameters in the history. Raises StateError as `note` does."""
         recorded = {"program": program, "params": params}
         self._note_once("program", recorded, lambda state: replace(state, program=program, params=params))
 
@@ -235,7 +235,7 @@ class HeldRun:
 
     @checked
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
-        """Prune the run: remove what the policy no longer keeps, and what dead attempts left; return all verdicts.
+        """Prune the run: remove checkpoints that the policy does not keep, and dead attempts; return all verdicts.
 
         Before it prunes, it reads back the newest checkpoint that stays, unless one that stays is verified already.
         Raises StateError if the directory is not held and this is not a `dry_run`.
@@ -274,8 +274,8 @@ class HeldRun:
     def _begin_save(self, error: Exception | None = None) -> Tenure:
         """Take the run for a save; the caller holds `turn()`.
 
-        `error` says why this rank cannot save: it is raised in all ranks. If this is the first save, nothing is
-        written.
+        `error` says why this rank cannot save: it is raised in all ranks. If this is the first save, nothing is written
+        then.
         """
         if not (self._ranks.alone or self._knows_state):
             with self._ranks.together("state") as confirm:
@@ -341,7 +341,7 @@ class HeldRun:
 
 
 def _leave(saver: weakref.ref[Saver]) -> None:
-    """Remember a save under way, for the next Checkpointer on this run: nothing else refers to this Checkpointer."""
+    """Remember an unfinished save for the next Checkpointer on this run: nothing else refers to this Checkpointer."""
     left = saver()
     if left is not None and left.tenure is not None:
         left_here[left.tenure.owner.id] = left

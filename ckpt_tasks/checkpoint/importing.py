@@ -1,4 +1,4 @@
-"""Commit an import: the groups and tensors of a plan become a checkpoint of a run, in the form that a save writes.
+"""Commit an import: a plan's groups and tensors become a checkpoint of a run, in the form that a save writes.
 
 Invariants
 
@@ -36,8 +36,8 @@ from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
-IMPORTED_FROM = "imported_from"  # A key in the environment of a manifest.
-_SHARD_BYTES = 32 << 20  # A file's tensors are in memory while they are written.
+IMPORTED_FROM = "imported_from"  # This key of a manifest's environment names the source.
+_SHARD_BYTES = 32 << 20  # Tensors of a file are in memory while it is written.
 OnProgress = Callable[[int], None]
 
 
@@ -65,7 +65,7 @@ class ImportedRun(HeldRun):
             self._release(prune_s=0.0)
 
     def _newest(self, step: int) -> Checkpoint | None:
-        """Return the checkpoint that a new one of this step would follow; raise if none may follow."""
+        """Return the checkpoint that a new one of this step would follow; raise an error if none may follow."""
         live = lineage(self._history.head().state.live)
         if not live:
             return None
@@ -115,13 +115,13 @@ def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
 
 
 def _check_bounds(plan: ImportPlan) -> None:
-    """Make index and manifest without a store or a tensor's bytes: raise what a save and a reader would raise."""
+    """Make index and manifest without a store or tensor bytes, and raise what a save or a reader would raise."""
     saving = _new_saving(Tenure(identify(None), "run", Line()), plan)
     prepare_checkpoint(saving, [_Writer(None, saving.attempt, plan).write()])
 
 
 class _Writer:
-    """Write tensors into a store, in the same files as a save; without a store, only plan them."""
+    """Writes tensors into a store, in the same files as a save; without a store, only plans them."""
 
     def __init__(
         self, store: Store | None, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None

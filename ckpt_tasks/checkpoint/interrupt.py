@@ -1,9 +1,9 @@
 """Hold back SIGTERM, Ctrl-C and a flow's timeout until the step is done and its checkpoint committed.
 
-In a flow run Prefect's engine has a SIGTERM handler of its own. `prefect flow-run execute` and a worker announce a
+In a flow run Prefect's engine has its own SIGTERM handler. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
-handler is the function that its module names. Without the acknowledgement the process is killed at once. So our handler
-takes over that name while it is installed, and Prefect's function gets the signal at the step boundary.
+installed handler is the function that its module names. Without the acknowledgement the process is killed at once. So
+our handler takes over that name while it is installed, and Prefect's function gets the signal at the step boundary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ckpt_tasks.system import system
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# We look this module up in sys.modules and never import it: if Prefect is not loaded, there is nothing to do.
+# Look this module up in sys.modules and never import it: if Prefect is not loaded, there is nothing to do.
 _PREFECT = "prefect.utilities.engine"
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
-_ONCE_S = 2.0  # A terminal and a launcher both send Ctrl-C, within moments.
+_ONCE_S = 2.0  # A terminal and a launcher may both send Ctrl-C at about the same time.
 
 
 class Interrupt:
@@ -39,8 +39,8 @@ class Interrupt:
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
     Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not, since
     schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a
-    step that hangs. A forked child holds nothing back: it gets the previous handlers. While signals are held back,
-    notices of the cloud `spot_notices` become SIGTERM.
+    step that hangs. A forked child gets the previous handlers. While signals are held back, notices of the cloud
+    `spot_notices` also arrive as SIGTERM.
     """
 
     def __init__(self, spot_notices: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Interrupt:
         self.within: CodeType | None = None  # If set, signals are held back only while a frame of this code runs.
         self._previous: dict[int, Any] = {}
         self._handler = self._note  # Keep one object: Prefect compares by identity.
-        self._seen: set[int] = set()  # Signals seen until one is delivered.
+        self._seen: set[int] = set()  # Signals that came since the last delivery.
         self._noted_s: dict[int, float] = {}
         self._spot_notices = spot_notices
         self._watch: Watch | None = None
@@ -59,7 +59,7 @@ class Interrupt:
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
         signals = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # A shell's background job ignores Ctrl-C.
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # A shell's background job ignores Ctrl-C; keep that.
             signals.append(signal.SIGINT)
         if _is_timeout(signal.getsignal(signal.SIGALRM)):
             signals.append(signal.SIGALRM)
@@ -70,7 +70,7 @@ class Interrupt:
         self._watch = watch(self._spot_notices)
 
     def uninstall(self) -> None:
-        """Put the previous handlers back, unless another library has set its own since."""
+        """Restore the previous handlers, unless another library has set its own meanwhile."""
         if not self._previous:
             return
         if self._watch is not None:
@@ -79,21 +79,21 @@ class Interrupt:
             self._give_back()
 
     def must_end(self) -> bool:
-        """Return True if a signal asks a failing program to end: then it does not wait for other ranks."""
+        """Return True if a signal asks a failing program to end, so that it must not wait for other ranks."""
         return self.is_failing and self.pending is not None
 
     def leave_to_parent(self) -> None:
-        """Put the previous handlers back in a forked child; a pending signal is the parent's."""
+        """Restore the previous handlers in a forked child; a pending signal belongs to the parent."""
         self.pending = None
         self._seen.clear()
         self._give_back()  # A thread that the fork did not copy may hold Prefect's lock.
 
     def deliver(self) -> None:
-        """Raise the pending signal for its previous handler; if that returns, training continues."""
+        """Raise the pending signal for its previous handler; if that handler returns, training continues."""
         number, self.pending = self.pending, None
         if number is None:
             return
-        if number not in self._seen:  # Another rank got it: the same signal may still reach this process.
+        if number not in self._seen:  # Another rank got the signal: it may still reach this process.
             self._noted_s[number] = system().monotonic()
         self._seen.clear()
         held = bool(self._previous)
@@ -102,12 +102,12 @@ class Interrupt:
             signal.raise_signal(number)
         finally:
             if held:
-                self.install()  # Even after a KeyboardInterrupt, until the end of the block: it may come again.
+                self.install()  # Even after a KeyboardInterrupt, until the end of the block: the signal may come again.
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) is self._handler:
-                # None: the handler was not set from Python and cannot be put back.
+                # None: a handler that was not set from Python, and that Python cannot restore.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         _rename(self._handler, self._previous[signal.SIGTERM])
         self._previous = {}
@@ -120,7 +120,7 @@ class Interrupt:
             return
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            return  # A second SIGTERM changes nothing before the first is delivered; after that, it is a new one.
+            return  # A second SIGTERM before the delivery changes nothing; after it, it is a new signal.
         self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)
@@ -133,7 +133,7 @@ class Interrupt:
 
 
 def _runs(code: CodeType, frame: FrameType | None) -> bool:
-    """Return True if a frame, or one that called it, runs this code."""
+    """Return True if a frame, or one of its callers, runs this code."""
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
@@ -148,14 +148,14 @@ def _prefects_lock() -> AbstractContextManager[object]:
 
 
 def _rename(own: Any, new: Any) -> None:
-    """Make Prefect regard `new` as its own SIGTERM handler, if it now regards `own` as that."""
+    """Make Prefect regard `new` as its own SIGTERM handler, if it regards `own` as that now."""
     engine: Any = sys.modules.get(_PREFECT)
     if own is not None and getattr(engine, "_prefect_sigterm_handler", None) is own:
         engine._prefect_sigterm_handler = new
 
 
 def _is_timeout(handler: Any) -> bool:
-    """Return True if a handler is Prefect's, which ends a flow run that takes too long."""
+    """Return True if a handler is Prefect's timeout, which ends a flow run that takes too long."""
     return type(getattr(handler, "__self__", None)).__module__ == _TIMEOUTS
 
 
@@ -167,7 +167,7 @@ def held_back() -> int | None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that a scheduler sends before it ends this process: those in CKPT_STOP_SIGNALS, else SIGUSR1.
 
-    Raises ConfigError if one is named that does not exist.
+    Raises ConfigError if a name is not that of a signal.
     """
     names = os.environ.get("CKPT_STOP_SIGNALS", "USR1").replace(",", " ").upper().split()
     try:
@@ -180,7 +180,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def taking_stop_signals() -> Iterator[None]:
-    """Take each of `stop_signals` for SIGTERM, in the main thread."""
+    """Treat each of `stop_signals` as SIGTERM, in the main thread."""
     before = {
         number: signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM)) for number in stop_signals()
     }
@@ -196,7 +196,7 @@ _mask = threading.local()
 
 
 def _before_fork() -> None:
-    # Block signals until the child has its handlers back: Python would forget them otherwise.
+    # Block signals until the child has its handlers back: Python would forget a signal otherwise.
     _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
@@ -205,7 +205,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    for interrupt in reversed([*_installed]):  # Each puts back the handlers that it replaced.
+    for interrupt in reversed([*_installed]):  # Each restores the handlers that it replaced.
         interrupt.leave_to_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 

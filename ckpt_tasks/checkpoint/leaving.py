@@ -1,4 +1,4 @@
-"""What tests do with a Checkpointer that stands for a process of its own: let it die, finish, seal, look or show."""
+"""Functions for tests, in which a Checkpointer stands for a whole process: let it die, wait for it, inspect it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from ckpt_tasks.snapshot.snapshot import Image
 
 
 def under_way(ckpt: Checkpointer) -> UnderWay:
-    """Return the saves of a Checkpointer that have not ended; does not wait."""
+    """Return the unfinished saves of a Checkpointer; do not wait."""
     return ckpt._saver.under_way()
 
 
 def images_of(ckpt: Checkpointer) -> Mapping[str, Sequence[Image]]:
-    """Return the memory of a Checkpointer for saves, by slot; takes no lock, so a forked child may ask."""
+    """Return the memory of a Checkpointer for saves, by slot; takes no lock, so a forked child may call it."""
     return ckpt._saver.images
 
 
 def elapse(ckpt: Checkpointer, seconds: float) -> None:
-    """Let a save by time come due as if `seconds` more had passed since the last save."""
+    """Make a save by time due earlier, as if `seconds` more had passed since the last save."""
     ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - seconds)
 
 
 def die(ckpt: Checkpointer) -> None:
-    """Leave a Checkpointer like a dying process: nothing is released, and its memory stays for the next process.
+    """Leave a Checkpointer like a dying process: release nothing, and keep its memory for the next process.
 
-    Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may be its restart.
+    Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may act as its restart.
     """
     ckpt._saver.wait_sealed()
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)  # The kernel frees the lock of a process that is gone.
+    ckpt._cache.close(keep=True)  # The kernel would free the lock of a dead process.
     ckpt._saver.tenure = None
 
 
 def settle(ckpt: Checkpointer) -> None:
-    """Wait until saves under way and all work after a commit have ended; a failure is kept for the next call."""
+    """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)
     if ckpt._compiled is not None:
@@ -52,7 +52,7 @@ def seal(ckpt: Checkpointer) -> None:
 
 
 def look(ckpt: Checkpointer) -> None:
-    """Let the heartbeat look at the ledger now, as it does by itself every few seconds.
+    """Let the heartbeat check the ledger now, as it does by itself every few seconds.
 
     Raises ConfigError if the Checkpointer holds no run.
     """

@@ -1,8 +1,8 @@
-"""Notices that a cloud will take this host away: on AWS, Google Cloud and Azure they come by HTTP, and not as a signal.
+"""Notices that a cloud will take this host away: AWS, Google Cloud and Azure give them by HTTP instead of a signal.
 
-A thread asks the host's metadata server, and sends this process SIGTERM at a notice: what follows is what follows any
-SIGTERM. The addresses and answers are those of the clouds' documentation, and so is how often to ask. No answer, a slow
-one and a wrong one change nothing in the training: they are logged once, and the server is asked again.
+A thread asks the host's metadata server, and at a notice sends this process SIGTERM, which acts as any SIGTERM. The
+addresses, answers and intervals are those of the clouds' documentation. A missing, slow or wrong answer does not affect
+training: it is logged once, and the server is asked again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from urllib.request import ProxyHandler, Request, build_opener
 from ckpt_tasks.process.processes import start_thread
 
 _TIMEOUT_S = 2.0
-_WAIT_S = 30  # A request to Google's server waits this long for a change.
+_WAIT_S = 30  # Google's server delays its answer up to this long, until a change.
 _AFTER_FAILURE_S = 5.0
 _LINK_LOCAL = "http://169.254.169.254"
 _direct = build_opener(ProxyHandler({}))  # A proxy would answer for another host.
 _log = logging.getLogger("ckpt_tasks")
-_heard: set[str] = set()  # A handler of SIGTERM may let the training go on: it is not told of the same notice again.
+_heard: set[str] = set()  # If a handler of SIGTERM lets training continue, do not repeat the notice.
 
 
 class Notice(NamedTuple):
@@ -41,23 +41,23 @@ class _Cloud(Protocol):
     every_s: float
 
     def look(self) -> list[Notice]:
-        """Ask for the notices of this host. Raises OSError or HTTPException, and what a foreign answer leads to."""
+        """Ask for the notices of this host. Raises OSError, HTTPException, and errors of parsing a foreign answer."""
 
 
 class Watch:
-    """Ask a cloud's metadata server in a thread until `stop`; send this process SIGTERM at a notice."""
+    """Asks a cloud's metadata server in a thread until `stop`; sends this process SIGTERM at a notice."""
 
     def __init__(self, cloud: str):
         self._stop = threading.Event()
         start_thread(_watch, cloud, self._stop, name="ckpt-notices")
 
     def stop(self) -> None:
-        """Let the thread end after the request that it waits for."""
+        """Let the thread end after its current request."""
         self._stop.set()
 
 
 def watch(cloud: str | None) -> Watch | None:
-    """Watch for notices of a cloud, in the first rank of each host; None: ask for nothing."""
+    """Watch for notices of a cloud, in the first rank of each host; None: do nothing."""
     if cloud is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     return Watch(cloud)
@@ -99,7 +99,7 @@ class _Aws:
         self._token = ""
 
     def look(self) -> list[Notice]:
-        """Return the interruption of this instance, and that one is likely."""
+        """Return the notices of this instance: an interruption, or a recommendation to leave it."""
         if not self._token:
             lives = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
             self._token = _ask(f"{self._root}/api/token", lives, method="PUT")[0]
@@ -117,8 +117,8 @@ class _Aws:
             return _object(_ask(f"{self._root}/meta-data/{path}", {"X-aws-ec2-metadata-token": self._token})[0])
         except HTTPError as error:
             if error.code == http.client.UNAUTHORIZED:
-                self._token = ""  # It has expired.
-            if error.code == http.client.NOT_FOUND:  # Nothing is announced.
+                self._token = ""  # The token has expired.
+            if error.code == http.client.NOT_FOUND:  # No notice exists.
                 return None
             raise
 
@@ -134,7 +134,7 @@ class _Google:
         self._etag = ""
 
     def look(self) -> list[Notice]:
-        """Return the preemption of this instance; wait for it, but not at the first look."""
+        """Return the preemption of this instance; wait for it, except at the first look."""
         query = f"?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={self._etag}" if self._etag else ""
         answer, headers = _ask(
             self._url + query, {"Metadata-Flavor": "Google"}, timeout_s=_TIMEOUT_S + (_WAIT_S if query else 0)
@@ -158,7 +158,7 @@ class _Azure:
         self._name = ""
 
     def look(self) -> list[Notice]:
-        """Return the evictions of this machine; a scale set's events name its other machines, too."""
+        """Return the evictions of this machine; in a scale set, events name other machines as well."""
         if not self._name:
             self._name = self._read("instance/compute/name?api-version=2021-02-01&format=text")
         document = _object(self._read("scheduledevents?api-version=2020-07-01"))

@@ -1,4 +1,4 @@
-"""What sessions do with a Checkpointer: signals during a pause in its block, and what a process before it has seen."""
+"""Functions for sessions that drive a Checkpointer: signals in a pause, and rollbacks of a former process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ckpt_tasks.ledger.metrics import GoingBack
 
 
 def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
-    """Let the next restore go back from steps whose metrics were not finite in a previous process."""
+    """Let the next restore go back before steps whose metrics were not finite in a previous process."""
     ckpt._finite.back = back
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
-    """Hold SIGTERM and Ctrl-C back until the next step, or let them through at once, including a pending one.
+    """Hold SIGTERM and Ctrl-C back until the next step, or deliver them at once, including a pending one.
 
     For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
     """
@@ -30,7 +30,7 @@ def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
 
 
 def hold_within(ckpt: Checkpointer, loop: CodeType) -> None:
-    """Hold signals back only while a frame of this code runs: a loop cannot see that an exception has left it."""
+    """Hold signals back only while a frame of this code runs, since a loop cannot see that an exception has left it."""
     ckpt._interrupt.within = loop
 
 
@@ -40,14 +40,14 @@ def is_told_to_end(ckpt: Checkpointer) -> bool:
 
 
 def end_waits(ckpt: Checkpointer) -> None:
-    """Let no wait for another rank go on, in any thread: one of them has failed."""
+    """End all waits for other ranks, in any thread, because one of them has failed."""
     ckpt._ranks.end_with(lambda: True)
 
 
 def give_up(ckpt: Checkpointer) -> None:
-    """End waits for other ranks, and let no SIGTERM interrupt the end of this process, which has failed.
+    """End waits for other ranks, and ignore SIGTERM while this process, which has failed, ends.
 
-    A launcher sends it because of the failure, and would hide that. Call this in the main thread.
+    A launcher sends SIGTERM because of the failure, and it would hide the cause. Call this in the main thread.
     """
     end_waits(ckpt)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -92,7 +92,7 @@ def resumable(
 
 
 class Epochs(Iterator[int]):
-    """The numbers of the epochs that are left; `resumable` makes them.
+    """The numbers of the remaining epochs; `resumable` makes them.
 
     The call for the next number ends the current epoch. After the last epoch the last step is committed, and the run is
     released.
@@ -121,11 +121,11 @@ class Epochs(Iterator[int]):
         self._metrics.update(metrics)
 
     def save(self) -> None:
-        """Count the batch that the loop is at, and commit now. Raises what `Checkpointer.save` raises."""
+        """Count the current batch as a step, and commit now. Raises what `Checkpointer.save` raises."""
         self._end_step(last=True)
 
     def leave(self) -> None:
-        """Wait for saves under way and release the run, before the epochs are over; does nothing after that."""
+        """Wait for saves under way and release the run before the epochs are over; later calls do nothing."""
         self._left()
 
     def __next__(self) -> int:
@@ -149,7 +149,7 @@ class Epochs(Iterator[int]):
     def _hold_signals(self, here: FrameType | None) -> None:
         loop = here and here.f_back
         while loop is not None and loop.f_code.co_flags & inspect.CO_GENERATOR:
-            loop = loop.f_back  # That of a progress bar around the epochs does not run while the loop does.
+            loop = loop.f_back  # A progress bar around the epochs has a frame, which does not run while the loop does.
         if loop is not None:
             hold_within(self.ckpt, loop.f_code)
 
@@ -167,7 +167,7 @@ class Epochs(Iterator[int]):
                     self._end_step()
 
     def _end_epoch(self) -> None:
-        """Begin the next epoch in the data; raise ConfigError if this one was not a loop over the loader's batches."""
+        """Begin the next epoch in the data; raise ConfigError if this epoch was not a loop over the loader's batches."""
         self._loader.end_epoch()
         times = self._loader.epoch - self._epoch
         if times > 1 or (not times and self._steps.has_stepped):
@@ -178,7 +178,7 @@ class Epochs(Iterator[int]):
             )
 
     def _end_step(self, *, last: bool = False) -> None:
-        """Report the step that has ended, if one has; `last` commits the steps that no save was due for."""
+        """Report the step that has ended, if one has; if `last`, also commit steps for which no save was due."""
         steps, epoch = self._steps, self._loader.epoch
         stepped = steps.end()
         if not stepped and not (last and steps.unsaved):
@@ -190,7 +190,7 @@ class Epochs(Iterator[int]):
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Release the run if the block raises: the loop itself cannot see the exception."""
+        """Release the run if the block raises, because the loop itself cannot see the exception."""
         try:
             yield
         except BaseException as error:
@@ -219,7 +219,7 @@ class StepLoader:
 
 
 class _Steps:
-    """Count the batches after which an optimizer has stepped."""
+    """Counts the batches after which an optimizer has stepped."""
 
     def __init__(self, number: int, *, counts_batches: bool):
         self.number = self.saved = number
@@ -231,14 +231,14 @@ class _Steps:
         return self.number > self.saved
 
     def note(self, *_: Any) -> None:
-        """Note that an optimizer has stepped: its hook."""
+        """Note that an optimizer has stepped; called as its hook."""
         self.has_stepped = True
 
     def handed_out(self) -> None:
         self.has_stepped = self.has_stepped or self._counts_batches
 
     def end(self) -> bool:
-        """End the current step, if one has begun."""
+        """End the current step if one has begun."""
         stepped, self.has_stepped = self.has_stepped, False
         self.number += stepped
         return stepped
@@ -249,7 +249,7 @@ def _leave(
 ) -> None:
     """End the loop as the end of a `with` block does.
 
-    `over`: its epochs are over. Without that and without an `error`, a `break` or an exception of its own has left it.
+    `over`: the epochs are over. If neither `over` nor `error` is set, a `break` or an exception has left the loop.
     """
     for hook in hooks:
         hook.remove()
@@ -265,7 +265,7 @@ def _leave(
 
 
 def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:
-    """Return a loader over the same data with the same options; raise ConfigError if its order is its own."""
+    """Return a loader over the same data with the same options; raise ConfigError if the loader has its own order."""
     sampler = loader.sampler
     if isinstance(loader.dataset, IterableDataset) and type(loader).__iter__ is DataLoader.__iter__:
         return _over(loader, shuffle=False, generator=loader.generator)

@@ -28,7 +28,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class LeftOut:
-    """Skip a rollback's batches when training reaches them.
+    """Skips a rollback's batches when training reaches them.
 
     `restored` remembers which batches to skip; `at`, called after each step, skips them.
     """
@@ -37,7 +37,7 @@ class LeftOut:
         self._skip: tuple[int, int] | None = None
 
     def check(self, rollback: Rollback | None, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the rollback skips batches and no object of the state can do that."""
+        """Raise ConfigError if the rollback skips batches and no object of the state can skip them."""
         if rollback is not None and rollback.pending and rollback.skip is not None and not can_leave_out(state):
             first, last = rollback.skip
             raise ConfigError(
@@ -67,7 +67,7 @@ class LeftOut:
 
 
 class Spikes:
-    """Watch one metric for spikes, in rank 0: by the last steps of the line that training continues."""
+    """Watches one metric for spikes in rank 0, by the last steps of the line that training continues."""
 
     def __init__(self, metric: str | None):
         self.metric = metric or ""
@@ -76,7 +76,7 @@ class Spikes:
         self._without = 0
 
     def seen(self, step: int, metrics: Mapping[str, Any] | None) -> tuple[int, int] | None:
-        """Take the metric of a completed step; return the first and the last step of a spike, until a restore.
+        """Add the metric of a completed step; return the first and the last step of a spike, again until a restore.
 
         Waits for a tensor on a device. Raises StateError if the metric is not a number.
         """
@@ -93,9 +93,9 @@ class Spikes:
         return self._spike
 
     def restored(self, history: History, parent: Checkpoint | None, newer: Sequence[StepMetrics]) -> None:
-        """Take what a process that was never interrupted would know: the steps up to `parent`, and `newer` ones.
+        """Add the steps up to `parent` and `newer` ones: a resumed process must know as much as an uninterrupted one.
 
-        Reads the ledger, and the metrics of as many commits as it needs. Raises StoreError if the store fails.
+        Reads the ledger, and the metrics of as many commits as needed. Raises StoreError if the store fails.
         """
         self._spike = None
         self._last.clear()
@@ -117,7 +117,7 @@ class Spikes:
                 self._take(one.step, float(one.metrics[self.metric]))
 
     def _take(self, step: int, loss: float) -> None:
-        if self._last and self._last[-1][0] == step:  # Reported again, by save() after step().
+        if self._last and self._last[-1][0] == step:  # The step is reported again, by save() after step().
             self._last.pop()
         if math.isfinite(loss):
             self._last.append((step, loss))
@@ -129,13 +129,13 @@ def can_leave_out(state: Mapping[str, Any]) -> bool:
 
 
 def goes_back(rollback: Rollback | None, newest_first: Sequence[Checkpoint]) -> bool:
-    """Return True if nothing has been committed since the rollback: restoring a snapshot in memory would undo it."""
+    """Return True if nothing was committed after the rollback: restoring a snapshot in memory would undo it."""
     newest = newest_first[0].manifest_digest if newest_first else None
     return rollback is not None and rollback.pending and rollback.identity == newest
 
 
 def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | None:
-    """Return the batches to skip after the checkpoint of `step`; raise ConfigError if they come before it."""
+    """Return the batches to skip after the checkpoint of `step`; raise ConfigError if they precede it."""
     if skip is not None and not step < skip[0] <= skip[1] <= MAX_STEP:
         raise ConfigError(
             f"batches {skip[0]} to {skip[1]} do not come after step {step}",

@@ -1,4 +1,4 @@
-"""The options of a checkpointed run: few, with names that users know, and checked when made."""
+"""The options of a checkpointed run: few, with names that users know; validated at construction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CheckpointConfig:
     `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.
     """
 
-    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str] | Location
@@ -64,10 +64,10 @@ class CheckpointConfig:
     owner_timeout_s: float = 120.0
     """Another host may take the run over when its owner has shown no life for this many seconds."""
     memory_dir: str | os.PathLike[str] | None = "auto"
-    """Where snapshots lie, which outlive the process. `"auto"` is `/dev/shm` if it, the machine and the container's
-    limit have room for two of them; a directory of your own is used whatever room it has. `None` keeps snapshots in
-    the process's own memory, which ends with it. So does `"auto"` without room, with a warning; there, too, they
-    count towards the container's memory.
+    """Where to keep snapshots that outlive the process. `"auto"` is `/dev/shm` if it, the machine and the container's
+    limit have room for two of them; your own directory is used even without that room. `None` keeps snapshots in the
+    process's own memory, which ends with it. `"auto"` does the same if there is no room, with a warning; these
+    snapshots also count towards the container's memory.
     """
     on_flush_failure: OnFlushFailure = "raise"
     """What the next `step()` does after the store failed a save in the background: `"raise"`, or `"warn"` and go on.
@@ -106,7 +106,7 @@ class CheckpointConfig:
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:
-        """Raise ConfigError for an unknown option, or one without a name."""
+        """Raise ConfigError for an unknown option, or for a positional one."""
         if given:
             raise ConfigError("an option has a name", hint=f"Write CheckpointConfig(checkpoint_dir={given[0]!r:.80}).")
         for name in options.keys() - cls.__dataclass_fields__.keys():
@@ -148,7 +148,7 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> bool:
-        """Whether the run itself chooses the seconds between saves: if cadence="auto", or if no interval is set."""
+        """Whether the run chooses the seconds between saves itself: if cadence="auto", or if no interval is set."""
         return self.cadence == "auto" or not self.has_interval
 
     @property
@@ -158,12 +158,12 @@ class CheckpointConfig:
 
     @property
     def retention_policy(self) -> RetentionPolicy:
-        """The options that say what to keep."""
+        """The options that say which checkpoints to keep."""
         return RetentionPolicy(**{option.name: getattr(self, option.name) for option in fields(RetentionPolicy)})
 
 
 def option_texts() -> dict[str, str]:
-    """Return the text below each field of `CheckpointConfig`, on one line."""
+    """Return the text below each field of `CheckpointConfig`, joined to one line."""
     import ast  # Only the documentation and the help need it.
     import inspect
     import sys
@@ -184,7 +184,7 @@ def _is_name(key: Any) -> bool:
 
 
 class _Rule(NamedTuple):
-    """The rule of an option: a test, and the words for its error."""
+    """The rule of an option: a test, and the words for its error message."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -200,7 +200,7 @@ def _is_seconds(value: Any) -> bool:
 
 
 def config_of(run: str | os.PathLike[str] | Location | CheckpointConfig) -> CheckpointConfig:
-    """Return the configuration of a run; a directory, URL or Location alone gets the default one."""
+    """Return the configuration of a run; a bare directory, URL or Location gets the default one."""
     return run if isinstance(run, CheckpointConfig) else CheckpointConfig(checkpoint_dir=run)
 
 

@@ -1,6 +1,6 @@
 """The curve of a run: the metrics of every step, read from the tables that its commits name.
 
-Reading them needs no torch; drawing a curve needs no Arrow.
+To read them needs no torch; to draw a curve needs no Arrow.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def read_tables(history: History, commits: Sequence[Moment]) -> list[list[StepMe
         try:
             return read_steps(history.store.get(name, MAX_STEPS_BYTES), digest=digest, name=name)
         except (IntegrityError, ObjectNotFoundError):
-            return None  # `verify` reports it.
+            return None  # `ckpt verify` reports such a table.
 
     return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")

@@ -5,19 +5,19 @@ ML productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), mea
 log of every step. Wall time runs from the first owner to the last entry of an owner. A commit counts at the time of its
 snapshot (its entry's time less `flush_s`). The time between two such entries a and b is divided like this:
 
-=========  ============================================================================================================
-useful     b is a commit of the final line: as many steps as it is ahead, times the seconds that a step took then
-lost       the same for a commit of an abandoned line; and all time from the entry before a failed attempt up to it
-saving     b is a commit: how long training waited for its snapshot (`stall_s`)
-starting   b is the first commit of an owner or after a failure, and none of the above: start, restore, retry delay
-down       b is an owner, and the owner before it had not released the run: from that owner's last entry on
-idle       b is an owner, and the run had been released
-other      b is a commit or a release, and none of the above: evaluations, waiting for a commit, Prefect
-=========  ============================================================================================================
+========= ============================================================================================================
+useful b is a commit of the final line: as many steps as it is ahead, times the seconds that a step took then lost the
+same for a commit of an abandoned line; and all time between a failed attempt and the entry before it saving b is a
+commit: how long training waited for its snapshot (`stall_s`) starting b is the first commit of an owner or after a
+failure, and none of the above: start, restore, retry delay down b is an owner, and the owner before it had not released
+the run: from that owner's last entry on idle b is an owner, and the run had been released other b is a commit or a
+release, and none of the above: evaluations, waiting for a commit, Prefect =========
+============================================================================================================
 
 The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: what it
-had trained since its last entry counts as "down", not as "lost". Clocks are those of the writers: one that was set back
-hides time, one that jumped ahead adds some. The ledger of a copy says when it was copied, not when it was trained.
+had trained since its last entry counts as "down", not as "lost". Clocks are those of the writers: a clock that was set
+back hides time, and one that jumped ahead adds time. The ledger of a copied run has the times of the copy, not of the
+training.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Course:
 
     @property
     def returns(self) -> list[tuple[Moment, dict[str, float]]]:
-        """The first commit after each restore, and where the time went before it: seconds by the names in RETURNED."""
+        """The first commit after each restore, and where the time before it went: seconds by the names in RETURNED."""
         returns: list[tuple[Moment, dict[str, float]]] = []
         before, gap_s = None, None
         for moment in (place.moment for place in self.of(*_CLOCK)):
@@ -97,7 +97,7 @@ class Course:
                 parts = dict(moment.resumed)
                 if gap_s is not None and "start_s" in parts:
                     parts["owner_s"] = min(parts.get("owner_s", 0.0), gap_s)
-                    # A process may be older than the run's last owner: a notebook, or a worker.
+                    # A process may be older than the run's last owner, such as a notebook or a worker.
                     parts["start_s"] = min(parts["start_s"], gap_s - parts["owner_s"])
                     parts["noticed_s"] = round(gap_s - parts["owner_s"] - parts["start_s"], 6)
                 returns.append((moment, parts))
@@ -112,9 +112,9 @@ class Course:
 
     @property
     def redone_steps(self) -> int:
-        """The steps that training had completed, and did again after a restore.
+        """The steps that training had completed and repeated after a restore.
 
-        The ledger knows them of commits, and of attempts that failed in a process that lived on; it does not say how
+        The ledger shows this for commits, and for attempts that failed in a process that lived on; it does not show how
         far a killed process had come since its last commit.
         """
         steps: dict[str | None, int] = {None: 0}
@@ -125,7 +125,7 @@ class Course:
                 reached = max(reached, step)
                 continue
             steps[moment.identity] = step
-            # Without `resumed` it continues without a break, or it is a snapshot from memory, which repeats nothing.
+            # Without `resumed`, it continues without a break, or from a snapshot in memory: nothing is repeated.
             if moment.resumed:
                 redone += max(0, reached - steps.get(moment.parent, reached))
                 reached = step
@@ -172,17 +172,17 @@ def _usual_step_s(moments: list[Moment]) -> float | None:
 
 
 def _begun_s(moment: Moment) -> float:
-    """Return the time of a commit's snapshot, or of the moment itself."""
+    """Return the time when a commit's snapshot was taken, or the time of any other moment."""
     return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
 
 
 def _cut(
     gap_s: float, before: Moment, moment: Moment, *, steps: int, usual_s: float | None, in_line: bool
 ) -> Mapping[str, float]:
-    """Divide the time between two moments of owners into shares by kind, in order of time.
+    """Divide the time between two moments of owners into shares by kind, in the order of time.
 
-    `moment` brings `steps` more than its parent has; `usual_s` is the time of a step if it tells none. `in_line`: it is
-    on the line that training continued, so that its steps are not lost.
+    `moment` adds `steps` steps to its parent; `usual_s` is the time of a step if the moment has none. `in_line`: it is
+    on the line that training continued, so its steps are not lost.
     """
     if moment.kind in _OWNERS:
         return {"idle" if before.kind == "released" else "down": gap_s}
@@ -210,7 +210,7 @@ def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator
 
 
 def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
-    """Clamp the times of others' entries between the owner's moments around them, and to the wall time."""
+    """Move the times of other writers' entries between the owner's moments around them, and into the wall time."""
     clamped: list[Placed] = []
     latest_s = wall_s
     for place in reversed(list(placed)):
@@ -220,7 +220,7 @@ def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
 
 
 def _final_line(commits: list[Moment]) -> frozenset[int]:
-    """Follow parents from the newest commit down; if a parent cannot be read, take the commit before it."""
+    """Follow parents down from the newest commit; if a parent cannot be read, take the commit before instead."""
     known = {commit.identity: commit for commit in commits if commit.identity is not None}
     line: set[int] = set()
     at = commits[-1] if commits else None

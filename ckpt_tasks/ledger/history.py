@@ -1,7 +1,8 @@
 """Read the newest entry of the ledger, append the next one, and know the outcome of the append.
 
-An append reads the entry back, whatever the store answered, and compares the nonce. Ours: done. Another valid entry:
-try the next number, unless the directory has another owner. No entry: send the same bytes again. Unreadable: unknown.
+An append reads the entry back, whatever the store answered, and compares the nonce. If it is ours, the append is done.
+If it is another valid entry, try the next number, unless the directory has another owner. If it is missing, send the
+same bytes again. If it is unreadable, the outcome is unknown.
 
 A damaged newest entry is skipped, and objects that it may have named are spared: `append` does that, for every event.
 An entry that this process had read before it was damaged is not skipped.
@@ -45,12 +46,12 @@ from ckpt_tasks.system import now_iso, system
 SYNCED = "synced"  # The event that a finished copy of a run leaves in the target's ledger.
 
 _SAME_NUMBER_TRIES = 5
-_NEWEST = 16  # The first list has this many names; a second list has all.
-# Give up after losing this many numbers to other writers: far more than happen by chance, since others wait.
+_NEWEST = 16  # List this many names at first; if that is not enough, list all.
+# Give up after losing this many numbers to other writers. Chance never costs so many, since other writers wait.
 _NUMBERS_TRIED = 64
 _LONGEST_WAIT_S = 30.0
-_FOLLOWED = 8  # Read this many entries one by one, then list names.
-_FEWEST, _MOST = 4, 64  # `newest_first` reads so many entries at once: few first, then more.
+_FOLLOWED = 8  # Read up to this many entries one by one, then list names.
+_FEWEST, _MOST = 4, 64  # `newest_first` reads this many entries at once: few at first, then more.
 _LISTED = 16  # `newest_first` lists this many names, then eight times as many.
 _THREADS = 8
 _LATE = "which is there: it is older than the last write. Use a store that lists at once what was written."
@@ -60,7 +61,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True)
 class Head:
-    """The newest state of a run: `entry` is None before the first; `damaged` names entries that were skipped."""
+    """The newest state of a run: `entry` is None before the first entry; `damaged` names entries that were skipped."""
 
     entry: Entry | None
     digest: str | None
@@ -83,7 +84,7 @@ class Head:
 class History(RunFormat):
     """Read and extend the ledger of one run directory.
 
-    If not `whole`, it is only for a look: the entries that it reads lack the checkpoints of their segments.
+    If not `whole`, the entries that it reads lack the checkpoints of their segments: enough for an overview.
     """
 
     def __init__(self, store: Store, *, whole: bool = True):
@@ -96,7 +97,7 @@ class History(RunFormat):
         self._warned: tuple[str, ...] = ()
 
     def head(self) -> Head:
-        """Read the newest good entry; torn and foreign entries do not count, and a warning names them.
+        """Read the newest good entry; skip torn and foreign entries, and warn of them by name.
 
         Numbers are dense: on a local disk, a reader of entry n just looks for n + 1; a list of 6,000 names takes 5 ms.
         A server lists the newest few as fast as that, and might cache the answer that n + 1 is missing.
@@ -113,9 +114,9 @@ class History(RunFormat):
         return self._known if fresh and self._known else self.head()
 
     def _truth(self, head: Head, before: Head | None) -> Head:
-        """Prefer what this process read before, even if it has been damaged since; warn of damage.
+        """Prefer what this process read before, even if it is damaged by now; warn of damage.
 
-        `before` is what it knew before it read `head`: another thread may know more by now.
+        `before` is the head that it knew before it read `head`: another thread may have read a newer one meanwhile.
         """
         known = self._known
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
@@ -152,7 +153,7 @@ class History(RunFormat):
         )
 
     def _followed(self, head: Head) -> Head | None:
-        """Read the entries after a known head, one by one; return None if a list is needed."""
+        """Read the entries after a known head, one by one; return None if names must be listed."""
         known = head
         for _ in range(_FOLLOWED):
             try:
@@ -165,7 +166,7 @@ class History(RunFormat):
         return None
 
     def _stands(self, head: Head) -> bool:
-        """Return True if the entry of a head is still there, unchanged."""
+        """Return True if a head's entry still exists unchanged."""
         try:
             return self._read_entry(head.next_n - 1)[1] == head.digest
         except (IntegrityError, ObjectNotFoundError):
@@ -187,11 +188,11 @@ class History(RunFormat):
         return Head(entry, digest, next_n, damaged)
 
     def read_entry(self, n: int) -> tuple[Entry, str]:
-        """Read entry n with its digest; raise ObjectNotFoundError, or IntegrityError if it is torn or foreign."""
+        """Read entry n and its digest; raise ObjectNotFoundError, or IntegrityError if it is torn or foreign."""
         return read_good(self.store, lambda: self._read_entry(n), listed=True)
 
     def good_entry(self, n: int) -> tuple[Entry, str] | None:
-        """Read entry n with its digest; return None if it is damaged or missing, which `ckpt verify` reports."""
+        """Read entry n and its digest; return None if it is damaged or missing, which `ckpt verify` reports."""
         try:
             return self.read_entry(n)
         except (IntegrityError, ObjectNotFoundError):
@@ -218,8 +219,8 @@ class History(RunFormat):
     ) -> Entry:
         """Append one event; `change(state, n)` returns the state after entry n.
 
-        `owner`: only this owner may write the event. `standing`: this checkpoint of the newest entry has just been
-        read, byte for byte. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome
+        `owner`: only this owner may write the event. `standing`: a checkpoint of the newest entry, of which every byte
+        has just been read. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome
         is unknown, StoreError if nothing was written, and what `change` raises.
         """
         nonce, head = system().token_hex(16), self._to_follow(owner, standing)
@@ -230,12 +231,12 @@ class History(RunFormat):
             if self._read_back(entry):
                 break
             if owner is None:
-                # The owner goes first and retries at once. Others wait, longer with each lost number.
+                # The owner retries at once, so that it wins. Other writers wait, longer with each number lost.
                 most_s = min(_LONGEST_WAIT_S, (system().monotonic() - began_s) * 2 ** (lost + 1))
                 system().sleep(system().uniform(0, most_s))
             head = self._past(head, entry.n)
             if head.entry is not None and head.entry.nonce == nonce:
-                entry = head.entry  # The entry is ours after all: the read before got wrong bytes.
+                entry = head.entry  # The entry is ours after all: the earlier read got wrong bytes.
                 break
         else:
             raise StoreError(f"{_NUMBERS_TRIED} ledger numbers in a row went to other writers", key=LEDGER_PREFIX)
@@ -245,9 +246,9 @@ class History(RunFormat):
     def _to_follow(self, owner: Owner | None, standing: Checkpoint | None) -> Head:
         """Return the head that the new entry follows.
 
-        A server refuses the next number if any writer has it: so the owner, who writes nearly all entries, need not
-        list them (decision 0084). But the directory may have been emptied and filled up to a lower number: so the entry
-        that the owner knows must still be there.
+        A server refuses the next number if any writer has used it: so the owner, which writes nearly all entries, need
+        not list them (decision 0084). But the directory may have been emptied and filled again up to a lower number: so
+        check that the entry that the owner knows still exists.
         """
         known = self._known
         if self.store.near:
@@ -258,7 +259,7 @@ class History(RunFormat):
         return known if stands else self._truth(self._listed(), known)
 
     def _past(self, head: Head, n: int) -> Head:
-        """Re-read the head after losing number n to another writer, even if a listing is stale."""
+        """Read the head again after number n went to another writer, even if a listing is stale."""
         fresh = self.head()
         if fresh.next_n > n:
             return fresh
@@ -274,7 +275,7 @@ class History(RunFormat):
         return stored == data
 
     def _read_back(self, entry: Entry) -> bool:
-        """Put an entry until its outcome is known: True if it is ours; raise CommitUncertainError or StoreError."""
+        """Put an entry until its outcome is known: True if it is ours; or raise CommitUncertainError or StoreError."""
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None
@@ -322,7 +323,7 @@ class History(RunFormat):
 
 
 def _next(head: Head, nonce: str, event: Mapping[str, Any], state: State) -> Entry:
-    """Make the entry that follows a head; from now on, spare what damaged entries above it may have named."""
+    """Make the entry that follows a head; if damaged entries follow the head, spare the objects that they may name."""
     return Entry(
         n=head.next_n,
         epoch=head.state.owner.epoch if head.state.owner else 0,
@@ -360,7 +361,7 @@ def _existing(history: History, since: int) -> Iterator[int]:
         for name in names:
             n = parse_ledger_name(name)
             if n is None or 0 <= last <= n:
-                continue  # The name is foreign, or was listed before.
+                continue  # A foreign name, or one that was listed before.
             if n < since:
                 return
             last = n

@@ -1,4 +1,4 @@
-"""Metrics of a step as plain numbers, and the policy for numbers that are not finite."""
+"""The metrics of a step as plain numbers, and what to do if a number is not finite."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WARNING = (
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; raise StateError that names a value which is not a number."""
+    """Return metrics as plain numbers; raise StateError that names a value that is not a number."""
     return {str(name): _number(str(name), value) for name, value in metrics.items()}
 
 
 def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain numbers, but tensors on a device as copies: reading them would wait for the device.
+    """Return metrics as plain numbers, but as copies of tensors on a device: reading them would wait for the device.
 
     Raises StateError that names a value which is not a number.
     """
@@ -42,11 +42,11 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class GoingBack:
-    """Where the next restore goes, after steps whose metrics were not finite, or had spiked.
+    """Where the next restore goes back to, after steps whose metrics were not finite or had spiked.
 
-    `failed_step`: the last bad step, which the next restore must go back before; None if there is none. `began`: the
-    first step of a spike that ends there. `furthest`: the highest bad step that training has not got past yet. `limit`:
-    the step of the last rollback, which the next one must go back further than.
+    `failed_step`: the last bad step, before which the next restore must go; None if there is none. `began`: the first
+    step of a spike that ends there. `furthest`: the highest bad step that training has not passed yet. `limit`: the
+    step of the last rollback; the next one must go back further.
     """
 
     failed_step: int | None = None
@@ -57,7 +57,7 @@ class GoingBack:
 
     @property
     def event(self) -> dict[str, int]:
-        """What a rollback's event says of a spike."""
+        """What the ledger event of a rollback says of a spike."""
         return {} if self.began is None else {"began": self.began}
 
     def failed(self, step: int, began: int | None = None) -> None:
@@ -65,7 +65,7 @@ class GoingBack:
         self.failed_step, self.furthest, self.began = step, max(step, self.furthest), began
 
     def passed(self, step: int) -> None:
-        """Forget the rollbacks if a good step is past the bad ones."""
+        """Forget the rollbacks if a good step is beyond the bad ones."""
         self.failed_step = None
         if step > self.furthest:
             self.rollbacks, self.limit = 0, None
@@ -90,7 +90,7 @@ class GoingBack:
         return good
 
     def went_back(self, step: int) -> int | None:
-        """Count a restore of `step` as a rollback if there was a bad step; return the last bad step, else None."""
+        """Count a restore of `step` as a rollback if there was a bad step; return that step, else None."""
         failed_step, self.failed_step = self.failed_step, None
         if failed_step is not None:
             self.rollbacks, self.limit = self.rollbacks + 1, step
@@ -125,12 +125,12 @@ class FiniteMetrics:
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
-        elif numbers:  # A step without metrics does not end a stretch of bad steps.
+        elif numbers:  # A step without metrics does not end consecutive bad steps.
             self._warned = False
             self.back.passed(step)
 
     def spiked(self, key: str, began: int, step: int) -> SpikeError:
-        """Return the error to raise for a metric that has spiked in these steps; the next restore goes back."""
+        """Return the error for a metric that spiked in these steps; the next restore goes back before them."""
         self.back.failed(step, began)
         message = f"{key} has spiked since step {began}, and on_spike goes back: this step is not saved"
         hint = "Call restore(): it goes back to the newest checkpoint before the spike."

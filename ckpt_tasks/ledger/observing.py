@@ -1,7 +1,7 @@
 """What a run's own history says about saves and failures, for the cadence.
 
 The result only decides how often to save, never what is restored: events and times in the ledger are for people. A
-wrong clock makes an interval a little longer or shorter.
+wrong clock only makes an interval a little longer or shorter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt_tasks.process.processes import in_threads
 
 ENTRIES_READ = 256  # At most half of them retire checkpoints; costs come from the newest 32 commits only.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
-_MEASURED = 32  # Costs are medians of this many commits: a slower store shows soon, a single slow save does not.
-_TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds tell about cost and failure.
+_MEASURED = 32  # Costs are medians of this many commits: they follow a slower store soon, but not a single slow save.
+_TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds show costs and failures.
 
 
 class LearningCadence:
-    """The automatic cadence of one run: it starts from the run's history, and learns from each commit."""
+    """The automatic cadence of one run: begins with the run's history, and learns from each commit."""
 
     def __init__(self, history: History):
         self._happened = recent(history)
@@ -61,7 +61,7 @@ def observe(history: History) -> Observed | None:
 def recent(history: History, most: int = ENTRIES_READ) -> deque[Moment]:
     """Read commits, failures and owners in the newest `most` ledger entries, oldest first; skip unreadable entries.
 
-    A process that appends its own commits, as `moment(entry)`, has what a new process would read.
+    A process that adds its own commits by `moment(entry)` has the same list as a new process would read.
     """
     next_n = history.head().next_n
     numbers = range(max(0, next_n - most), next_n)
@@ -87,10 +87,10 @@ def summarize(events: Iterable[Moment]) -> Observed | None:
 
 
 def _trained(events: list[Moment]) -> Iterator[tuple[float, Moment, Moment]]:
-    """Yield (seconds, from, to) of each stretch of training that ended with a commit or a recorded failure.
+    """Yield (seconds, from, to) for each stretch of training that ended with a commit or a recorded failure.
 
-    The ledger does not know the training between an owner's last commit and its death. Without it failures look a
-    little more frequent than they are, so saves become a little more frequent, too.
+    The ledger does not have the training between an owner's last commit and its death. So failures seem slightly more
+    frequent than they are, and saves become slightly more frequent.
     """
     for before, after in pairwise(events):
         if after.epoch == before.epoch and after.kind in ("commit", "failure"):
@@ -98,7 +98,7 @@ def _trained(events: list[Moment]) -> Iterator[tuple[float, Moment, Moment]]:
 
 
 def _failures(events: list[Moment]) -> int:
-    """Count the failures; a recorded failure that then ended its process counts once."""
+    """Count the failures; a recorded failure that also ended its process counts once."""
     count, noted = 0, False
     for event in events:
         if event.kind == "failure" or (event.kind == "lost" and not noted):
@@ -108,7 +108,7 @@ def _failures(events: list[Moment]) -> int:
 
 
 def _steps_s(events: list[Moment]) -> Iterator[float]:
-    """Yield an upper bound on the time of a step between each two commits: other work is included."""
+    """Yield an upper bound of the time of a step between successive commits: it includes other work."""
     for gap_s, before, after in _trained(events):
         steps = (after.step or 0) - (before.step or 0)
         if before.kind == after.kind == "commit" and steps > 0 and gap_s > 0:

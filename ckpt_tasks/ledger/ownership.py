@@ -1,8 +1,8 @@
-"""The owner of a run directory, and when another process may take it.
+"""The owner of a run directory, and when another process may take the directory.
 
 Safety does not depend on this: the ledger's dense numbers fence a writer that has lost the directory. This module only
-decides when to take over without `take_over`: from an owner that has released the directory, is provably dead, or has
-a heartbeat older than the timeout.
+decides when a take-over needs no `take_over`: if the owner has released the directory, is certainly dead, or has a
+heartbeat older than the timeout.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from ckpt_tasks.system import boot_id, has_ended, now_iso, process_start, system
 
 NEVER_OWNED = "it has had no owner"
 
-RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; its successor waits a little longer.
+RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; its successor waits longer.
 _POLL_S = 0.25
-_BEAT = 1 / 4  # An owner shows life once in this part of the timeout.
-_MISSED = 1.5  # After this many heartbeats without a sign, the owner is late, or gone.
+_BEAT = 1 / 4  # An owner renews its heartbeat after this part of the timeout.
+_MISSED = 1.5  # An owner that has missed this many heartbeats is late, or gone.
 
 
 class Leftover(Protocol):
-    """A commit in the background, for an owner whose Checkpointer is gone."""
+    """A commit in the background for an owner whose Checkpointer no longer exists."""
 
     def finish(self) -> None:
-        """Return once no commit is under way."""
+        """Wait until no commit is under way."""
 
 
 left_here: WeakValueDictionary[str, Leftover] = WeakValueDictionary()  # The key is the owner's id.
@@ -75,7 +75,7 @@ def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
 def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: float) -> str | None:
     """Return why the directory may be taken without `take_over`; None if its owner may be alive.
 
-    `silent_s` is how long the owner has shown no life; None if that is unknown.
+    `silent_s`: seconds without a heartbeat of the owner; None if that is unknown.
     """
     if owner is None:
         return NEVER_OWNED
@@ -92,7 +92,7 @@ def why_free(owner: Owner | None, me: Owner, silent_s: float | None, timeout_s: 
 
 
 def lives_here(owner: Owner, me: Owner) -> bool:
-    """Return True if the owner is another process that certainly runs on this system and holds the directory."""
+    """Return True if the owner is another process of this system that certainly runs and holds the directory."""
     if owner.released or owner.pid == me.pid or not owner.process_start or not _same_system(owner, me):
         return False
     return process_start(owner.pid) == owner.process_start
@@ -114,7 +114,7 @@ def damage(history: History) -> tuple[str, ...]:
     """
     head, store = history.head(), history.store
     if head.entry is None and not head.damaged and any(parse_attempt(name) for name in store.names("")):
-        head = history.head()  # Look again: an owner may have written its first entry, and then objects.
+        head = history.head()  # Look again: an owner may meanwhile have written the first entry, then objects.
         if head.entry is None and not head.damaged:
             raise NoGoodCheckpointError(
                 f"{store.url} holds checkpoints and no ledger",
@@ -210,13 +210,13 @@ def _take(
     event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
     history.append(event, change, owner=None)
     if seen is not None:
-        with suppress(StoreError):  # A leftover sign of life is ignored: it has another epoch.
+        with suppress(StoreError):  # Ignore a heartbeat that cannot be replaced: it is of another epoch.
             history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
 
 
 def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset()) -> bool:
-    """Release the run directory, with the names that `owner` has `deleted`; return False if it has lost the run.
+    """Release the run directory; `owner` has `deleted` these retired objects; return False if it has lost the run.
 
     If the store fails, the next owner sees that this process is gone, or that its heartbeat is old.
     """
@@ -229,11 +229,11 @@ def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset(
 
 
 class Heartbeat:
-    """Renew a sign of life while this process owns the directory, and notice if it no longer does.
+    """Renews a heartbeat while this process owns the directory, and notices when it no longer does.
 
     A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once the ledger
-    names another owner, so that training stops before its next commit fails. The thread ends when no one refers to
-    this object.
+    names another owner, so that training stops before its next commit fails. The thread ends when no one refers to this
+    object.
     """
 
     held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # The key is the owner's id.
@@ -244,7 +244,7 @@ class Heartbeat:
         self._owner = owner
         self._every_s = self.every_s(timeout_s)
         self._stop = system().event()
-        with suppress(StoreError):  # Without it, the time at which the directory was taken counts.
+        with suppress(StoreError):  # Without this heartbeat, the time of the take-over counts.
             self._beat()
         self.held_here[owner.id] = self
         arguments = (ref(self), self._stop, self._every_s)
@@ -252,24 +252,24 @@ class Heartbeat:
 
     @staticmethod
     def every_s(timeout_s: float) -> float:
-        """Return how often an owner shows life, and checks that it is still the owner."""
+        """Return after how many seconds an owner renews its heartbeat, and checks that it is still the owner."""
         return timeout_s * _BEAT
 
     def stop(self) -> None:
-        """End the thread; the last sign of life then grows old."""
+        """End the thread; the last heartbeat then becomes old."""
         self.held_here.pop(self._owner.id, None)
         self._stop.set()
         self._thread.join(timeout=self._every_s)
 
     def look(self) -> None:
-        """Check that this process still owns the directory, and renew the sign of life; the thread calls it."""
+        """Check that this process still owns the directory, and renew the heartbeat; the thread calls it."""
         try:
             check_owner(self._history.head().state.owner, self._owner)
             self._beat()
         except FencedError as error:
             self.fenced = error
         except (CkptError, MemoryError):
-            pass  # The store does not answer. Commits will report that; an old heartbeat only permits a take-over.
+            pass  # If the store does not answer, commits will report that; an old heartbeat only permits a take-over.
 
     def _beat(self) -> None:
         body = canonical_json({"id": self._owner.id, "at_s": system().time()})
@@ -286,7 +286,7 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 
 def _finish_here(owner: Owner) -> None:
-    """Free an unreachable Checkpointer of this process that still holds the directory, after its save under way."""
+    """Release the directory of a lost Checkpointer of this process, after its save under way."""
     if owner.id in Heartbeat.held_here:
         gc.collect()
     if owner.id in left_here:
@@ -294,10 +294,10 @@ def _finish_here(owner: Owner) -> None:
 
 
 class Signs:
-    """An owner's signs of life: the age of the newest one by the owner's clock, or how long it is unchanged by ours.
+    """An owner's heartbeats: the age of the newest one by the owner's clock, or how long it is unchanged by ours.
 
-    `watching`: the owner's clock is useless (ahead by more than the timeout, or the sign is damaged), and the sign has
-    not changed since the first look. `beating`: the same owner has shown life since then.
+    `watching`: the owner's clock is useless (ahead by more than the timeout, or the heartbeat is damaged), and the
+    heartbeat has not changed since the first look. `beating`: the same owner has renewed it since then.
     """
 
     def __init__(self, history: History, timeout_s: float):
@@ -308,9 +308,9 @@ class Signs:
         self._seen_s = 0.0
 
     def silent_s(self, owner: Owner) -> float | None:
-        """Return for how many seconds the owner has shown no life; None if it has just shown some.
+        """Return for how many seconds the owner has not renewed its heartbeat; None if it has just done so.
 
-        Call it repeatedly: it remembers the last sign. Raises StoreError if the store does not answer.
+        Call it repeatedly: it remembers the last heartbeat. Raises StoreError if the store does not answer.
         """
         sign, changed = (owner.id, self._read(owner)), False
         if sign != self._sign:
@@ -326,14 +326,14 @@ class Signs:
     def _read(self, owner: Owner) -> bytes:
         try:
             return self._history.store.get(heartbeat_name(owner.epoch), 4096)
-        except ObjectNotFoundError:  # Then the time at which the directory was taken counts.
+        except ObjectNotFoundError:  # Then the time of the take-over counts.
             return canonical_json({"taken_at": owner.taken_at})
         except IntegrityError:
             return b""
 
 
 def _time_of(sign: bytes) -> float:
-    """Return the time of a sign of life, in seconds since 1970 by its writer's clock; NaN if it has none."""
+    """Return the time of a heartbeat, in seconds since 1970 by its writer's clock; NaN if it has none."""
     try:
         body = json.loads(sign)
         if "taken_at" in body:

@@ -1,4 +1,4 @@
-"""A run directory's format.json: which run it is, and which tests its store has passed."""
+"""A run directory's format.json: the run's key, and the tests that its store has passed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso
 
 _PUTS = 5
-_LOOKED_AT = 1000  # Below a wrong directory, search this many names for runs.
+_LOOKED_AT = 1000  # If a directory is no run, search this many names in it for runs.
 _NAMED = 5
 
 
 class RunFormat:
-    """Make and check the format.json of one run directory."""
+    """Creates and checks the format.json of one run directory."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -45,7 +45,7 @@ class RunFormat:
             new = {"version": FORMAT_VERSION, "run_key": run_key, "created_at": now_iso()}
             self._put_format(self._proved(new, single_writer))
         elif not body and self.store.endpoint is not None:
-            self._proved({}, single_writer)  # The damaged file may have said that the store has no put-if-absent.
+            self._proved({}, single_writer)  # The damaged file may have recorded that the store has no put-if-absent.
         elif body.get("run_key") == run_key and body.get("endpoint") != self.store.endpoint:
             self.store.replace(FORMAT_NAME, self._proved(body, bool(body.get("single_writer"))))
 
@@ -82,7 +82,7 @@ class RunFormat:
         return ""
 
     def _format(self) -> dict[str, Any] | None:
-        """Read format.json: None if there is none, {} if it is damaged."""
+        """Read format.json; return None if it is missing, {} if it is damaged."""
         try:
             return read_good(self.store, self._read_format)
         except ObjectNotFoundError:
@@ -108,7 +108,7 @@ class RunFormat:
                 return  # Another process has written it meanwhile.
             except StoreError:
                 if self._format() is not None:
-                    return  # Only the answer was lost.
+                    return  # It was written; only the answer was lost.
                 if not left:
                     raise
             else:

@@ -1,4 +1,4 @@
-"""The segments of a long list of live checkpoints (format/live.py), as objects in a store.
+"""The segments of a long list of live checkpoints (format/live.py) as objects in a store.
 
 Segments never change: those that were read or put are cached while they are in use.
 """
@@ -13,7 +13,7 @@ from ckpt_tasks.format.live import Segment, read_segment, write_segment
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
-_AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few requests go one by one.
+_AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few are sent one by one.
 
 
 class Segments:
@@ -24,12 +24,12 @@ class Segments:
         self._known: dict[str, Segment] = {}
 
     def read(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        """Return segments with their checkpoints; raise IntegrityError if one is gone or damaged."""
+        """Return segments with their checkpoints; raise IntegrityError if one is missing or damaged."""
         known = self._known
         missing = [segment for segment in segments if segment.digest not in known]
         alone = self._store.near or len(missing) < _FEW
         read = in_threads(self._get, missing, 1 if alone else _AT_ONCE, "ckpt-ledger")
-        if len(known) > 2 * len(segments) + _FEW:  # Drop the segments of old entries.
+        if len(known) > 2 * len(segments) + _FEW:  # Drop the segments of older entries.
             known = {segment.digest: known[segment.digest] for segment in segments if segment.digest in known}
         self._known = known = known | {segment.digest: segment for segment in read}
         return tuple(known[segment.digest] for segment in segments)
@@ -43,11 +43,11 @@ class Segments:
             try:
                 if len(data) > MAX_ENTRY_BYTES:
                     raise IntegrityError(f"{len(data)} bytes are more than the {MAX_ENTRY_BYTES} that are read")
-                # Readers check every bound, so let one try.
+                # Readers check every bound, so check the segment as they do.
                 read_segment(data, digest=segment.digest, name=segment.name)
             except IntegrityError as error:
                 raise StateError(f"the list of live checkpoints could not be read back: {error}") from error
-            with suppress(ObjectExistsError):  # The digest is the name: every writer writes the same bytes.
+            with suppress(ObjectExistsError):  # Its digest is its name: every writer writes the same bytes.
                 self._store.put_if_absent(segment.name, data)
             self._known = self._known | {segment.digest: segment}
 

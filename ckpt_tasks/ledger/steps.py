@@ -1,8 +1,8 @@
 """The metrics of every step: collected between commits and written with each commit; `curve.py` reads them.
 
 A commit's table holds the steps that its checkpoint adds to its parent's; the entry's event names the table. So the
-curve is exactly what was committed: a step that was trained, lost and trained again has the metrics of the training
-that counts, and steps of abandoned lines are marked.
+curve shows what was committed: a step that was trained, lost and trained again has the metrics of its last training,
+and steps of abandoned lines are marked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MOST_KEPT = 1 << 18  # Above this many uncommitted steps every second one is dr
 
 
 class StepLog:
-    """The metrics of steps that are not known to be committed, in the order of their reports."""
+    """The metrics of the steps that are not known to be committed, in the order of their reports."""
 
     def __init__(self, most: int = _MOST_KEPT) -> None:
         self._most = most
         self._steps: list[StepMetrics] = []
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics of a step to those that it already has; does not wait for tensors on a device."""
+        """Add metrics of a step to those reported before; do not wait for tensors on a device."""
         if not metrics:
             return
         if self._steps and self._steps[-1].step == step:
@@ -45,7 +45,7 @@ class StepLog:
         return tuple(self._steps)
 
     def restored(self, steps: Sequence[StepMetrics] = ()) -> None:
-        """Start from a checkpoint, or from a snapshot with its uncommitted `steps`."""
+        """Start from a checkpoint, or from a snapshot in memory with its uncommitted `steps`."""
         self._steps = [*steps]
 
 
@@ -63,7 +63,7 @@ def put_steps(
 
 
 def read_steps_file(store: ReadableStore, name: str) -> tuple[StepMetrics, ...]:
-    """Read a file of `steps_file`; return () if it is missing or damaged: the metrics are only for people."""
+    """Read a file of `steps_file`; return () if it is missing or damaged, since metrics are only for people."""
     try:
         data = store.get(name, MAX_STEPS_BYTES)
         return tuple(read_steps(data[16:], digest=data[:16].hex(), name=name))

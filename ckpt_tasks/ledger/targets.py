@@ -1,4 +1,4 @@
-"""How one text names a checkpoint: DIR@STEP."""
+"""Parse DIR@STEP, the text with which a user names a checkpoint."""
 
 from __future__ import annotations
 

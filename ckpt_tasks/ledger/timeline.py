@@ -1,4 +1,4 @@
-"""A run's course, read from its ledger alone: what happened when, for pages and reports.
+"""The history of a run as moments, read from its ledger alone, for pages and reports.
 
 No decision depends on it: events and their times are for people. `goodput.py` computes where the time went.
 """
@@ -15,13 +15,13 @@ from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.ledger.history import SYNCED, History
 from ckpt_tasks.process.processes import in_threads
 
-MOST_ENTRIES = 20_000  # About 10,000 commits, each followed by a retire.
+MOST_ENTRIES = 20_000  # These are about 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
-# The parts of a resume in the order of time: docs/FORMAT.md, "Events".
+# The parts of a resume in the order of time; docs/FORMAT.md, "Events", describes them.
 RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
-_MOST_S = 1e9  # Thirty years.
-# How ownership.py describes a lost owner; one that released the directory is not lost: it had committed.
+_MOST_S = 1e9  # This is thirty years.
+# The words of ownership.py for a lost owner. An owner that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
 _NOTES = {
     "failure": "failure",
@@ -42,7 +42,7 @@ _TOLD_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The part of one ledger entry that belongs to a run's course.
+    """One event of a run, read from one ledger entry.
 
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
@@ -81,12 +81,12 @@ class Timeline:
 
     @property
     def copied(self) -> bool:
-        """Whether `ckpt sync` made this copy of the run: then the times are those of the copying."""
+        """Whether `ckpt sync` made this copy of the run: then the times are those of the copy."""
         return any(moment.kind == "copied" for moment in self.moments)
 
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
-    """Read the newest `most` entries of a ledger, several at a time from a remote store.
+    """Read the newest `most` entries of a ledger, several at once from a remote store.
 
     `known` is the result of an earlier call: then only newer entries are read. Unreadable entries are left out and
     counted. Raises StoreError if the store fails.
@@ -107,10 +107,10 @@ def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | 
 
 
 def moment(entry: Entry) -> Moment | None:
-    """Return the moment of an entry; None if it is not part of the course, or has no time."""
+    """Return the moment of an entry; None if the entry is not part of the history, or has no time."""
     owner, event, at_s = entry.state.owner, entry.event, seconds_of(entry.at)
     if at_s is None:
-        return None  # An entry without a time does not say how long anything took.
+        return None  # Without a time, an entry does not show how long anything took.
     about: dict[str, Any] = {
         "n": entry.n,
         "epoch": owner.epoch if owner else entry.epoch,  # A new owner's own entry still has the previous epoch.
@@ -122,7 +122,7 @@ def moment(entry: Entry) -> Moment | None:
             return _commit(entry, about)
         case "evaluation":
             return _evaluation(entry, about)
-        case "retire":  # Without checkpoints it only gave up objects of dead owners.
+        case "retire":  # Without checkpoints, it only gave up objects of dead owners.
             gone = event.get("checkpoints")
             return Moment(**about, kind="pruned", text=_count(gone)) if gone else None
         case "owner":
@@ -150,7 +150,7 @@ def _read(history: History, numbers: list[int]) -> list[Moment | str | None]:
 
 def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
     event, made = entry.event, next((c for c in reversed(entry.state.live) if c.n == entry.n), None)
-    # Old entries have only `cost_s`: their synchronous saves waited for the flush.
+    # Old entries have only `cost_s`: their saves were synchronous and waited for the flush.
     cost_s = made.cost_s if made else 0.0
     stall_s, flush_s = _seconds(event, "stall_s"), _seconds(event, "flush_s")
     return Moment(
@@ -186,7 +186,7 @@ def _step(event: Mapping[str, Any]) -> int | None:
 
 
 def steps_of(event: Mapping[str, Any], step: int) -> tuple[str, str] | None:
-    """Return name and digest of the table of steps in a commit's event; None if it has none."""
+    """Return name and digest of the table of steps that a commit's event names; None if it names none."""
     match event.get("steps"):
         case [str(name), str(digest)] if is_steps(name, step):
             return name, digest
@@ -218,4 +218,4 @@ def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
         return None  # NaN and infinity are written as strings.
-    return round(float(value), 6)  # Smaller numbers would give infinite rates.
+    return round(float(value), 6)  # Smaller numbers would lead to infinite rates.

@@ -1,4 +1,4 @@
-"""How a state differs from a checkpoint, and what to do about it; renamed parts are found by their shapes."""
+"""How a state differs from a checkpoint, and what the user can do; renamed modules are found by shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPE_HINT = "Make the model as it was saved, restore, and convert it after tha
 
 @dataclass
 class Differences:
-    """Collect the differences of a checkpoint and a target; `stored` has dtype and shape of every stored tensor."""
+    """Collects the differences of a checkpoint and a target; `stored` has dtype and shape of every stored tensor."""
 
     stored: Stored
     missing: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Differences:
     loose: bool = False
     groups: tuple[str, ...] = ()  # The groups that are restored.
     missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # Dtypes and shapes by name.
-    # The target's dtypes, of tensors that differ in nothing else.
+    # The target's dtypes of tensors that differ from the stored ones only in the dtype.
     other_dtypes: list[torch.dtype] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Differences:
         self.unexpected += sorted(f"{group}/{name}" for name in there - here)
 
     def differ(self, place: str, why: str) -> None:
-        """Record that the value at a place differs, and how."""
+        """Record that the value at a place in the state differs, and how."""
         self.different.append(f"{place} ({why})")
 
     def tensor(self, place: str, live: torch.Tensor, ref: Any) -> None:
@@ -56,11 +56,11 @@ class Differences:
             self.differ(place, why)
 
     def replace(self, place: str, here: object, there: object) -> None:
-        """Record a setting of the program that the restore will replace by the checkpoint's value."""
+        """Record a setting of the program that the restore will replace with the checkpoint's value."""
         self.change(place, there, here, f"{there!r} is restored.")
 
     def change(self, name: str, was: object, now: object, effect: str) -> None:
-        """Record a value that differs from the checkpoint's, and the `effect` of that, in a sentence."""
+        """Record a value that differs from the checkpoint's, and a sentence on the `effect` of that."""
         self.replaced.append(f"{name}: {was!r} → {now!r}. {effect}")
 
     def raise_any(self) -> None:
@@ -122,7 +122,7 @@ def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
 
 
 def _prefixes(new: str, old: str) -> tuple[str, str]:
-    """Cut the common end off two names: model/top.weight and model/head.weight become model/top and model/head."""
+    """Remove the common end of two names: model/top.weight and model/head.weight become model/top and model/head."""
     while "." in new and "." in old and _last(new) == _last(old):
         new, old = new.rpartition(".")[0], old.rpartition(".")[0]
     return new, old

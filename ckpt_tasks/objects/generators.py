@@ -1,4 +1,4 @@
-"""Random streams as groups: the process's own, which are restored last, and the user's generators."""
+"""Random streams as groups: the process's own streams, which are restored last, and the user's generators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) 
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
-    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, as SystemRandom."""
+    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, like SystemRandom."""
     try:
         return _tree(generator, stream_state(generator), path, tensors)
     except NotImplementedError as error:
@@ -48,13 +48,13 @@ class GeneratorPart:
             raise IntegrityError("the generator's tree is malformed", key=path)
 
     def compare(self, differences: Differences) -> None:
-        """Compare the kinds of generators."""
+        """Record a generator of another type than the checkpoint's."""
         here, there = generator_type(self._generator), self._tree["type"]
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Try the state on a scratch generator, so that `write` cannot fail; raise IntegrityError if it fails."""
+        """Try the saved state on a scratch generator, so that `write` cannot fail; raise IntegrityError if it fails."""
         self._value = unpack(self._tree["state"], partial(make, now=True))
         try:
             set_stream(scratch_generator(self._generator), self._value)
@@ -62,12 +62,12 @@ class GeneratorPart:
             raise IntegrityError(f"the stored state of the generator is not one: {error}", key=self._path) from error
 
     def write(self) -> None:
-        """Set the state."""
+        """Set the generator to the saved state."""
         set_stream(self._generator, self._value)
 
 
 class StreamsPart:
-    """Restore the process's streams. A stored stream without its device is an error; one not stored stays as it is."""
+    """Restore the process's streams. A stored stream without its device is an error; one that is not stored stays."""
 
     guard: Guard | None = None
 
@@ -79,17 +79,17 @@ class StreamsPart:
         self._parts = [GeneratorPart(streams[n], f"{RNG}/{n}", t) for n, t in tree.items() if n in streams]
 
     def compare(self, differences: Differences) -> None:
-        """Compare the names of the streams."""
+        """Record stored streams that this process lacks."""
         differences.unexpected += [f"{RNG}/{name} (this process has no device {name})" for name in self._absent]
         for part in self._parts:
             part.compare(differences)
 
     def prepare(self, make: Maker) -> None:
-        """Prepare every stream."""
+        """Try the saved state of every stream."""
         for part in self._parts:
             part.prepare(make)
 
     def write(self) -> None:
-        """Set every stream."""
+        """Set every stream to its saved state."""
         for part in self._parts:
             part.write()

@@ -29,7 +29,7 @@ from ckpt_tasks.tensors.values import has_state, pack
 
 
 class Scope:
-    """The surroundings of a group: the state without containers, its modules, and the names of all parameters.
+    """What surrounds a group: the state without containers, its modules, and the names of all parameters.
 
     `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
     """
@@ -59,8 +59,8 @@ class GroupKind(NamedTuple):
 
     `has` says whether an object is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
     `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` says
-    how its plain tensors relate among many ranks. `draws`: reading the state runs foreign code, which may draw random
-    numbers. `resizes`: another number of ranks can restore what each rank saved as its own. `gathers`: that needs the
+    how its plain tensors differ between ranks. `draws`: reading the state runs foreign code, which may draw random
+    numbers. `resizes`: another number of ranks can restore the trees that each rank saved. `gathers`: that needs the
     trees of all ranks, and `part` gets a list of them.
     """
 
@@ -79,7 +79,7 @@ def kind_of(value: Any) -> str:
 
 
 def may_draw(value: Any) -> bool:
-    """Return True if foreign code, neither torch's nor ours, returns a value's state: it may draw random numbers."""
+    """Return True if code that is neither torch's nor ours returns a value's state: it may draw random numbers."""
     return KINDS[kind_of(value)].draws(value)
 
 
@@ -93,8 +93,8 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
     return tree
 
 
-# In the order of capture: memory that two groups share belongs to the first of them, so that a module is restored from
-# its own files. A data loader may draw from a generator in its state_dict(), so generators come after it.
+# The rows are in the order of capture: memory that two groups share belongs to the first, so that a module is restored
+# from its own files. A data loader may draw from a generator in its state_dict(), so generators come after it.
 KINDS = {
     "table": GroupKind(
         lambda v: isinstance(v, LookupTable),

@@ -1,9 +1,9 @@
 """Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
 
-Names do not show wrappers (DistributedDataParallel, DataParallel, torch.compile), so a wrapped module's checkpoint
-restores into an unwrapped one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags
-are not part of the state; an optimizer's group holds the modes and flags that training has switched.
-load_state_dict takes time quadratic in the number of submodules, so it is called only if a module's own code takes part
+Names omit wrappers (DistributedDataParallel, DataParallel, torch.compile), so the checkpoint of a wrapped module can be
+restored into an unwrapped one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags
+are not part of the state; the group of an optimizer holds the modes and flags that training has switched.
+load_state_dict takes time quadratic in the number of submodules, so it is called only if code of the module itself runs
 (hooks, extra state, an overridden method), and then under a guard.
 """
 
@@ -53,7 +53,7 @@ def capture_module(
     involved, so live tensors are used: detaching a DTensor takes longer than the rest of this function. Raises
     UnsupportedStateError for a weight that could not be restored.
     """
-    # Each rank has its own running statistics, from its own batches.
+    # Each rank has running statistics of its own batches.
     live = unwrapped(module).named_buffers(remove_duplicate=False) if tensors.many else ()
     buffers = {bare_name(name) for name, _ in live}
     tree = {}
@@ -74,7 +74,7 @@ def capture_module(
             if not is_tensor or value.layout is torch.strided:
                 raise
             with tensors.by(RankRule.BUFFER if name in buffers else RankRule.ONE):
-                tree[name] = pack(value, key, tensors)  # A sparse tensor is its indices and values.
+                tree[name] = pack(value, key, tensors)  # A sparse tensor is stored as indices and values.
     return tree
 
 
@@ -98,12 +98,12 @@ class ModulePart:
         self._copies = copies
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
-        # torch restores a sparse tensor by load_state_dict.
+        # torch restores a sparse tensor only by load_state_dict.
         taking_part = any(map(_is_sparse, self._tree.values())) or any(map(takes_part, self._module.modules()))
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
     def compare(self, differences: Differences) -> None:
-        """Compare names, shapes, dtypes and ties."""
+        """Compare a module's names, shapes, dtypes and ties with the checkpoint's."""
         differences.names(self._group, set(self._state), set(self._tree))
         differences.missing_tensors.update(
             {
@@ -119,7 +119,7 @@ class ModulePart:
                 continue
             if _is_sparse(ref):
                 here, there = _words(live), f"{ref.head[0]} {[*ref.head[1]]}"
-                if here == there and live.layout is not torch.sparse_coo:  # torch copies as many values, and no others.
+                if here == there and live.layout is not torch.sparse_coo:  # torch copies exactly as many values.
                     count = differences.stored[ref.parts["values"].key][1][0]
                     here, there = f"{here}, {live.values().shape[0]} values", f"{there}, {count} values"
                 if here != there:
@@ -137,7 +137,7 @@ class ModulePart:
         self._compare_ties(differences)
 
     def prepare(self, make: Maker) -> None:
-        """Request the copies; make a whole state for load_state_dict if the module's own code takes part."""
+        """Request the copies; build a whole state for load_state_dict if the module's own code runs."""
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
@@ -148,11 +148,11 @@ class ModulePart:
             for name, live in own.items()
         )
         self._value = type(own)(values)
-        if hasattr(own, "_metadata"):  # The version numbers of the submodules' states.
+        if hasattr(own, "_metadata"):  # torch keeps version numbers of the submodules' states here.
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
-        """Call load_state_dict if the module's own code takes part; raise StateMismatchError if it ignores a shape."""
+        """Call load_state_dict if the module's own code runs; raise StateMismatchError if it ignores a shape."""
         if self.guard is None:
             return
         self._module.load_state_dict(self._value)
@@ -166,7 +166,7 @@ class ModulePart:
                 )
 
     def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
-        """Return True if only the shape differs and the owning module's own code may change it, as in QAT."""
+        """Return True if only the shape differs and the module's own code may change it, as in QAT."""
         dtype, shape = stored
         if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
             return False
@@ -210,14 +210,14 @@ def takes_part(module: nn.Module) -> bool:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Return True for a hook of torch.distributed: FSDP's hooks shard the parameters, and change no value."""
+    """Return True for a hook of torch.distributed: FSDP's hooks shard parameters and change no value."""
     function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module.
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 
 @cache
 def _overrides(kind: Any) -> bool:
-    # torch's own overrides read old versions of a state; they do not change a complete one.
+    # torch's own overrides convert old versions of a state; they do not change a complete one.
     for name in _METHODS:
         home = getattr(getattr(kind, name), "__module__", "")
         if not home.startswith("torch.nn.modules."):
@@ -233,7 +233,7 @@ class Gradients:
 
         state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
 
-    It holds no tensors of its own.
+    The object itself holds no tensors.
     """
 
     @checked
@@ -241,7 +241,7 @@ class Gradients:
         self._module = module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the existing gradients by parameter name; they are live tensors, not copies."""
+        """Return the existing gradients by parameter name: the live tensors, not copies."""
         return {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
 
     @torch.no_grad()

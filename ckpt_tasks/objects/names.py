@@ -18,7 +18,7 @@ _COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    """Return the module inside wrappers of DistributedDataParallel, DataParallel and torch.compile."""
     inner: nn.Module | None = module
     while inner is not None:
         module = inner
@@ -37,7 +37,7 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Par
 
 
 def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return each parameter's name by id(); of several names, the first in alphabetical order."""
+    """Return each parameter's name by id(); if it has several names, the first in alphabetical order."""
     names: dict[int, str] = {}
     for name, parameter in named:
         first = names.setdefault(id(parameter), name)
@@ -49,7 +49,7 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
 def tied_names(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
     """Map each tensor of a module's state that is not stored to a stored one with the same memory.
 
-    A safetensors file has one name for tied weights: its value is that of all their names.
+    A safetensors file stores tied weights once, under one of their names.
     """
     tensors = {n: live for n, live in state.items() if isinstance(live, torch.Tensor) and not n.endswith(EXTRA)}
     missing = {name: known for name in tensors if name not in stored and (known := identity(tensors[name]))}
@@ -63,7 +63,7 @@ def bare_name(name: str) -> str:
 
 
 def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
-    """Return a module's state by its names without wrappers; with `live`, its own parameters, not detached ones.
+    """Return a module's state by names without wrappers; if `live`, with its own parameters instead of detached ones.
 
     Raises UnsupportedStateError if two names become equal without wrappers.
     """

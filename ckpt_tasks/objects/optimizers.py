@@ -1,7 +1,7 @@
-"""Optimizers: their state by the names of the parameters, not by their positions.
+"""Optimizers: their state is stored by the names of the parameters, not by their positions.
 
-torch numbers parameters in the order in which the optimizer got them, and restores by number alone: after a parameter
-is reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). Here
+torch numbers parameters in the order in which the optimizer got them, and restores by number: after a parameter is
+reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). Here
 every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
 `param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
 
@@ -115,7 +115,7 @@ class OptimizerPart:
         self.guard = None if is_ordinary(optimizer) else Guard(optimizer, group, optimizer.state_dict())
 
     def compare(self, differences: Differences) -> None:
-        """Compare parameters, their param groups, and the shapes of parameters outside the state's modules."""
+        """Compare the parameters, their param groups, and the shapes of parameters outside the state's modules."""
         here = {name: (n, p) for n, members in enumerate(self._named) for name, p in members if name not in self._kept}
         there = {name: n for n, saved in enumerate(self._tree["param_groups"]) for name in saved["params"]}
         differences.names(self._group, set(here), set(there))
@@ -126,10 +126,10 @@ class OptimizerPart:
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
-        if lost and lacking:  # Options on one side only come from another version of torch.
+        if lost and lacking:  # Options that only one side has come from another version of torch.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
-        if not any(self._optimizer.state.values()):  # Reading a missing state makes an empty one.
+        if not any(self._optimizer.state.values()):  # Reading a missing state would create an empty one.
             options = [group["options"] for group in self._tree["param_groups"]]
             replaced_options(self._group, self._optimizer, options, differences)
         for name, (n, parameter) in here.items():
@@ -140,7 +140,7 @@ class OptimizerPart:
                 differences.differ(f"{self._group}/{name}", f"{[*parameter.shape]} here, {shape} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Make every new value; an existing tensor of the same shape and dtype is copied into later."""
+        """Make every new value; request copies into existing tensors of the same shape and dtype."""
         self._make = make
         if self.guard is not None:
             self._value = self._numbered()
@@ -163,7 +163,7 @@ class OptimizerPart:
             self._options.append({**self._optimizer.defaults, **made})
 
     def write(self) -> None:
-        """Set the state; param groups stay the same dicts, since schedulers and CUDA graphs refer to them."""
+        """Set the optimizer's state; param groups stay the same dicts: schedulers and CUDA graphs refer to them."""
         saved, begun = self._tree.get("requires_grad", {}), begun_flags(self._optimizer)
         taken = {name: p for members in self._named for name, p in members if name not in self._kept}
         restore_modes(self._modules, _groups_of(taken, self._modules), self._tree.get("modes", {}))
@@ -202,7 +202,7 @@ class OptimizerPart:
         return made
 
     def _home(self, old: Any, ref: TensorRef, device: torch.device) -> Any:
-        """Return the tensor that takes a stored one: one that shared its memory when saved, else the current one."""
+        """Return the tensor that receives a stored one: one that shared its memory when saved, else the current one."""
         home = self._copies.shared(ref, device)
         if home is None and (type(old) is torch.Tensor or is_sharded(old)) and not old.requires_grad:
             like = self._make.source.like(ref.key)
@@ -211,7 +211,7 @@ class OptimizerPart:
         return home
 
     def _numbered(self) -> dict[str, Any]:
-        # Like torch's own state_dict, with the target's parameter numbers.
+        # Build the state in the form of torch's own state_dict, with the target's parameter numbers.
         make = self._make
         own = self._optimizer.state_dict()
         numbers = {name: n for n, name in _numbers(own, self._named).items()}
@@ -311,7 +311,7 @@ def _anywhere(_key: str, *, device: torch.device) -> torch.device:
 
 
 def is_ordinary(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer saves and loads as torch's base class does, without hooks."""
+    """Return True if an optimizer saves and loads its state as torch's base class does, without hooks."""
     kind = type(optimizer)
     own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
     return own and not any(getattr(optimizer, name, None) for name in _HOOKS)

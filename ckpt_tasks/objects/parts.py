@@ -1,4 +1,4 @@
-"""A captured group, and the part of a restore for one group."""
+"""One captured group, and the restore of one group."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class GroupState:
 
     @property
     def trees(self) -> list[Any]:
-        """The trees of all ranks that this process knows."""
+        """The trees of the ranks that this process knows."""
         return [self.tree]
 
 
 class TableFileCapture(NamedTuple):
-    """A file of a captured lookup table: its name, its key, and its contents if no commit is known to have them."""
+    """A file of a captured lookup table: its name, its key, and its contents unless a commit is known to have them."""
 
     group: str
     name: str
@@ -47,14 +47,14 @@ class TableFileCapture(NamedTuple):
 
 
 class TableCapture(NamedTuple):
-    """A captured lookup table: the files that a save has, the last of which may not have its rows yet."""
+    """A captured lookup table: the files of the save; the last one may not have its rows yet."""
 
     group: str
     table: LookupTable
     chain: Chain
 
     def take(self) -> list[TableFileCapture]:
-        """Copy the changed rows into the new file, from which the next save goes on; list all files."""
+        """Copy the changed rows into the new file, and list all files; the next save builds on this file."""
         self.chain.take(self.table.store, self.table.rule.slots)
         self.table.chain = self.chain
         shards = self.table.shards
@@ -91,8 +91,8 @@ class Captured:
     `frozen` are the keys of parameters without gradient: they go into separate files, which need not be written again.
     `places` has, for each part of a sharded tensor, the shape of the whole and the part's offset. `replicated` has the
     parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has all
-    other plain tensors, even in the ranks that do not write them. `constant` are keys of tensors whose values do not
-    change while they are referenced.
+    other plain tensors, which one rank writes for all. `constant` are keys of tensors whose values do not change while
+    they are referenced.
     """
 
     groups: dict[str, GroupState]
@@ -106,11 +106,11 @@ class Captured:
 
 
 class RestorePart(Protocol):
-    """The restore of one group.
+    """Restores one group.
 
-    `compare` records every difference, before a tensor is read. `prepare` changes nothing: it makes new values, which
-    `fetch` of the maker's source fills; all parts share the maker. `write` changes the target. A part that runs the
-    user's code has a `guard`, which undoes it if it raises.
+    `compare` records every difference before a tensor is read. `prepare` changes nothing: it makes new values, which
+    `fetch` of the maker's source fills; all groups share the maker. `write` changes the target. If it runs the user's
+    code, `guard` undoes its changes when it raises.
     """
 
     guard: Guard | None
@@ -121,7 +121,7 @@ class RestorePart(Protocol):
 
 
 class Guard:
-    """Keep a copy of the state of an object whose load_state_dict may raise half-way."""
+    """Keeps a copy of an object's state, because its load_state_dict may raise half-way."""
 
     def __init__(self, target: Any, group: str, state: Any):
         self._target = target
@@ -131,7 +131,7 @@ class Guard:
         self._kept: dict[str, torch.Tensor] = {}
 
     def keep(self) -> None:
-        """Copy the tensors of the old state."""
+        """Copy the tensors of the object's old state."""
         with torch.no_grad():
             self._kept = {key: tensor.clone() for key, tensor in self._live.tensors.items()}
 

@@ -1,18 +1,18 @@
-"""Plain values: restored into the objects that the program already holds, as far as possible.
+"""Plain values: restored, if possible, into the objects that the program already holds.
 
 A dict, list, set or deque stays the same object and gets new contents. A tensor or an array keeps its memory. Three
 kinds of tensor must have the stored shape and dtype: one that requires a gradient (an optimizer holds it), one that
-belongs to a live module or optimizer, and a group that is itself a tensor and whose container takes no new value. Any
-other tensor that does not fit is replaced. A number, a string or a tuple is assigned to its container. So is a value of
-another kind than the program's, which is recorded as a difference: other names for the program's value keep the old
-one.
+belongs to a live module or optimizer, and a tensor that is a group in a container that cannot be changed. Any other
+tensor that does not fit is replaced. A number, a string or a tuple is assigned to its container. A value of another
+kind than the program's is also assigned, and recorded as a difference: other references to the program's value keep the
+old one.
 
-`module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. An optimizer's
-state_dict is not: its numbers are copies, and its tensors come with the first step. A restore into it would restore
-nothing, so it is refused, as are the state_dicts of schedules and scalers.
+`module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. The state_dict of
+an optimizer, schedule or scaler holds copies, and an optimizer's tensors appear only at its first step: a restore into
+it would restore nothing, so it is refused.
 
-We do not search for other holders of a tensor: listing all live objects with the garbage collector makes `tuple(x for x
-in …)` fail in every other thread, and takes half a second in a large process.
+We do not search for other references to a tensor: listing all live objects with the garbage collector makes `tuple(x
+for x in …)` fail in every other thread, and takes half a second in a large process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OF_OTHERS = {
 
 
 def belongs_to_another(value: Any) -> bool:
-    """Return True if a tensor is a detached alias of another one, such as `state_dict()` returns for parameters."""
+    """Return True if a tensor is a detached alias of another one, like those in the `state_dict()` of a module."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
@@ -230,7 +230,7 @@ class PlainPart:
         return fits or not self._can_assign
 
     def _note(self, there: Any, here: Any, place: _Place, differences: Differences) -> None:
-        """Record values of another kind than the program's; None stands for a value that does not exist yet."""
+        """Record values of another kind than the program's; None stands for a value that the program lacks."""
         kinds = {_kind(there), _kind(here)}
         if here is None or there is None:
             return
@@ -300,7 +300,7 @@ def _shape_of(live: Any) -> torch.Tensor:
 
 
 def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
-    """Yield every tensor and array of a value, after its place."""
+    """Yield the place of every tensor and array of a value, and the tensor or array."""
     if has_memory(live):
         yield place, live
     for key, item in live_parts(live):
@@ -311,7 +311,7 @@ def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
 def _refs(
     tree: Any, live: Any, place: _Place, beside: Sequence[torch.Tensor] = ()
 ) -> Iterator[tuple[_Place, TensorRef, Any, Sequence[torch.Tensor]]]:
-    """Yield every ref of a tree: its place, the live value there, and the tensors beside that value."""
+    """Yield every reference of a tree: its place, the live value there, and the tensors beside that value."""
     if type(tree) is TensorRef:
         yield place, tree, live, beside
     within = inside(tree, live)
@@ -322,7 +322,7 @@ def _refs(
 
 
 def _kind(tree: Any) -> Any:
-    """Return the kind of a value in a tree; all numbers are one kind: they may replace each other."""
+    """Return the kind of a value in a tree; numbers of all types are one kind, since they may replace each other."""
     kind = type(tree)
     if kind is TensorRef:
         return "array" if tree.array else "tensor"

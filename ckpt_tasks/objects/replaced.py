@@ -1,7 +1,7 @@
 """Settings that a restore replaces: the checkpoint has other values than the program has just set.
 
 After a restore the optimizer continues with its old learning rate, not with a new one from the command line. A user who
-meant to change it must be told. Only new objects, which have not taken a step, are compared.
+wanted to change it must be warned. Only new objects, which have not taken a step, are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCALARS = (bool, int, float, str)
 # Schedules change these options as they run: `initial_lr` has the original rate.
 _MOVED = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _CYCLED = frozenset({"betas", "momentum"})
-# The position of a schedule, and the rates that the optimizer's `initial_lr` shows already.
+# These show the position of a schedule, or a rate that the optimizer's `initial_lr` shows already.
 _POSITIONS = frozenset({
     "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "min_lrs", "max_lrs"
 })  # fmt: skip
@@ -31,7 +31,7 @@ def replaced_options(
     notes: list[dict[str, tuple[Any, Any]]] = []
     counted = _counted(optimizer)
     for own, there in zip(optimizer.param_groups, saved, strict=False):
-        # A schedule that is made later starts from the current rate, unless it has one of these two options.
+        # A schedule that is made later starts from the current rate, unless the group has one of these two options.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = counted | _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
@@ -45,7 +45,7 @@ def replaced_options(
 
 
 def _counted(optimizer: Optimizer) -> frozenset[str]:
-    """Return the options that an optimizer counts in its param groups as it trains: no argument sets them.
+    """Return the options that an optimizer changes in its param groups while it trains; no argument sets them.
 
     Examples are `k`, `weight_sum` and `train_mode` of schedulefree.
     """

@@ -1,7 +1,7 @@
-"""The arguments with which a run was started, kept in its checkpoints, so that the next start can name changes.
+"""The arguments with which a run was started, kept in its checkpoints, so that the next start can report changes.
 
-A batch size or a number of epochs is an argument of a program; no restore brings it back. An integration puts such
-values into the state that it saves, and a restore compares them with those of this start.
+A batch size or a number of epochs is an argument of a program; no restore changes it. An integration puts such values
+into the state that it saves, and a restore compares them with those of the new start.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ROWS = 8  # Digest this many rows of a data set, from the first to the last.
 class Started:
     """Base class of a stateful object whose `state_dict` has, under "started", the arguments of its start.
 
-    "started" holds plain values by name. `effects` has, by the same names, a sentence on what another value does: the
-    restore warns of each value that differs with that sentence. It compares only values that both sides have.
+    "started" holds plain values by name. `effects` has, by the same names, a sentence on the effect of another value,
+    with which a restore warns of it. It compares only values that both sides have.
 
         class LightningState(Started):
             effects = {"batch_size": "The run goes on with this one, at the same sample."}
@@ -36,12 +36,12 @@ class Started:
     effects: ClassVar[Mapping[str, str]] = {}
     # True if this start has no steps left to train: the end of a Checkpointer's block warns of that.
     nothing_left = False
-    # The seconds until the first batch after a restore, of an object that hands out batches.
+    # The seconds between a restore and the first batch, for an object that yields batches.
     found_s: float | None = None
 
 
 def note_changes(target: Started, live: Any, saved: Any, differences: Differences) -> None:
-    """Record the values of this start that differ from the checkpoint's, with their effects."""
+    """Record the values of this start that differ from the checkpoint's, each with the effect."""
     was, now = map(_started, (saved, live))
     for name, effect in target.effects.items():
         if name in was and name in now and was[name] != now[name]:

@@ -1,4 +1,4 @@
-"""Objects with a state of their own: captured and restored by their own methods."""
+"""Objects with state_dict and load_state_dict: captured and restored by these methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StatefulPart:
         self.guard: Guard | None = Guard(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
-        """Record a GradScaler that is on in one place and off in the other: it would ignore the state silently.
+        """Record a GradScaler that is enabled only here or only in the checkpoint: it would ignore the state silently.
 
         Also record settings of a new schedule that the restore will replace, and changed arguments of the run's start.
         """
@@ -46,15 +46,15 @@ class StatefulPart:
         self._value = unpack(self._tree, make, self._live)
 
     def write(self) -> None:
-        """Call load_state_dict; make a loader's next iterator now, since it draws from streams that are set later."""
+        """Call load_state_dict; create a loader's next iterator now, since it draws from streams that are set later."""
         self._target.load_state_dict(self._value)
         if issubclass(type(self._target), DataLoader):
             _set_epoch(self._target, self._value)
-            self._target.state_dict()  # This makes the iterator that the program's next iter() returns.
+            self._target.state_dict()  # The program's next iter() returns the iterator that this makes.
 
 
 def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Pass a stream of Hugging Face's datasets the epoch of its state: its workers begin before the program can do so.
+    """Set the epoch of a Hugging Face stream to that of its saved state: its workers begin before the program can.
 
     Otherwise the stream ignores its state, which is of another epoch, and begins its own epoch at the start.
     """

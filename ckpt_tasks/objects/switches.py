@@ -1,8 +1,8 @@
-"""Switches that training changes: gradients of parameters, modes of modules, and PEFT's choice of adapters.
+"""Switches that training changes: requires_grad of parameters, modes of modules, and PEFT's choice of adapters.
 
-After a resume a loop does not switch again what it switched at an earlier step. So an optimizer saves the changes since
-training began; the program itself sets the rest before the restore, so it is not saved. If a whole module is in eval(),
-the save falls into an evaluation: that says nothing about training.
+After a resume, a loop does not repeat the switches of earlier steps. So an optimizer saves the changes since training
+began; the program itself makes all other settings before the restore, so they are not saved. If a whole module is in
+eval(), the save happens during an evaluation: that says nothing about training.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
 _CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules.
-# Keys: "" for the mode of the whole, a name for a module in another mode, "name:attribute" for a choice.
+# Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for a choice.
 Modes = dict[str, Any]
 
-# Maps id() of a parameter to whether it took a gradient when this training began.
+# Whether each parameter, by id(), required a gradient when this training began.
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
 def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
-    """Record the switches of optimizers and modules when training begins; `anew`: it begins here for all of them."""
+    """Record the switches of optimizers and modules when training begins; `anew`: record all, not only the new ones."""
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)
@@ -35,7 +35,7 @@ def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
 
 
 def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
-    """Return which parameters of an optimizer took gradients when training began."""
+    """Return which parameters of an optimizer required gradients when training began."""
     if anew or optimizer not in _begun_flags:
         groups = optimizer.param_groups
         _begun_flags[optimizer] = {id(p): p.requires_grad for options in groups for p in options["params"]}
@@ -43,7 +43,7 @@ def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
 
 
 def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> dict[str, Modes]:
-    """Return the modes of those modules in which training has switched a part."""
+    """Return the modes of the modules in which training has switched a submodule."""
     switched = {}
     for group in groups:
         note_begun([modules[group]], anew=False)
@@ -54,7 +54,7 @@ def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> d
 
 
 def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved: Mapping[str, Modes]) -> None:
-    """Set the saved modes; modules without saved ones get the modes that they had when training began."""
+    """Set the saved modes; modules without saved ones return to the modes that they had when training began."""
     for group in groups:
         module = unwrapped(modules[group])
         now = _modes(module)
@@ -99,7 +99,7 @@ def _modes(module: nn.Module) -> Modes:
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List a module and all modules in it; every save does, so it must be faster than named_modules()."""
+    """List a module and all its submodules; every save does this, so it must be faster than named_modules()."""
     modules = [("", module)]
     for name, one in modules:
         if inner := one._modules:

@@ -1,4 +1,4 @@
-"""Lookup tables: captured as the files that have their rows, most of which storage has already; restored by a swap."""
+"""Lookup tables: captured as the files of their rows, most of them stored already; restored by a swap of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MUST_FIT = ("dim", "rule", "slots")
 
 
 def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: str | None) -> dict[str, Any]:
-    """Return a table's tree, with a reference for each file of its chain; `parent` is what the save follows.
+    """Return a table's tree, which refers to each file of its chain; `parent` is the checkpoint that the save follows.
 
     Raises UnsupportedStateError if the ranks of the table are not those that save it.
     """
@@ -58,7 +58,7 @@ class TablePart:
         self._chain = table.chain
 
     def compare(self, differences: Differences) -> None:
-        """Record another length of rows or another rule; note options that the restore will replace."""
+        """Record another row length or another update rule; note options that the restore will replace."""
         here = settings_of(self._table)
         for there, what in ((tree, what) for tree in self._trees for what in _MUST_FIT):
             if here[what] != there[what]:
@@ -68,7 +68,7 @@ class TablePart:
                 differences.replaced.append(f"{self._name}/{what}: {value} → {now}")
 
     def prepare(self, make: Maker) -> None:
-        """Read the files, verified, and make new rows of them; the live table does not change.
+        """Read the verified files, and build new rows from them; the live table does not change.
 
         Raises IntegrityError if a file is not a table's.
         """

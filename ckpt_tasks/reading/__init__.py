@@ -1,1 +1,1 @@
-"""Open, verify and restore what is committed."""
+"""Open, verify and restore committed checkpoints."""

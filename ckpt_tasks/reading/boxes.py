@@ -14,7 +14,7 @@ from ckpt_tasks.tensors.placements import ALONE, local_of, place_of
 
 
 class Piece(NamedTuple):
-    """A part of a target, its box in the whole tensor, and the region that holds its values."""
+    """A part of a target tensor, its box in the whole tensor, and the region that holds its values."""
 
     into: torch.Tensor
     box: Box
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece takes all of its region."""
+        """Whether the piece needs all of its region."""
         return self.box == self.row.box
 
 
@@ -32,12 +32,12 @@ def box_of(into: torch.Tensor, key: str) -> Box:
 
 
 def meets(row: IndexRow, boxes: Iterable[Box]) -> bool:
-    """Return True if a region shares an element with one of the boxes."""
+    """Return True if a region shares at least one element with one of the boxes."""
     return 0 in row.tensor_shape or any(intersection(row.box, box) is not None for box in boxes)
 
 
 def pieces(into: torch.Tensor, key: str, rows: Iterable[IndexRow]) -> Iterator[Piece]:
-    """Cut a target into the parts that the regions of its tensor hold."""
+    """Cut a target tensor into the parts that each region of the stored tensor holds."""
     box, local = box_of(into, key), local_of(into).detach()
     for row in rows:
         common = intersection(row.box, box)
@@ -77,7 +77,7 @@ def _stack(one: IndexRow, two: IndexRow) -> Box | None:
 
 
 def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
-    """View a box of a tensor; `tensor` itself is the box `of`."""
+    """View a box of a tensor; `tensor` itself is the box `of` of the whole tensor."""
     for axis, (begin, extent, base) in enumerate(zip(box.offset, box.shape, of.offset, strict=True)):
         if extent != tensor.shape[axis]:
             tensor = tensor.narrow(axis, begin - base, extent)

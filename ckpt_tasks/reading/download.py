@@ -1,8 +1,8 @@
 """The tensors of a checkpoint in a remote store: every byte is requested once, by one rank of a host.
 
-A few large reads, several at a time, fill memory that is laid out like the objects: a read needs no copy, and gaps take
-no memory, since they are never touched. The ranks of a host see each other's memory (sharing.py). A read whose bytes
-fail verification is repeated once before the checkpoint is given up.
+A few large reads, several at a time, fill memory that is laid out like the objects: so a read needs no copy, and gaps
+between reads take no memory, since their pages are never touched. The ranks of a host map each other's memory
+(sharing.py). A read whose bytes fail verification is repeated once before the checkpoint is given up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Pair = tuple[torch.Tensor, str]
 
 
 class DownloadedTensors:
-    """The tensors of `rows`, fetched from a store as a whole; see `TensorSource`.
+    """The tensors of `rows`, downloaded from a store in a few large reads; see `TensorSource`.
 
     A tensor may be stored as boxes that many ranks wrote; a DTensor takes this rank's box. Only regions that hold a
     wanted element are read. All ranks must call `fetch`.
@@ -49,7 +49,7 @@ class DownloadedTensors:
         for row in self._rows:
             self._by_key.setdefault(row.full_key, []).append(row)
         self._memory = {name: _laid(rows) for name, rows in by_object(self._rows).items()}
-        self._fetched: set[IndexRow] = set()  # Rows whose bytes are in that memory.
+        self._fetched: set[IndexRow] = set()  # The rows whose bytes have been downloaded.
         self._share: ReadShare | None = None
         self._fills: list[_Pair] = []
 
@@ -79,14 +79,14 @@ class DownloadedTensors:
         self._share = share_reads(self._together, needed, kept=True)
         self._get(needed if self._share is None else self._share.mine(needed))
         if self._together.size > 1:
-            self._together()  # The other ranks of this host have read and verified their parts.
+            self._together()  # By now the other ranks of this host have read and verified their parts.
         self.copy(fills)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         copy_all([piece for into, key in pairs for piece in self._pieces(into, key)])
 
     def _pieces(self, into: torch.Tensor, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (part of the target, its values) pairs."""
+        """Yield pairs of a part of the target and its values."""
         rows = self._by_key[key]
         if not is_sharded(into) and self._share is None and in_order(rows):
             yield into, self._view(rows[0], rows[0].tensor_shape)
@@ -99,7 +99,7 @@ class DownloadedTensors:
         return tensor_at(memory, row.dtype, row.box.shape if shape is None else shape, begin)
 
     def _place(self, row: IndexRow) -> tuple[memoryview, int]:
-        """Return the memory for a region's bytes, and the offset in it at which they begin."""
+        """Return the memory for a region's bytes, and the offset of the region in it."""
         if self._share is not None and row not in self._fetched:
             return self._share.at(row)
         laid = self._memory[row.object]
@@ -112,7 +112,7 @@ class DownloadedTensors:
             self._fetched.update(rows)
 
     def read_span(self, read: Read) -> None:
-        """Read and verify bytes of an object; raise IntegrityError if they have changed."""
+        """Read and verify a span of an object's bytes; raise IntegrityError if they have changed."""
         name, span, rows = read
         memory, begin = self._place(rows[0])
         begin -= rows[0].begin - span.begin
@@ -127,7 +127,7 @@ class DownloadedTensors:
 
 
 class Laid(NamedTuple):
-    """The memory that a read fills with an object's bytes; its first byte is byte `base` of the object."""
+    """The memory that reads of an object fill; its first byte is byte `base` of the object."""
 
     base: int
     memory: memoryview

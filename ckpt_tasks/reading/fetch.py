@@ -1,12 +1,12 @@
 """The tensors of a checkpoint in a store: verify them first, then read them into place.
 
 A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
-reads straight into the live tensors, and digests what has arrived again. So a restore needs no memory beside the state,
-and touches no new pages (which would cost several times a copy). A new tensor is not visible yet: it is read only once,
-into its place.
+reads straight into the live tensors, and digests the bytes again. So a restore needs no memory beside the state, and
+touches no new pages (which would cost several times a copy). A new tensor, which the program cannot see yet, is read
+only once.
 
-With many ranks, those of a host divide the first pass among themselves (sharing.py). In the second, each rank reads
-what it needs; if it needs only a part of a region, it reads all of it into a buffer, so that it can digest all of it.
+With many ranks, the ranks of a host divide the first pass among themselves (sharing.py). In the second pass each rank
+reads what it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ckpt_tasks.tensors.placements import local_of
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 _READERS = max(2, min(8, os.cpu_count() or 2))
-_PIECE_BYTES = 2 << 20  # This stays in a core's cache between the read and the digest.
-_DIRECT_BYTES = 256 << 10  # Smaller tensors are read together and copied into place.
+_PIECE_BYTES = 2 << 20  # A piece of this size stays in a core's cache between read and digest.
+_DIRECT_BYTES = 256 << 10  # Smaller tensors are read together, and then copied.
 
 _Pair = tuple[torch.Tensor, str]
 _Job = Callable[[], None]
@@ -89,7 +89,7 @@ class StoredTensors:
         try:
             _run(self._reads(pairs))
         except (IntegrityError, ObjectNotFoundError) as error:
-            # They were verified a moment ago, so try no older checkpoint: a retry verifies again, and may fall back.
+            # The bytes were good a moment ago, so try no older checkpoint: a retry verifies again, and may fall back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",
                 key=error.key,
@@ -99,7 +99,7 @@ class StoredTensors:
     # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
     def _is_whole(self, into: torch.Tensor, key: str) -> bool:
-        """Return True if a target takes a tensor's stored bytes whole and in order."""
+        """Return True if a target needs all stored bytes of a tensor, in their order."""
         return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
 
     def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:
@@ -127,7 +127,7 @@ class StoredTensors:
         ]
 
     def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Group tensors that follow each other in a file into reads."""
+        """Group tensors that are adjacent in a file into one read each."""
         window: list[_Pair] = []
         first: IndexRow | None = None
         last: IndexRow | None = None
@@ -161,7 +161,7 @@ class StoredTensors:
     def _read_run(self, run: Sequence[IndexRow]) -> tuple[bytearray, int]:
         """Read and verify contiguous regions; return a buffer, and the offset of the first region in it."""
         begin, end = run[0].begin, run[-1].end
-        aligned = begin % 16  # A view needs a tensor that is aligned for its dtype.
+        aligned = begin % 16  # A view must be aligned for its dtype.
         buffer = self._buffer(aligned + end - begin)
         data = memoryview(buffer)[aligned : aligned + end - begin]
         self._store.read(run[0].object, begin, data)
@@ -171,7 +171,7 @@ class StoredTensors:
     def _read_direct(self, rows: Iterable[_Direct]) -> None:
         for row, memory, into in rows:
             self._read_large(row, memory.__getitem__)
-            torch.autograd.graph.increment_version(into.detach())  # autograd does not see what the kernel writes.
+            torch.autograd.graph.increment_version(into.detach())  # autograd does not notice what the kernel writes.
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:
@@ -195,7 +195,7 @@ class StoredTensors:
                 self._read_large(run[0], lambda part: buffer[: part.stop - part.start])
 
     def _read_large(self, row: IndexRow, where: Callable[[slice], memoryview]) -> None:
-        """Read a large region in pieces, each into the buffer `where(piece)`; digest each while it is in the cache."""
+        """Read a large region in pieces, each into the buffer `where(piece)`; digest each while the cache has it."""
         digest = Digest()
         size_bytes = row.end - row.begin
         for begin in range(0, size_bytes, _PIECE_BYTES):
@@ -225,7 +225,7 @@ def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
 
 
 def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Split work into jobs of about 16 MiB; with smaller ones threads would mostly wait for each other."""
+    """Split work into jobs of about 16 MiB: with smaller jobs, threads would mostly wait for each other."""
     job: list[_T] = []
     left = READ_BYTES
     for item in items:
@@ -257,5 +257,5 @@ def _good(run: Sequence[IndexRow], data: memoryview) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a view of a tensor's bytes; the caller must keep the tensor."""
+    """View a tensor's bytes; the caller must keep the tensor alive."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,4 +1,4 @@
-"""Leases that last as long as their reader: the holder renews them, or a thread does."""
+"""Leases that last as long as their reader: the reader or a thread renews them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 
-LEASE_S = 3600.0  # A killed reader keeps a checkpoint at most this long.
-_COPY_LEASE_S = 1800.0  # Renewed after half of it; a killed copy keeps a checkpoint at most this long.
+LEASE_S = 3600.0  # A killed reader protects a checkpoint at most this long.
+_COPY_LEASE_S = 1800.0  # It is renewed after half of this time; a killed copy protects a checkpoint at most this long.
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -56,7 +56,7 @@ def leased(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float = LEASE
                 renew()
                 pause_s = lease_s / 2
             except CheckpointNotFoundError:
-                return  # Too late: recording a result will raise.
+                return  # The lease is over: recording a result will raise.
             except (StoreError, CommitUncertainError) as error:
                 _log.warning("The lease of step %d could not be renewed yet: %s", checkpoint.step, error)
                 pause_s = lease_s / 16

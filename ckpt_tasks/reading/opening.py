@@ -1,8 +1,8 @@
 """Open a checkpoint: read and verify its manifest and index; verify the bytes that the index names.
 
 Bytes are digested before they are parsed. The index has names, dtypes, shapes and offsets of all tensors. The tree of a
-group, which a restore needs, is decoded on demand. This module does not need torch, so that the command line starts at
-once.
+group, which a restore needs, is decoded on demand. This module does not import torch, so that the command line starts
+at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.storage.retrying import read_good
 
-READ_BYTES = REGION_BYTES  # One read: a large region, or several small ones.
+READ_BYTES = REGION_BYTES  # One read covers a large region, or several small ones.
 
 
 class SavedGroup:
@@ -41,7 +41,7 @@ class SavedGroup:
 
     @cached_property
     def tree(self) -> Any:
-        """The decoded tree for the rank that opened it.
+        """The decoded tree of the rank that opened it.
 
         Raises IntegrityError if the tree does not fit its kind, or names a tensor that the index lacks.
         """
@@ -74,7 +74,7 @@ class SavedGroup:
 
 
 def _of_rank(encoded: Any, rank: int, keys: frozenset[str]) -> Any:
-    """Return an encoded tree with a rank's own tensors in place of rank 0's."""
+    """Return an encoded tree in which a rank's own tensors replace rank 0's."""
     if isinstance(encoded, list):
         return [_of_rank(item, rank, keys) for item in encoded]
     if not isinstance(encoded, dict):
@@ -96,7 +96,7 @@ class Opened:
     groups: Mapping[str, SavedGroup]
 
     def check_trees(self) -> None:
-        """Decode the trees of all groups; raise IntegrityError if one is not what a save writes."""
+        """Decode the trees of all groups; raise IntegrityError if a save cannot have written one of them."""
         for group in self.groups.values():
             _ = group.trees
 
@@ -149,7 +149,7 @@ def check_header(store: ReadableStore, record: ObjectRecord) -> bytes:
     """Return an object's header; raise IntegrityError if its digest or the object's size is wrong."""
     _check_size(record, store.size(record.name))
 
-    if not record.digested_bytes:  # A lookup table's file: regions have all of its bytes.
+    if not record.digested_bytes:  # It is a lookup table's file: its regions cover all of its bytes.
         return _good_header(record, b"")
 
     def header() -> bytes:
@@ -208,11 +208,11 @@ def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[li
 
 
 def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
-    """Return a text for each region of a read whose bytes have changed; `data` holds the read's bytes."""
+    """Return a text for each region of a read that has changed; `data` holds the bytes of the read."""
     start = run[0].begin
     return [change(row) for row in run if digest_bytes(data[row.begin - start : row.end - start]) != row.digest]
 
 
 def change(row: IndexRow) -> str:
-    """Return the text which says that a region's bytes have changed."""
+    """Return the text that says that a region's bytes have changed."""
     return f"{row.full_key}: bytes {row.begin}–{row.end} of {row.object} have changed"

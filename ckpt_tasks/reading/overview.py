@@ -19,7 +19,7 @@ from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store
 
 _THREADS = 16
-_TIMEOUT_S = CheckpointConfig.owner_timeout_s  # The default: the ledger does not have a run's own timeout.
+_TIMEOUT_S = CheckpointConfig.owner_timeout_s  # The default is used: the ledger does not have a run's own timeout.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class RunSummary:
 
     `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
     release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
-    over live checkpoints: an object that several use counts for each. `metrics` are those of the newest checkpoint, and
-    the newest results of each evaluation suite, as "suite/metric".
+    over live checkpoints: an object that several checkpoints use counts several times. `metrics` are those of the
+    newest checkpoint, and the newest results of each evaluation suite, as "suite/metric".
     """
 
     name: str
@@ -69,7 +69,7 @@ def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
 
 
 class Look(NamedTuple):
-    """A run's summary, its newest state, and the number of the entry that has it; an empty state if it cannot be read.
+    """A run's summary, its newest state and the number of its newest entry; the state is empty if it cannot be read.
 
     `partial`: only the newest of many checkpoints were read, so `checkpoints` and `size_bytes` do not count the others.
     """
@@ -81,7 +81,7 @@ class Look(NamedTuple):
 
 
 def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
-    """Look at one directory; return None if it is not a run. If not `whole`, a run of many checkpoints is `partial`."""
+    """Summarise one directory; return None if it is not a run. If not `whole`, a long run is `partial`."""
     history = History(store, whole=whole)
     say = partial(RunSummary, name=name, url=store.url)
     try:
@@ -101,7 +101,7 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
     newest_first = lineage(head.state.live)
     newest = newest_first[0] if newest_first else None
     if is_partial and (newest is None or newest.abandoned):
-        return look_at(name, store)  # The newest checkpoint is in a segment.
+        return look_at(name, store)  # The newest checkpoint is in a segment, which must be read.
     summary = say(
         state=state,
         why=why,
@@ -130,7 +130,7 @@ def _damage(head: Head) -> str:
 
 
 def life_of(history: History, state: State) -> tuple[str, str]:
-    """Return whether an undamaged run is running, ended, silent or new, and why; its owner's sign of life is read."""
+    """Return whether an undamaged run is running, ended, silent or new, and why; reads its owner's heartbeat."""
     owner = state.owner
     if owner is None or owner.released:
         return ("ended", "") if state.live else ("new", "nothing is saved yet")

@@ -1,4 +1,4 @@
-"""A run as a reader sees it, without ownership: its checkpoints, restore of parts, leases, pins, evaluations."""
+"""A run for a reader, without ownership: its checkpoints, restore of parts, leases, pins and evaluations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 def open_run(checkpoint_dir: str | os.PathLike[str] | Location, run_key: str | None = None) -> Run:
-    """Open a run for reading. Raises CheckpointNotFoundError if there is none, RunMismatchError if it is another's."""
+    """Open a run for reading. Raises CheckpointNotFoundError if there is none, RunMismatchError if the key differs."""
     history = History(location_of(checkpoint_dir).open(run_key))
     return Run(history, history.check(run_key))
 
@@ -51,7 +51,7 @@ def run_of(config: CheckpointConfig) -> Run:
 class Run:
     """One run, read-only except for leases, pins and evaluations; `run_key` is None if format.json is damaged.
 
-    `read_only` is True once the store has refused a lease, and the run was read without one.
+    `read_only` is True after the store has refused a lease, so that the run is read without one.
     """
 
     def __init__(self, history: History, run_key: str | None):
@@ -107,7 +107,7 @@ class Run:
         `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError, StoreError or,
         for anything but a Checkpoint, ConfigError; then the state is untouched.
         """
-        # Imported here, so that reading a run without restoring it need not import torch.
+        # Import it here, so that reading a run without a restore need not import torch.
         from ckpt_tasks.reading.restore import restore_one
         from ckpt_tasks.state.selection import Selection
 
@@ -124,7 +124,7 @@ class Run:
     @checked
     @contextmanager
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
-        """Keep a checkpoint from being pruned while the block runs, at most `expires_s` seconds.
+        """Protect a checkpoint from being pruned while the block runs, for at most `expires_s` seconds.
 
         If the end of the lease cannot be written, it expires by itself. A child that is forked in the block does not
         end the lease. Raises CheckpointNotFoundError if the checkpoint has been pruned, ConfigError, and StoreError.
@@ -161,7 +161,7 @@ class Run:
 
     @checked
     def pin(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Keep a checkpoint, whatever the policy says; works while another process trains the run.
+        """Keep a checkpoint, whatever the policy says, even while another process trains the run.
 
         Raises CheckpointNotFoundError if the run has pruned it, ConfigError for an empty reason.
         """
@@ -171,7 +171,7 @@ class Run:
 
     @checked
     def unpin(self, checkpoint: Checkpoint) -> None:
-        """Remove a pin: the policy decides again. Raises CheckpointNotFoundError if the checkpoint has been pruned."""
+        """Remove a pin, so that the policy decides. Raises CheckpointNotFoundError if the checkpoint was pruned."""
         put_pin(self.history, checkpoint, None)
 
     def evaluations(self) -> list[Evaluation]:
@@ -262,7 +262,7 @@ class Run:
 
 
 def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner: Owner | None = None) -> None:
-    """Pin a checkpoint; without a `reason`, unpin it. `owner` (None: any process) says who writes.
+    """Pin a checkpoint; without a `reason`, unpin it. `owner` (None: any process) is the writer.
 
     Raises CheckpointNotFoundError if it has been pruned, and FencedError if `owner` has lost the directory.
     """
@@ -276,7 +276,7 @@ def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner:
 
 
 class _RecordedMeanwhileError(Exception):
-    """Another evaluator recorded the same suite after our check and before our entry."""
+    """Another evaluator recorded the same suite between our check and our entry."""
 
 
 def _steps(checkpoints: list[Checkpoint], most: int = 12) -> str:

@@ -4,7 +4,7 @@ Invariants
 
 1. Nothing in the target changes until all needed bytes have been read, verified and compared with it.
 2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried; a mismatch between
-   checkpoint and target is raised: the caller must resolve it.
+   checkpoint and target is raised, since only the caller can resolve it.
 3. Bytes are digested before they are parsed.
 """
 
@@ -47,25 +47,25 @@ class HostSnapshot(Protocol):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The snapshot's checkpoint, or the checkpoint that its commit would create."""
+        """The snapshot's committed checkpoint, or the one that its commit would create."""
 
     @property
     def seal(self) -> Seal:
-        """The seal of this rank."""
+        """The seal of this rank's part."""
 
     @property
     def store(self) -> ReadableStore:
-        """The snapshot's objects."""
+        """The store that has the snapshot's objects."""
 
     @property
     def place(self) -> str:
         """Where the snapshot is, in words for the log."""
 
     def open(self) -> Opened:
-        """Read and check the snapshot's manifest and index."""
+        """Read and check the manifest and index of the snapshot."""
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of these `rows`."""
+        """Return the tensors of these `rows` from the snapshot."""
 
 
 _Snapshot = TypeVar("_Snapshot", bound=HostSnapshot)
@@ -76,12 +76,12 @@ class RestoreReport:
     """What a restore did: step, source, number of tensors and bytes, and what it skipped and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
-    `derived_streams`: another number of ranks saved it, so the random streams of all ranks but 0 are derived anew. A
-    loose restore lists the names that it has `taken` and that it `left` in the checkpoint; `new` names values of the
-    state that were kept. Names are groups, or keys of a group that was taken in part. `replaced` has a line for each
-    setting that the restore has replaced (a learning rate, the length of a schedule, in an integration also the batch
-    size and so on), and for each plain value of another kind, or a top-level tensor of another shape or dtype.
-    Of the `seconds` the bytes were read and verified for `verify_s`, and copied into the state for `copy_s`.
+    `derived_streams`: another number of ranks saved it, so all ranks but 0 derive new random streams. A loose restore
+    lists the names that it has `taken` and that it `left` in the checkpoint; `new` names values of the state that were
+    kept. Names are groups, or keys of a group that was taken in part. `replaced` has a line for each setting that the
+    restore has replaced (a learning rate, the length of a schedule, in an integration also the batch size and so on),
+    and for each plain value of another kind, or a top-level tensor of another shape or dtype. `seconds` includes
+    `verify_s` for reading and verifying the bytes, and `copy_s` for copying them into the state.
     """
 
     step: int
@@ -123,8 +123,8 @@ def restore_newest(
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: those that storage lacks are tried first,
-    each other snapshot before its copy in storage. All `ranks` restore the same checkpoint, or none does; `topic` names
-    their agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
+    each other snapshot before its copy in storage. All `ranks` restore the same checkpoint, or no rank restores any;
+    `topic` names their agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
 
     A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
     """
@@ -143,7 +143,7 @@ def restore_newest(
                     together=together,
                 )
                 if cached is not None:
-                    together()  # No rank may refill a slot from which another rank copies.
+                    together()  # No rank may refill a slot while another rank still copies from it.
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
@@ -265,19 +265,19 @@ def _plan(
         rng=not partial,
         selection=selection,
         of_ranks=None if saved_by == world_size else saved_by,
-        home=checkpoint.manifest_digest if checkpoint.n >= 0 else None,  # None: storage does not have it yet.
+        home=checkpoint.manifest_digest if checkpoint.n >= 0 else None,  # None: the checkpoint is not in storage yet.
     )
 
 
 def _apply(plan: RestorePlan, source: TensorSource, together: Together, step: int) -> tuple[float, float]:
-    """Apply a plan; return how long it verified, and how long it copied."""
+    """Apply a restore plan; return how long verifying and copying took."""
     began_s, verified_s = system().monotonic(), list[float]()
 
     def confirm() -> None:
         verified_s.append(system().monotonic())
         together()
 
-    with _naming(step):  # An error of the user's load_state_dict gets the step.
+    with _naming(step):  # Add the step to an error of the user's load_state_dict.
         plan.apply(source, confirm)
     return verified_s[0] - began_s, system().monotonic() - verified_s[0]
 

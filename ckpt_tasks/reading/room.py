@@ -1,4 +1,4 @@
-"""How much space a run's checkpoints will take, estimated from the size of the newest."""
+"""Estimate how much space a run's checkpoints will take from the size of the newest one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_tasks.reading.reading import Run
 
 
 def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
-    """Forecast the space that a run needs for checkpoints like its newest one; None if it has none.
+    """Forecast the space that a run needs for checkpoints like its newest one; return None if it has none.
 
     Objects of older checkpoints that the newest one reuses are assumed to be reused by the next ones, too. Raises
     IntegrityError or StoreError if the newest one's manifest cannot be read.

@@ -1,13 +1,13 @@
 """Divide reading among the ranks of a host: every wanted region is read once, by one rank that wants it.
 
 Every rank writes its list of regions into a file in memory. The other ranks of the host read it, so all of them compute
-the same division. With `kept`, the regions themselves are read into such files, too.
+the same division. With `kept`, the bytes of the regions are read into such files, too.
 
 Invariants
 
 1. Every region that a rank wants is read by exactly one rank of its host, which also wants it.
 2. The files have no names: a killed process leaves nothing behind.
-3. All ranks of a host share, or none does: if one cannot open the file of another, each reads for itself.
+3. All ranks of a host share the reads, or none does: if a rank cannot open another's file, each reads for itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt_tasks.system import host_name, system
 
 _PAGE = 4096
 
-Spans = Mapping[str, npt.NDArray[np.int64]]  # Maps an object to where each of its regions begins and ends.
+Spans = Mapping[str, npt.NDArray[np.int64]]  # For each object, the begin and end of its regions.
 
 
 class Readers(NamedTuple):
@@ -46,7 +46,7 @@ class Readers(NamedTuple):
 
 
 class ReadShare(NamedTuple):
-    """Which rank of this host reads which region, this rank's `place` among them, and the memory of each, if kept."""
+    """Which rank of this host reads which region, this rank's `place` among them, and each rank's memory if kept."""
 
     place: int
     readers: Mapping[str, Readers]
@@ -67,7 +67,7 @@ class ReadShare(NamedTuple):
 
 
 def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
-    """Choose a reader for every wanted region; also return how many bytes of memory all of them need.
+    """Choose a reader for every wanted region; also return how many bytes of memory the readers need together.
 
     Ranks that want the same regions take turns every 16 MiB of an object, so that each reads long stretches.
     """
@@ -90,7 +90,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 def share_reads(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> ReadShare | None:
     """Agree with the other ranks of this host on who reads what; return None if this rank reads for itself.
 
-    `kept`: the bytes stay in memory that all of them see. All ranks must call it.
+    `kept`: the bytes stay in memory that all these ranks map. All ranks must call it.
     """
     if together.size == 1:
         return None
@@ -129,7 +129,7 @@ def _joint(files: ExitStack, words: Sequence[tuple[str, int, int, int]], place: 
             fd = _opened(files, pid, number, os.O_RDWR)
             if n == place:
                 os.ftruncate(fd, size_bytes)
-            memory.append(map_memory(size_bytes, fd))  # A mapping takes no memory until bytes are read into it.
+            memory.append(map_memory(size_bytes, fd))  # A mapping takes no memory until bytes are read.
     return ReadShare(place, readers, memory)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as plain values and tensors, for callers without objects to restore into."""
+"""A checkpoint as plain values and tensors, for callers that have no objects to restore into."""
 
 from __future__ import annotations
 

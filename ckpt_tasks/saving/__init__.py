@@ -1,1 +1,1 @@
-"""From a live state to a commit."""
+"""Save: from the live state to a committed checkpoint."""

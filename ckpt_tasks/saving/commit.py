@@ -1,4 +1,4 @@
-"""The last steps of a commit: from a prepared checkpoint to index and manifest in the store, then the ledger entry.
+"""The last steps of a commit: write a prepared checkpoint's index and manifest, then put the ledger entry.
 
 Invariants (MUST: breaking one loses data)
 
@@ -24,7 +24,7 @@ from ckpt_tasks.upkeep.retiring import Retirement
 
 
 def write_index_and_manifest(store: Store, prepared: PreparedCheckpoint) -> None:
-    """Check every object's size, then write index and manifest: then all but the ledger entry is durable.
+    """Check every object's size, then write index and manifest; after that only the ledger entry is missing.
 
     Raises IntegrityError if an object has another size, and StoreError.
     """
@@ -51,13 +51,13 @@ def commit(
     `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the entry's
     event, for people and for the cadence. Raises StateError if the checkpoint names a retired object. After FencedError
     or StoreError the newest checkpoint is still the old one; after CommitUncertainError it may be either. The objects
-    stay in any case: the entry may still arrive.
+    stay after an error, since the entry may still reach the store.
     """
     manifest = prepared.manifest
     named = [record.name for record in (*manifest.objects, manifest.index)]
 
     def change(state: State, n: int) -> State:
-        # A retired object may be deleted, and forgotten, by now: only the objects of live checkpoints certainly stay.
+        # A retired object may be gone, even if the ledger no longer lists it: only objects of live checkpoints stay.
         gone = [*filter(state.has_retired, named), *(name for name in prepared.reuses if not state.keeps(name))]
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)
@@ -71,6 +71,6 @@ def commit(
 
 
 def discard(store: Store, attempt: Attempt) -> None:
-    """Delete the objects of an attempt that failed before its commit; a later owner sweeps what stays."""
+    """Delete the objects of an attempt that failed before its commit; a later owner deletes what remains."""
     with suppress(CkptError):
         store.delete_all(store.names(attempt_prefix(attempt)))

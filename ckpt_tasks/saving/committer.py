@@ -1,6 +1,6 @@
 """The committer's half of a save, for one owner of the run: owner → checks → index and manifest → entry → prune.
 
-It commits RankParts and never sees a tensor. `commit.py` has the steps and their invariants.
+It commits RankParts and never sees a tensor. `commit.py` has its last steps and their invariants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class Committer:
-    """Commit what ranks have written, as one owner of the run directory."""
+    """Commits what ranks have written, as one owner of the run directory."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Committer:
         self._history = history
         self._pruner = pruner
         self._space = _SpaceWatch(history.store, pruner.policy)
-        # The attempt whose entry was about to be put: the entry may exist, whatever was raised since.
+        # The attempt whose entry this process began to put: the entry may exist, even after an error.
         self._entered: Attempt | None = None
 
     def check_line(self) -> None:
         """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
 
-        This process must not add a line of its own. One check per ownership is enough: only the owner commits.
+        This process must not begin another line. One check per ownership suffices: only the owner commits.
         """
         state = self._history.head().state
         check_owner(state.owner, self.owner)
@@ -69,12 +69,12 @@ class Committer:
             )
 
     def hold_base(self) -> None:
-        """Protect from retirement all checkpoints whose objects the next save may reuse, until the save ends."""
+        """Protect all checkpoints whose objects the next save may reuse from retirement, until the save ends."""
         with self._pruner.retiring:
             self._pruner.base = self._line.digest
 
     def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
-        """Return the newest head and state, to commit upon; raise FencedError if another process owns the directory.
+        """Return the newest head and state, on which to commit; raise FencedError if another process is the owner.
 
         The heartbeat checks the owner, too: a server is not asked again within one beat. Warns once if the disk lacks
         the room that the policy will need for checkpoints whose parts have this `size`.
@@ -108,7 +108,7 @@ class Committer:
         self._pruner.base = None
         if self._entered == attempt:
             return
-        with suppress(StoreError):  # A later owner sweeps what is left.
+        with suppress(StoreError):  # A later owner deletes what remains.
             check_owner(self._history.head().state.owner, self.owner)
         discard(self._history.store, attempt)
 
@@ -145,18 +145,18 @@ class Committer:
         write_index_and_manifest(self._history.store, prepared)
 
     def prune_behind(self, entry: Entry) -> None:
-        """Prune the rest after a commit, in the background."""
+        """Prune the other checkpoints in the background after a commit."""
         self._pruner.follow(self.owner, entry.state)
 
     def note(
         self, name: str, fields: Mapping[str, Any], change: Callable[[State], State] = lambda state: state
     ) -> None:
-        """Put an event into the ledger, with a change of its state. Raises FencedError or StoreError."""
+        """Put an event into the ledger, with a change of the run's state. Raises FencedError or StoreError."""
         event = {**fields, "kind": "note", "note": name}
         self._history.append(event, lambda state, n: change(state), owner=self.owner)
 
     def heartbeat(self) -> Heartbeat:
-        """Show life from now on, and return the heartbeat that does so."""
+        """Start a heartbeat and return it."""
         return Heartbeat(self._history, self.owner, self._owner_timeout_s)
 
     def release(self) -> bool:
@@ -167,7 +167,7 @@ class Committer:
 class _SpaceWatch:
     """Warn before the disk is full: before each save, compare the policy's peak with the free space.
 
-    It warns once and refuses nothing: others may free the room in time, and quotas are not considered
+    It warns once and refuses nothing: other programs may free the space in time, and quotas are not considered
     (docs/decisions/0071).
     """
 
@@ -177,7 +177,7 @@ class _SpaceWatch:
         self._warned = False
 
     def look(self, state: State, size: CheckpointSize) -> None:
-        """Log a warning if the space will not suffice; only once, and never for a store without a known limit."""
+        """Log a warning once if the space will not suffice; do nothing for a store without a known limit."""
         free = None if self._warned or not size.own_bytes else free_bytes(self._store)
         if free is None:
             return

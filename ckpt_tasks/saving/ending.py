@@ -1,4 +1,4 @@
-"""When the interpreter exits: commit saves under way before Python stops the threads that do it.
+"""When the interpreter exits: commit saves under way before Python stops the threads that write them.
 
 Python calls atexit functions in the reverse order of their registration, while daemon threads still run. `os._exit`,
 SIGKILL and a signal without a handler call none.
@@ -21,7 +21,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class Ending(Protocol):
-    """What ends with the interpreter."""
+    """An object that must be ended when the interpreter exits."""
 
     def end(self) -> None: ...
 
@@ -29,7 +29,8 @@ class Ending(Protocol):
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit when first used: do that now.
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: make it do so
+        # first.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)
         atexit.register(_end_all)
@@ -37,7 +38,7 @@ def end_with_interpreter(ending: Ending) -> None:
 
 
 def say_wait(step: int, moved_s: float, timeout_s: float) -> bool:
-    """If the store is silent, log which step is waited for, until when, and how to leave; return True if logged."""
+    """If the store is silent, log for which step the exit waits, until when, how to leave; return True if logged."""
     silent_s = system().monotonic() - moved_s
     if silent_s < min(_SILENT_S, timeout_s / 2):
         return False
@@ -53,7 +54,7 @@ def say_wait(step: int, moved_s: float, timeout_s: float) -> bool:
 
 
 def report_lost(failure: BaseException, *, kept: bool) -> None:
-    """Write on stderr which step is not committed and why; `kept`: its snapshot outlives the process."""
+    """Write to stderr which step is not committed and why; `kept`: its snapshot outlives the process."""
     step = getattr(failure, "step", None)
     then = "the next start on this host can restore it" if kept else "it is lost with this process"
     write_line(f"ckpt-tasks: step {step} is not committed, and {then}: {failure}")
@@ -65,4 +66,4 @@ def _end_all() -> None:
 
 
 _endings: weakref.WeakSet[Ending] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_endings.clear)  # A forked child has none of the threads.
+os.register_at_fork(after_in_child=_endings.clear)  # A forked child has no threads of its parent.

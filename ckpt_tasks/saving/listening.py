@@ -20,7 +20,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Functions that are called after an event of a run. They must return at once; their exceptions are only logged.
+    """Functions to be called after an event of a run. They must return at once; their exceptions are only logged.
 
     The listener `committed` gets the checkpoint of each durable commit; just before, `measured` gets the metrics of the
     steps that it adds. `failed` gets step and error of a snapshot that will not be committed, `restored` the report of
@@ -34,12 +34,12 @@ class Listener:
 
 
 class Listeners:
-    """Call all listeners; log only the first exception of each, and go on calling it."""
+    """Calls all listeners; logs only the first exception of each, and keeps calling it."""
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
         self._complained: set[int] = set()
-        self._callers: set[int] = set()  # The threads that are calling a listener for a save now.
+        self._callers: set[int] = set()  # The threads that are calling a listener for a save.
 
     def add(self, listener: Listener) -> None:
         """Add a listener; raise ConfigError if it is not a Listener."""
@@ -67,7 +67,7 @@ class Listeners:
         self._tell("restored", report)
 
     def check(self) -> None:
-        """Raise StateError inside a listener that a save has called: waiting for this save there would never end."""
+        """Raise StateError in a listener that a save has called: to wait for this save there would never end."""
         if threading.get_ident() in self._callers:
             raise StateError(
                 "a listener is called by the save that it would wait for",
@@ -75,7 +75,7 @@ class Listeners:
             )
 
     def _tell(self, name: str, *arguments: Any) -> None:
-        if name == "restored":  # Nothing is under way after a restore.
+        if name == "restored":  # After a restore no save is under way.
             self._call(name, *arguments)
             return
         self._callers.add(threading.get_ident())

@@ -25,7 +25,7 @@ from ckpt_tasks.system import system
 
 
 class OneSave:
-    """Save one snapshot after another; `run` is called by one thread at a time."""
+    """Saves one snapshot after another; one thread at a time calls `run`."""
 
     def __init__(
         self,
@@ -49,23 +49,23 @@ class OneSave:
     def run(self, snapshot: Snapshot) -> Checkpoint:
         """Write this rank's part of a snapshot, and commit it with the parts of all ranks; return the checkpoint.
 
-        Raises SupersededError if a rank has a newer snapshot already; and raises in all ranks the error of any of them.
-        Then nothing is committed.
+        Raises SupersededError if a rank already has a newer snapshot; an error in any rank is raised in all. Then
+        nothing is committed.
         """
         topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
         try:
-            # An error in one rank is raised in all; FencedError replaces it if another process has taken the run.
+            # An error in one rank is raised in all; if another process has taken the run, FencedError replaces it.
             with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
-                if admitted is not None and all(parts):  # The first rank has all parts, and no snapshot was replaced.
+                if admitted is not None and all(parts):  # The first rank has all parts; none was replaced.
                     entry = self._commit(snapshot, admitted, parts)
                 done = ranks.publish(_checkpoint_of(entry), _to_bytes, _from_bytes)
         except CkptError as error:
             if (done := _checkpoint_of(entry)) is None:
                 self._failed(snapshot, error)
                 raise
-            # Otherwise the save is committed, though not all ranks know that.
+            # Otherwise the save is committed, although not all ranks know it.
         if done is None or part is None:
             if snapshot.tenure.committer is not None and any(parts):  # No rank is still writing: all have answered.
                 snapshot.tenure.committer.abandon(snapshot.saving.attempt)
@@ -74,8 +74,8 @@ class OneSave:
         return done
 
     def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
-        """Write this rank's part, except objects of the last checkpoint; return it, and the first rank's admitted
-        state.
+        """Write this rank's part, except objects of the last checkpoint; return it, and the state that the first rank
+        admitted.
 
         The part is None if a newer snapshot has replaced this one.
         """
@@ -114,10 +114,10 @@ class OneSave:
         return entry
 
     def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
-        """Remove all of a save that failed in this or another rank, except the snapshot in memory."""
+        """Remove everything of a save that failed in this or another rank, except the snapshot in memory."""
         tenure, attempt = snapshot.tenure, snapshot.saving.attempt
         tenure.fenced = tenure.fenced or isinstance(error, FencedError)
-        if type(error) is StateError:  # The ranks do not fit together: no rank may restore the snapshot.
+        if type(error) is StateError:  # The ranks' states do not fit together: no rank may restore the snapshot.
             snapshot.unsealed = True
             self._rank.refuse(snapshot.slot, attempt)
         if tenure.committer is None:
@@ -126,7 +126,7 @@ class OneSave:
             tenure.committer.abandon(attempt)
 
     def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
-        """Continue from the new checkpoint: call listeners, learn its cost, and prune what it replaces."""
+        """Continue from the new checkpoint: call listeners, measure its cost, and prune what it replaces."""
         tenure = snapshot.tenure
         for file in snapshot.files:
             file.file.committed(checkpoint.manifest_digest)

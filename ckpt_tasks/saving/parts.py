@@ -35,9 +35,9 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class RankPart:
-    """A rank's part of one attempt: its index rows, its objects, and its state without the tensors.
+    """A rank's part of one attempt: its index rows, its objects, and the trees of its state.
 
-    `trees` are the groups of which each rank has its own; `compared` says what must be equal in other ranks.
+    `trees` are the groups of which each rank has its own; `compared` holds what must be equal in all ranks.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankPart:
         return replace(self, trees=trees, compared=compared, step=step)
 
     def to_bytes(self) -> bytes:
-        """Return the part as bytes for rank 0: length of the JSON, the JSON, and the index, aligned for Arrow."""
+        """Return the part as bytes for rank 0: the JSON's length, the JSON, and the index, aligned for Arrow."""
         body = {name: value for name, value in vars(self).items() if name != "index"}
         head = json.dumps(body, allow_nan=False).encode("ascii")
         head += b" " * (-(_LENGTH.size + len(head)) % _ALIGNMENT)
@@ -70,7 +70,7 @@ class RankPart:
 
 
 class Digested(NamedTuple):
-    """The part of one file, and its bytes; None for a lookup table's file that only storage has."""
+    """The part of one file, and its bytes; the bytes are None for a lookup table's file that only storage has."""
 
     part: RankPart
     bytes: memoryview | None
@@ -78,7 +78,7 @@ class Digested(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """The facts of a save before it begins: step, groups, metrics, attempt, owner."""
+    """What is known of a save before it begins: step, groups, metrics, attempt, owner."""
 
     attempt: Attempt
     run_key: str
@@ -94,7 +94,7 @@ class Saving:
 
     @property
     def turn(self) -> int:
-        """A number that all ranks share: it grows by one with each save, and starts anywhere in each process."""
+        """A number for each save, the same in all ranks: it grows by one, and begins anywhere in each process."""
         return zlib.crc32(self.owner.id.encode()) + self.number
 
 
@@ -111,12 +111,12 @@ class Stored:
         return cls({_last(record.name): record for record in records}, index)
 
     def kept(self, keeps: Callable[[str], bool]) -> Stored:
-        """Return those objects whose names the run still keeps."""
+        """Return those objects whose names satisfy `keeps`: the run still keeps them."""
         return Stored({last: record for last, record in self.records.items() if keeps(record.name)}, self.index)
 
 
 def new_attempt(step: int, owner: Owner, number: int) -> Attempt:
-    """Name an owner's next attempt to save a step; every rank computes the same name.
+    """Name the owner's next attempt to save a step; every rank computes the same name.
 
     The owner's id is a random nonce, so no other attempt ever has this name.
     """
@@ -129,7 +129,7 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     for name, group in captured.groups.items():
         encoded[name] = {"kind": group.kind, "tree": encode(group.tree, name)}
         if group.by_rank:
-            # This tree stays in the rank's own memory; a checkpoint has the trees of all ranks.
+            # In memory this tree belongs to one rank; a checkpoint has the trees of all ranks.
             encoded[name]["by_rank"] = True
         elif group.buffers:
             encoded[name]["buffers"] = [*group.buffers]
@@ -139,7 +139,7 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
 def digest_file(
     attempt: Attempt, file: TableFileCapture, given_up: Callable[[], bool], stored: Stored | None, rank: int
 ) -> Digested:
-    """Digest a lookup table's file, or find it in the checkpoint before this one; raise as `digest_image` does.
+    """Digest a lookup table's file, or find it in the previous checkpoint; raise as `digest_image` does.
 
     Raises StoreError if neither the process nor that checkpoint has it.
     """
@@ -185,13 +185,13 @@ def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:
 
 
 def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
-    """Join the parts of a rank's images into one."""
+    """Join the parts of a rank's images into one part."""
     index = Index.joined(part.index for part in parts)
     return RankPart(rank, index, tuple(record for part in parts for record in part.objects))
 
 
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
-    """Return the part of a file, or that of the stored object whose header, regions and digests are equal.
+    """Return the part of a file, or that of a stored object if its header, regions and digests are equal.
 
     Raises StoreError if there is no such object, and only storage had the file.
     """

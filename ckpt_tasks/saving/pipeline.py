@@ -1,8 +1,8 @@
-"""Snapshots on their way to storage: one is written, one waits, and the newest wins.
+"""Snapshots on their way to storage: one is written, one waits, and the newest one replaces the waiting one.
 
 Training fills a slot and continues. One thread digests and seals the snapshot. Another thread writes and commits it,
-then takes the snapshot that waits. A third snapshot replaces the waiting one, unless the waiting one must be kept.
-This module is what training and these threads share; `saver.py` starts the threads.
+then takes the snapshot that waits. A third snapshot replaces the waiting one, unless that one must be kept. This module
+has the data that training and these threads share; `saver.py` starts the threads.
 
 Invariants
 
@@ -35,7 +35,7 @@ from ckpt_tasks.snapshot.snapshot import ImageSet, LateCopy
 from ckpt_tasks.system import system
 
 _LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.
-# After these errors no snapshot may follow: the run is lost, or the commit may have succeeded.
+# After these errors no other snapshot may be committed: the run is lost, or the commit may have succeeded.
 _LAST = (FencedError, CommitUncertainError)
 
 
@@ -62,12 +62,12 @@ Outcome = Committed | Superseded | Failed
 class Snapshot:
     """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer snapshot may replace it. `digested` yields each file, and then None; then `known` is
-    set, and `error` says why digesting may have ended early. `sealed` is the index and manifest that the snapshot has
-    in memory. `copy` is not finished: call its wait() before reading the images. `given_up` asks the threads to drop
-    the snapshot; `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended.
-    `patience`: the flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory
-    directory could not take its seal. `compared` returns what is compared between ranks. `files`: of tables.
+    `keep`: no newer snapshot may replace it. `digested` yields each file, then None; then `known` is set, and `error`
+    says why digesting ended early. `sealed` is the index and manifest that the snapshot has in memory. `copy` may be
+    unfinished: call its wait() before reading the images. `given_up` asks the threads to drop the snapshot;
+    `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended. `patience`: the
+    flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory directory could
+    not take its seal. `compared` returns what is compared between ranks. `files`: those of lookup tables.
     """
 
     slot: str
@@ -93,7 +93,7 @@ class Snapshot:
 
     @property
     def lacks_seal(self) -> bool:
-        """Whether the snapshot could not be sealed; False until it is `known`."""
+        """Whether the snapshot could not be sealed; False until that is `known`."""
         return self.unsealed or self.error is not None
 
     def wait_digested(self) -> None:
@@ -103,7 +103,7 @@ class Snapshot:
             raise self.error
 
     def seal_of(self, prepared: PreparedCheckpoint, in_flight: str | None) -> Seal:
-        """Return the snapshot's seal; `in_flight`: the digest of the previous checkpoint, if not committed yet."""
+        """Return the snapshot's seal; `in_flight`: the digest of the previous checkpoint if it is not committed yet."""
         newest = self.tenure.line.digest
         return Seal(
             run_key=self.saving.run_key,
@@ -115,13 +115,13 @@ class Snapshot:
 
 
 class Pipeline:
-    """The snapshots under way: the flushed one, the waiting one, those replaced since, and the content of each slot.
+    """The snapshots under way: the one being flushed, the waiting one, those replaced since, and the slots' content.
 
     A flush is stuck after `timeout_s` without progress.
     """
 
     def __init__(self, timeout_s: float):
-        self.running = False  # True while a thread takes snapshots; it stops when none waits.
+        self.running = False  # True while a thread takes snapshots; it stops when no snapshot waits.
         self._timeout_s = timeout_s
         self._changed = system().condition()
         self._flushing: Snapshot | None = None
@@ -131,15 +131,15 @@ class Pipeline:
         self._failure: BaseException | None = None
         self._ended = False
         self._held: str | None = None
-        self._held_lacks = False  # True if storage has neither the snapshot in the held slot nor a newer one.
+        self._held_lacks = False  # True if storage lacks the snapshot in the held slot and has no newer one.
         self._in_slot: dict[str, Snapshot] = {}
-        self._stored_s = -math.inf  # The time when the newest committed snapshot was taken.
+        self._stored_s = -math.inf  # When the newest committed snapshot was taken.
         self.superseded: list[int] = []  # The steps of replaced snapshots that no ledger entry names yet.
         self._replaced: list[Snapshot] = []
 
     @property
     def stuck(self) -> bool:
-        """Whether the store, or the other ranks, have taken nothing of the running flush for too long."""
+        """Whether the store, or the other ranks, have accepted nothing of the running flush for too long."""
         with self._changed:
             flushing, silent_s = self._flushing, system().monotonic() - self._moved_s
             return flushing is not None and silent_s > flushing.patience * self._timeout_s
@@ -172,7 +172,7 @@ class Pipeline:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
 
     def take_slot(self) -> str:
-        """Return the slot to fill next; wait for a flush if neither may be filled before.
+        """Return the slot to fill next; wait for a flush if no slot may be filled before.
 
         Raises StoreError if the store is stuck and the slot holds the only snapshot for a restart.
         """
@@ -195,7 +195,7 @@ class Pipeline:
             before = self._in_slot.pop(slot, None)
             self._held_lacks = self._held_lacks and slot != self._held
         if before is not None:
-            before.given_up = True  # Also if its flush failed: no thread may read the slot any more.
+            before.given_up = True  # Even after a failed flush, no thread may read the slot any more.
             before.known.wait()
         return slot
 
@@ -205,13 +205,13 @@ class Pipeline:
             self._last.known.wait()
 
     def next_slot(self) -> str:
-        """Return the slot that no flush reads; if none does, the one without the newest sealed snapshot."""
+        """Return the slot that no flush reads; if both are free, the one without the newest sealed snapshot."""
         sealed = (snapshot for snapshot in self._in_slot.values() if not snapshot.lacks_seal)
         newest = self._flushing or max(sealed, key=lambda snapshot: snapshot.taken_s, default=None)
         return next(slot for slot in SLOTS if slot != (newest.slot if newest else self._held))
 
     def _is_only(self, slot: str) -> bool:
-        """Return True if a slot's sealed snapshot, or a newer one, is neither in the other slot nor in storage."""
+        """Return True if neither storage nor the other slot has a slot's sealed snapshot or a newer one."""
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return self._only_memory_has(slot) and any(other.lacks_seal for other in others)
 
@@ -221,7 +221,7 @@ class Pipeline:
         return not snapshot.lacks_seal and snapshot.taken_s > self._stored_s
 
     def hold(self, slot: str | None, *, lacks: bool) -> None:
-        """Fill the other slot first, since this slot holds the restored snapshot; no snapshot may be under way.
+        """Hold a slot that has the restored snapshot: fill the other slot first; no snapshot may be under way.
 
         `lacks`: storage does not have the snapshot.
         """
@@ -234,7 +234,7 @@ class Pipeline:
         """Forget every snapshot; none may be under way."""
         snapshots, last = [*self._in_slot.values()], self._last
         for snapshot in snapshots:
-            snapshot.given_up = snapshot is not last  # The newest is sealed first: the next process restores it.
+            snapshot.given_up = snapshot is not last  # The newest is sealed first: the next process will restore it.
             snapshot.known.wait()
             snapshot.given_up = True
         held = next(slot for slot in SLOTS if slot != self.next_slot())
@@ -242,7 +242,7 @@ class Pipeline:
 
     @contextmanager
     def submitting(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
-        """Take over a full slot after the block, which starts the threads; yield the snapshot in the other slot.
+        """Accept a filled slot after the block, which starts the threads; yield the snapshot in the other slot.
 
         It yields the snapshot only if storage lacks it. The threads wait until the block has ended, so that training
         continues before they start. If the block fails, or the run was lost, it raises the error and the caller keeps
@@ -259,7 +259,7 @@ class Pipeline:
             self._in_slot[snapshot.slot] = snapshot
 
     def _not_stored(self, slot: str) -> Snapshot | None:
-        """Return the snapshot in the other slot if storage lacks it: its flush is under way or has failed."""
+        """Return the snapshot in the other slot if storage lacks it because its flush is under way or has failed."""
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return next((other for other in others if not isinstance(other.outcome, Committed)), None)
 
@@ -288,7 +288,7 @@ class Pipeline:
             return failure
 
     def fail(self, failure: BaseException) -> None:
-        """Keep the first failure, and every final one; a final failure also drops the waiting snapshot."""
+        """Keep the first failure and every final one; a final failure also drops the waiting snapshot."""
         final = isinstance(failure, _LAST)
         with self._changed:
             if self._failure is None or final:
@@ -300,7 +300,7 @@ class Pipeline:
     # ── for the threads ──────────────────────────────────────────────────────────────────────────────────────
 
     def take(self) -> list[Snapshot]:
-        """Return the next snapshot to flush, after those that were replaced; an empty list if none waits."""
+        """Return the next snapshot to flush, after those that it replaced; an empty list if none waits."""
         with self._changed:
             waiting, replaced = self._waiting, self._replaced
             self._flushing, self._waiting, self._moved_s = waiting, None, system().monotonic()
@@ -312,7 +312,7 @@ class Pipeline:
             return [*replaced, waiting]
 
     def ended(self, snapshot: Snapshot, outcome: Outcome) -> None:
-        """Remember how the flush of a snapshot has ended."""
+        """Record how the flush of a snapshot has ended."""
         with self._changed:
             if snapshot is not self._flushing:
                 return  # A newer snapshot has replaced this one.

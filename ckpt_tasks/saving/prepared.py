@@ -1,4 +1,4 @@
-"""From the parts of the ranks to a checkpoint: index and manifest, checked as a restore checks them; writes nothing.
+"""Make a checkpoint from the parts of the ranks: index and manifest, checked as a restore does; write nothing.
 
 What must be equal in all ranks is compared here, too: values and digests, by path.
 """
@@ -24,10 +24,10 @@ from ckpt_tasks.saving.provenance import provenance
 from ckpt_tasks.snapshot.samples import Samples
 from ckpt_tasks.system import now_iso
 
-_MOST_ITEMS = 32  # A container with more items has one digest.
-# A group with more leaves has one digest; if it has more tensors, several tensors share a digest.
+_MOST_ITEMS = 32  # A container with more items gets one digest.
+# A group with more leaves gets one digest; if it has more tensors, several tensors share a digest.
 _MOST_LEAVES = _MOST_TENSORS = 256
-_SHOWN = 80  # A longer value has a digest.
+_SHOWN = 80  # A longer value is replaced by a digest.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PreparedCheckpoint:
 
     @property
     def index(self) -> Index:
-        """The index, as a view of its bytes."""
+        """The index as a view of its bytes."""
         return parse_index(self.index_bytes, self.manifest.index.name)
 
     @property
@@ -84,7 +84,7 @@ class PreparedCheckpoint:
 
 
 def prepare_part(saving: Saving, part: RankPart, sealed: PreparedCheckpoint | None = None) -> PreparedCheckpoint:
-    """Make index and manifest of one rank's part, for its own host; a part that is a whole checkpoint is checked, too.
+    """Make index and manifest of one rank's part, for its own host; check a part that is a whole checkpoint.
 
     Returns `sealed`, made earlier for the seal of the same part, if the part has reused no other objects since.
     """
@@ -104,16 +104,16 @@ def prepare_checkpoint(
 
     `sealed` is the result of `prepare_part` for the first part: the checkpoint itself if there is no other part. Raises
     IntegrityError if a rank or a region is missing, UnsupportedStateError if the checkpoint would be too large, and
-    StateError if ranks have drifted apart.
+    StateError if the states of ranks differ.
     """
     if sealed is not None and saving.world_size == len(parts) == 1 and sealed.manifest.objects == parts[0].objects:
         return sealed
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
     index_bytes = write_index(index)
-    del index  # For 10⁶ regions it has 130 MiB.
+    del index  # For 10⁶ regions it takes 130 MiB.
     prepared = _prepared(saving, index_bytes, objects, groups)
-    # Readers themselves check it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
+    # Let the readers check it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
     try:
         open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
     except IntegrityError as error:
@@ -147,7 +147,7 @@ def _prepared(
 
 
 class _PreparedStore:
-    """Index and manifest of a checkpoint that is not written yet, as a store of these two objects."""
+    """The index and manifest of a checkpoint that is not written yet, as a store of these two objects."""
 
     url = ""
     near = True
@@ -187,7 +187,7 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[Ob
 def _combine_groups(
     groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the checkpoint's groups: with the trees of all ranks if by rank, otherwise with rank 0's.
+    """Return the checkpoint's groups: the trees of all ranks if by rank, otherwise rank 0's tree.
 
     Raises StateError if ranks differ in what must be equal.
     """
@@ -200,7 +200,7 @@ def _combine_groups(
 
 
 def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicated: Samples) -> Compared:
-    """Return what must be equal in other ranks: short values and digests, by path.
+    """Return what must be equal in all ranks: short values and digests, by path.
 
     `all`: what every rank has; `held`: parts of replicated tensors, which only some ranks hold.
     """
@@ -218,7 +218,7 @@ def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicate
 
 
 def refuse_differences(ranks: Sequence[Compared]) -> None:
-    """Raise StateError, with a key, if ranks differ in what must be equal; `ranks` has each one's `compared`."""
+    """Raise StateError, with a key, if ranks differ in what must be equal; `ranks` has each rank's `compared`."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(ranks):
         held = one.get("held", {})
@@ -244,7 +244,7 @@ def refuse_differences(ranks: Sequence[Compared]) -> None:
 
 
 def _leaves(node: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield (path, short value) for every leaf of an encoded tree, and for every container of many items."""
+    """Yield (path, short value) for every leaf of an encoded tree, and for every large container."""
     if node and isinstance(node, dict | list) and len(node) <= _MOST_ITEMS:
         for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _leaves(item, f"{place}/{key}")

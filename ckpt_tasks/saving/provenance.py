@@ -1,7 +1,7 @@
 """Where a checkpoint comes from: code, command, versions and machine, as texts for people.
 
-They are collected once per process, in the background, and go into every manifest's `environment`. The command line is
-reduced to names of options, and values that are known to be harmless. Environment variables are never read.
+They are collected once per process, in the background, and put into every manifest's `environment`. The command line is
+reduced to the names of options, and to values that are known to be harmless. Environment variables are never read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HARMLESS = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 _STORE = re.compile(r"(s3|gs|gcs|az|abfss?|file)://[\w./-]*", re.ASCII)
-# Options look like -n, -lr, --name or name=. A longer word after one hyphen may hold a value: -phunter2.
+# Options look like -n, -lr, --name or name=. A longer word after one hyphen may contain a value, as in -phunter2.
 _OPTION = re.compile(
     r"(?P<name>-[a-z]{1,2}|--[a-z][\w.-]*|[a-z_][\w.-]*(?==[^=]))(=(?P<value>.*))?",
     re.IGNORECASE | re.ASCII | re.DOTALL,
@@ -49,7 +49,7 @@ _PACKAGES = ("ckpt-tasks", "numpy", "prefect", "lightning", "transformers", "acc
 
 @cache
 def provenance() -> MappingProxyType[str, str]:
-    """Return the facts of this process by name; unknown ones are left out, except the code, which is "unknown"."""
+    """Return the facts of this process by name; omit unknown ones, except the code, which is "unknown" then."""
     facts = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -85,7 +85,7 @@ def command_of(arguments: Sequence[str]) -> str:
 
 
 def _shown(value: str, name: str, before: Sequence[str]) -> str:
-    """Return the value of the option `name` (if any) if the value is harmless there, else asterisks."""
+    """Return the value of the option `name` (if any) if it is harmless for this option, else asterisks."""
     names_a_secret = any(_OF_SECRETS.fullmatch(word.lower()) for word in _WORD.findall(name))
     is_program = (
         not before
@@ -120,11 +120,11 @@ def _git(directory: str, *arguments: str) -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    # These options take no lock, and run no program that the repository's (or a submodule's) configuration names.
+    # With these options git takes no lock, and runs no program that a repository's configuration names.
     command = [git, "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", directory, *arguments]
     try:
-        # A file, not a pipe: a loader's worker that training forks meanwhile would hold a pipe open for its whole life.
-        # With a path and without close_fds, Popen spawns the process, and needs no pipe of its own.
+        # Use a file instead of a pipe: a loader's worker that training forks meanwhile would keep a pipe open for its
+        # whole life. With a path and without close_fds, Popen spawns the process, and needs no pipe of its own.
         with tempfile.TemporaryFile() as said:
             done = subprocess.run(
                 command,
@@ -143,7 +143,7 @@ def _git(directory: str, *arguments: str) -> str | None:
 
 def directory_of(script: str | None) -> str:
     """Return the directory of the running script; the working directory for an installed script, or without one."""
-    installed = {"site-packages", "dist-packages"}  # These are the user's, the system's, or on PYTHONPATH.
+    installed = {"site-packages", "dist-packages"}  # These packages are the user's, the system's, or on PYTHONPATH.
     if script is None or not installed.isdisjoint(Path(script).resolve().parts):
         return os.curdir
     is_command = os.path.realpath(script).startswith(os.path.realpath(sys.prefix) + os.sep)

@@ -45,7 +45,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class RankSaver:
-    """Fill the slots of a process's memory with images of its state, digest them, and put them into the store.
+    """Fills the slots of a process's memory with images of its state, digests them, and puts them into the store.
 
     The plan and the memory of the images are kept while names, dtypes and shapes stay the same.
     """
@@ -58,7 +58,7 @@ class RankSaver:
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
-        self._hurries = False  # Training sets it while it waits for the lock: a thread that allocates then releases it.
+        self._hurries = False  # Training sets it while it waits for the lock, so that an allocating thread releases it.
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -70,12 +70,12 @@ class RankSaver:
 
     @property
     def is_planned(self) -> bool:
-        """Whether there is a plan."""
+        """Whether a plan of the images exists."""
         return self._plan is not None
 
     @property
     def images(self) -> dict[str, tuple[Image, ...]]:
-        """The images of each slot whose memory is made."""
+        """The images of each slot that has memory."""
         return {slot: made.images for slot, made in [*self._sets.items()]}
 
     def fits(self, captured: Captured) -> bool:
@@ -94,7 +94,7 @@ class RankSaver:
         self._cache.make_room(sum(self._plan.sizes.values()))
 
     def forget(self) -> None:
-        """Forget the plan and the images; no snapshot may be under way."""
+        """Drop the plan and the images; no snapshot may be under way."""
         with self._taking:
             self._plan = None
             self._sets.clear()
@@ -102,8 +102,8 @@ class RankSaver:
     def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | LateCopy | None]:
         """Copy a state into the images of a slot; the plan must fit it.
 
-        On return host tensors are copied, but constant ones. A device copies its tensors before any work that training
-        queues later: wait for what is returned before you read the images. Raises StoreError if there is no memory.
+        On return host tensors are copied, except constant ones. A device copies its tensors before any work that
+        training queues later: wait for the result before you read the images. Raises StoreError if there is no memory.
         """
         assert self._plan is not None
         first = FirstCopy(self._plan, captured.tensors)
@@ -115,7 +115,7 @@ class RankSaver:
         return images, None if first.done else images.fill(captured.tensors, self._devices, captured.constant)
 
     def sample(self, captured: Captured, saving: Saving) -> Callable[[], Compared]:
-        """Sample values that several ranks hold; return a function that computes, in the background, their digests."""
+        """Sample values that several ranks hold; return a function that computes their digests in the background."""
         if self._world_size == 1:
             return dict
         held = take_samples(captured.replicated, saving.turn, self._devices)
@@ -125,7 +125,7 @@ class RankSaver:
     # ── in the background of training ────────────────────────────────────────────────────────────────────────
 
     def take_ahead(self, *slots: str) -> None:
-        """Prepare the memory of slots: touching memory for the first time costs several times a copy."""
+        """Allocate the memory of slots in advance: touching memory for the first time costs several times a copy."""
         system().lower_priority()
         for slot in slots:
             self._touch(slot)
@@ -133,7 +133,7 @@ class RankSaver:
     def _touch(self, slot: str) -> None:
         images: tuple[Image, ...] = ()
         with suppress(CkptError, GaveWay), self._taking:  # The snapshot that needs the memory will raise.
-            if (plan := self._plan) is not None:  # The plan may have been forgotten or replaced meanwhile.
+            if (plan := self._plan) is not None:  # The plan may have been dropped or replaced meanwhile.
                 images = self._take(slot, plan, partial(self._allocate, plan)).images
         for image in images:
             touch(image.buffer, lambda: self._wants(plan))
@@ -143,13 +143,13 @@ class RankSaver:
         return True
 
     def _wants(self, plan: SnapshotPlan | None) -> bool:
-        """Return True if a save may need the memory that is made ahead; the exit of Python must not wait for it."""
+        """Return True if a save may need memory that is made in advance; the exit of Python must not wait for it."""
         return self._plan is plan and threading.main_thread().is_alive()
 
     def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         """Digest this rank's part of a snapshot, and seal it in memory; does not wait for other ranks or the store.
 
-        `before` is the older snapshot that storage may lack. Logs a warning if memory cannot take the seal.
+        `before` is the older snapshot that storage may lack. Logs a warning if the seal cannot be written.
         """
         saving, digested = snapshot.saving, list[Digested]()
         for image in snapshot.images.images:
@@ -182,15 +182,15 @@ class RankSaver:
             snapshot.unsealed = True
 
     def refuse(self, slot: str, attempt: Attempt) -> None:
-        """Mark the snapshot in a slot and its local copy as not restorable, since its save was refused."""
-        # If unsealing fails, a restart still compares the snapshot with the other ranks' before it restores it.
+        """Mark a snapshot in a slot, and its local copy, as not restorable, because its save was refused."""
+        # If unsealing fails, a restart still compares the snapshot with those of other ranks before a restore.
         with suppress(CkptError):
             self._cache.memory.unseal(slot)
             if self._cache.copies is not None:
                 self._cache.copies.unseal(attempt)
 
     def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
-        """Put every image as soon as it is digested, except those that are `stored` already; return this rank's part.
+        """Put every image as soon as it is digested, except those already `stored`; return this rank's part.
 
         Returns None if a newer snapshot has replaced this one. With a local directory, this rank's objects are written
         there first; a failure of that is logged.
@@ -236,7 +236,7 @@ class RankSaver:
             _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
-        """Return a slot's images, made on first use; the caller holds `_taking`."""
+        """Return a slot's images, which are made at first use; the caller holds `_taking`."""
         images = self._sets.get(slot)
         if images is None:
             images = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))

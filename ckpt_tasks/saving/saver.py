@@ -1,4 +1,4 @@
-"""Saves in the background: training waits only for `snapshot`; threads seal and save the copy.
+"""Saves in the background: training waits only for `snapshot`; threads seal, write and commit the copy.
 
 `one_save.py` has the save itself.
 """
@@ -33,18 +33,18 @@ from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
-_END_S = 5.0  # The time that the prune after the last commit, and threads inside torch or Arrow, get to stop.
+_END_S = 5.0  # The prune after the last commit, and threads inside torch or Arrow, get this long to stop.
 _log = logging.getLogger("ckpt_tasks")
 
 
 class UnderWay(NamedTuple):
-    """The saves that have not ended, and the memory for them, at one moment.
+    """The unfinished saves of a moment, and the memory for them.
 
-    `steps` are the step that is written and the one that waits; `stuck`: the store has taken nothing for too long.
-    `superseded` are the steps that newer ones have replaced since the last commit. `next_slot` is the slot of
-    the next snapshot, and `size_bytes` what a checkpoint will write.
-    `owner` is the id of the ownership that this process believes to have, None if it holds no run; `parent` is then the
-    identity of the checkpoint that its next one follows.
+    `steps` are the step being written and the one that waits; `stuck`: the store has taken nothing for too long.
+    `superseded` are the steps that newer ones have replaced since the last commit. `next_slot` is the slot of the next
+    snapshot, and `size_bytes` what a checkpoint will write. `owner` is the id of the ownership that this process
+    believes to have, None if it holds no run; `parent` is then the identity of the checkpoint that its next one will
+    follow.
     """
 
     steps: Sequence[int]
@@ -57,7 +57,7 @@ class UnderWay(NamedTuple):
 
 
 class Saver:
-    """Take snapshots of the state and commit them in the background.
+    """Takes snapshots of the state and commits them in the background.
 
     `tenure` is the current ownership, which is released when the interpreter exits. Every snapshot is committed in the
     ownership in which it was taken.
@@ -91,20 +91,20 @@ class Saver:
             deadline_s=config.flush_timeout_s,
         )
         self._workers: list[threading.Thread] = []  # They seal snapshots, or make memory.
-        self._early = False  # True if the memory is for a state before a step, which may change its structure.
+        self._early = False  # True if memory was prepared before a step, which may change the state's structure.
         self._warned_stuck = False
         self._turn = system().lock()
         self._watched = watched()
 
     @property
     def unprepared(self) -> bool:
-        """Whether to prepare memory for the next snapshot: it has none, or a step may have changed what it needs."""
+        """Whether to prepare memory for the next snapshot: there is none, or a step may have changed the structure."""
         return not self._rank.is_planned or (self._early and self._pipeline.idle)
 
     def prepare_early(self, take: Callable[[], Captured]) -> None:
         """Prepare the memory of the next snapshots after a restore, before a step; `take` captures the state."""
         if self.unprepared:
-            with suppress(Exception):  # What a state_dict of the user raises, it raises again in the first save.
+            with suppress(Exception):  # If a user's state_dict raises, it raises again in the first save.
                 self.prepare(take())
                 self._early = True
 
@@ -168,7 +168,7 @@ class Saver:
         )
         self._warn_if_stuck(saving.attempt.step)
         try:
-            self._submit(snapshot)  # Do this last: a later step would wait for what the threads compute.
+            self._submit(snapshot)  # Do this last: the threads could make a later statement wait.
         except BaseException as error:
             if copy is not None:  # No thread waits for the copy, and the slot will be refilled.
                 copy.wait()
@@ -178,7 +178,7 @@ class Saver:
         return snapshot
 
     def checkpoint_of(self, snapshot: Snapshot | None) -> Checkpoint:
-        """Return a snapshot's checkpoint after `wait`; raise its failure, even if another thread has taken that."""
+        """Wait, then return a snapshot's checkpoint; raise its failure, even if another thread has taken it."""
         outcome = snapshot.outcome if snapshot is not None else None
         if isinstance(outcome, Committed):
             return outcome.checkpoint
@@ -197,11 +197,11 @@ class Saver:
         self._pipeline.wait_idle()
 
     def wait_sealed(self) -> None:
-        """Wait until the last snapshot is in memory as a restart would need it, or cannot be sealed."""
+        """Wait until the last snapshot in memory is ready for a restart, or cannot be sealed."""
         self._pipeline.wait_sealed()
 
     def under_way(self) -> UnderWay:
-        """Return the saves that have not ended, and the memory for them; does not wait."""
+        """Return the unfinished saves and the memory for them; do not wait."""
         return UnderWay(
             steps=[snapshot.saving.attempt.step for snapshot in self._pipeline.under_way],
             stuck=self._pipeline.stuck,
@@ -214,7 +214,7 @@ class Saver:
 
     @property
     def images(self) -> Mapping[str, Sequence[Image]]:
-        """The files of each slot whose memory is made; takes no lock, so a forked child may ask."""
+        """The files of each slot that has memory; takes no lock, so a forked child may call it."""
         return self._rank.images
 
     def take_failure(self) -> BaseException | None:
@@ -230,14 +230,14 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._pruner.unnoted.append(event)  # The event goes into the history once the store takes a checkpoint.
+        self._pruner.unnoted.append(event)  # The next committed checkpoint brings the event into the history.
 
     def restored(self, slot: str | None, *, lacks: bool = False) -> None:
-        """Fill the restored slot only after the other slot; `lacks`: storage does not have its snapshot."""
+        """Fill the restored snapshot's slot only after the other slot; `lacks`: storage lacks the snapshot."""
         self._pipeline.hold(slot, lacks=lacks)
 
     def forget_plan(self) -> None:
-        """Forget the plan and the images; the next snapshot makes new ones. No snapshot may be under way."""
+        """Drop the plan and the images; the next snapshot makes new ones. No snapshot may be under way."""
         self._pipeline.forget()
         self._rank.forget()
 
@@ -261,7 +261,7 @@ class Saver:
         return True
 
     def finish(self) -> None:
-        """Commit the saves under way of a Checkpointer that is gone, and release its memory for the next one."""
+        """Commit the saves under way of a lost Checkpointer, and release its memory for the next one."""
         failure = self._end_pipeline()
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
@@ -273,8 +273,8 @@ class Saver:
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
-            # A daemon thread that takes a snapshot submits it first: that may have replaced the previous one. The next
-            # daemon thread waits here until Python stops it.
+            # A daemon thread that is taking a snapshot submits it first: it may have replaced the previous one. The
+            # next daemon thread waits here until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._end_pipeline()
             if failure is not None:
@@ -287,7 +287,7 @@ class Saver:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def refuse(self, tenure: Tenure, error: Exception, number: int) -> NoReturn:
-        """Raise `error` in all ranks: this one cannot take the snapshot of a save."""
+        """Raise `error` in all ranks, because this rank cannot take the snapshot of a save."""
         with self._ranks.meeting(tenure.topic(number), self._config.flush_timeout_s):
             raise error
 
@@ -300,11 +300,11 @@ class Saver:
             self._rank.plan(captured)
 
     def _submit(self, snapshot: Snapshot) -> None:
-        """Hand a full slot to the threads; raise StoreError if the process cannot start one."""
+        """Pass a filled slot to the threads; raise StoreError if the process cannot start a thread."""
         with self._pipeline.submitting(snapshot) as before:
             if not self._pipeline.running:
                 start_thread(self._save_all, name="ckpt-flush")
-                self._pipeline.running = True  # True until no snapshot waits.
+                self._pipeline.running = True  # It stays True until no snapshot waits.
             self._work(start_thread(self._seal, snapshot, before, name="ckpt-seal"))
 
     def _work(self, worker: threading.Thread) -> None:
@@ -312,7 +312,7 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         self._pipeline.submitted()
-        system().lower_priority()  # Do it only now: training waits for this thread to start.
+        system().lower_priority()  # Only now: training has waited for the start of this thread.
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -324,7 +324,7 @@ class Saver:
         finally:
             snapshot.digested.put(None)
             snapshot.known.set()
-        # Wait for a seal: until then the other slot may hold the previous process's snapshot.
+        # Wait for the seal: until then the other slot may hold the previous process's snapshot.
         if not (snapshot.lacks_seal or snapshot.given_up) and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 

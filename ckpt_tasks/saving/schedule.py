@@ -23,7 +23,7 @@ _STEPS = 20
 
 
 class Position:
-    """The position of one training, as its Checkpointer sees it.
+    """The position of one training: which steps are completed, restored and saved.
 
     `step` counts the steps completed, as restored or reported last; `saved_step` is the newest step that was restored
     or of which a snapshot was taken; `last` is the point from which the intervals between saves count.
@@ -32,7 +32,7 @@ class Position:
     def __init__(self) -> None:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self._since: SavePoint | None = None  # The current step began at this point.
+        self._since: SavePoint | None = None  # The point at which the current step began.
 
     @property
     def step_s(self) -> float | None:
@@ -76,13 +76,13 @@ class Position:
             self.last = self._since
 
     def waited(self) -> None:
-        """Let the next step begin now: training has waited for a commit."""
+        """Let the next step begin now, because training has waited for a commit."""
         if self._since is not None:
             self._since = replace(self._since, clock_s=system().monotonic())
 
 
 def point(step: int, epoch: int | None) -> SavePoint:
-    """Return a step, an epoch and the present time as one point, which the policy compares with earlier points."""
+    """Return a step, an epoch and the present time as one point, to be compared with earlier points."""
     return SavePoint(step=step, epoch=epoch, clock_s=system().monotonic())
 
 
@@ -98,7 +98,7 @@ class SaveSchedule:
         self._config = config
 
     def steady(self, last: SavePoint, now: SavePoint) -> bool:
-        """Return True if a snapshot is due at `now` by steps or epochs, as in every rank; `last` is the last save."""
+        """Return True if a save is due at `now` by steps or epochs, the same in every rank; `last` is the last save."""
         return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
@@ -128,7 +128,7 @@ def check_epoch(epoch: SupportsIndex | None) -> int | None:
 
 
 def check_step(step: SupportsIndex, position: int) -> int:
-    """Return a step as an int; raise StateError if it is not a step, or is below `position`."""
+    """Return a step as an int; raise StateError if it is not a step number, or is below `position`."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)  # NumPy integers are valid steps, too.
     except TypeError:

@@ -1,4 +1,4 @@
-"""What each rank knows of the run that it saves: the line of its checkpoints, and the current ownership (tenure)."""
+"""What each rank knows of the run that it saves: its line of checkpoints, and the current ownership (tenure)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Line:
     """The line of checkpoints that this process continues; it outlives an ownership.
 
-    `parent` is the checkpoint that the next one follows: restored from, or committed last. `known_n` is the newest
-    ledger entry that this process knows to have committed a checkpoint. `unsure`: a save of many ranks failed here, but
+    `parent` is the checkpoint that the next one follows: the one restored or committed last. `known_n` is the newest
+    ledger entry that, as this process knows, committed a checkpoint. `unsure`: a save of many ranks failed here, but
     may have been committed, so that other ranks may have another parent.
     """
 
@@ -37,7 +37,7 @@ class Line:
     last_commit: Checkpoint | None = None
     known_n: int = -1
     unsure: bool = False
-    # The digest of a manifest, and its objects: at least those of this rank.
+    # The digest of a manifest, and the objects that it names: at least this rank's.
     stored: tuple[str, Stored] | None = None
 
     @property
@@ -47,7 +47,7 @@ class Line:
 
     @property
     def known_parent(self) -> str | None:
-        """The identity of `parent`, if all ranks know the same one: then the next save may reuse its objects."""
+        """The identity of `parent` if all ranks know the same parent, so that the next save may reuse its objects."""
         return None if self.unsure else self.digest
 
     @property
@@ -71,11 +71,11 @@ class Line:
         return self.stored[1]
 
     def follow(self, parent: Checkpoint | None) -> None:
-        """Set the parent of the next save's checkpoint, which all ranks know; None if it has no parent."""
+        """Set the parent of the next checkpoint, which is the same in all ranks; None if it has no parent."""
         self.parent, self.unsure = parent, False
 
     def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
-        """Continue from a checkpoint that this process has committed; `stored` is this rank's objects of it."""
+        """Continue from a checkpoint that this process has committed; `stored` holds this rank's objects of it."""
         self.stored = checkpoint.manifest_digest, stored
         self.follow(checkpoint)
         self.last_commit = checkpoint
@@ -83,22 +83,22 @@ class Line:
 
 
 class Resume:
-    """Where the time of a resume goes, from the start of the process until the end of its first step.
+    """Where the time of a resume is spent, from the start of the process to the end of its first step.
 
-    The next commit has it in its event, in seconds by part: docs/FORMAT.md, "Events".
+    The event of the next commit has it, in seconds by part: docs/FORMAT.md, "Events".
     """
 
     def __init__(self) -> None:
         self.owner_s: float | None = None  # The process waited this long for the run directory; None after a restore.
         self.compiled_s: float | None = None  # Bringing compiled code back took this long; None if there was none.
         self.first_s: float | None = None  # The first step of this tenure took this long.
-        self.parts: Mapping[str, float] = {}  # They are empty before the first step, and after the commit.
+        self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
         self._at_s = system().monotonic()
         self._state: Mapping[str, object] = {}
         self._parts: dict[str, float] = {}
 
     def restored(self, report: RestoreReport, state: Mapping[str, object], began_s: float) -> Resume:
-        """Begin with a restore that was called at `began_s`; the first one in a tenure also has its start."""
+        """Begin with a restore that was called at `began_s`; the first restore of a tenure also has its start."""
         now_s = system().monotonic()
         rest_s = now_s - max(began_s, self._at_s)
         parts = {"read_s": rest_s - report.verify_s - report.copy_s, "verify_s": report.verify_s}
@@ -131,11 +131,10 @@ class Resume:
 
 @dataclass(eq=False)
 class Tenure:
-    """One ownership of a run directory, as each rank of its training knows it.
+    """One ownership of a run directory, as each rank of the training sees it.
 
-    Only the first rank has the `committer` and the `heartbeat`. `damaged` names the ledger entries that it could not
-    read: the owner's own entry is above them. `fenced` is set once a save finds that another process owns the
-    directory.
+    Only the first rank has the `committer` and the `heartbeat`. `damaged` names the unreadable ledger entries; the
+    owner's own entry is above them. `fenced` is set once a save finds that another process owns the directory.
     """
 
     owner: Owner
@@ -184,12 +183,12 @@ class Tenure:
         return f"save/{self.owner.epoch}/{number}"
 
     def check(self) -> None:
-        """Raise FencedError if the heartbeat has seen another owner; a lost run fails the save of the other ranks."""
+        """Raise FencedError if the heartbeat has seen another owner; the save of the other ranks then fails as well."""
         if self.heartbeat is not None and self.heartbeat.fenced is not None:
             raise self.heartbeat.fenced
 
     def beat(self) -> None:
-        """Show life, in the first rank: restart the heartbeat if `quiet` has stopped it."""
+        """In the first rank, restart the heartbeat if `quiet` has stopped it."""
         if self.heartbeat is None and self.committer is not None:
             self.heartbeat = self.committer.heartbeat()
 
@@ -200,9 +199,9 @@ class Tenure:
             self.heartbeat = None
 
     def owning(self) -> AbstractContextManager[None]:
-        """Return the first rank's `Committer.owning`; the other ranks need none: they raise what it raises."""
+        """Return `Committer.owning` in the first rank; the other ranks raise what the first one raises."""
         return nullcontext() if self.committer is None else self.committer.owning()
 
     def release(self) -> bool:
-        """Release the run directory, in the first rank; return False if another process owns it."""
+        """In the first rank, release the run directory; return False if another process owns it."""
         return not self.fenced if self.committer is None else self.committer.release()

@@ -1,8 +1,8 @@
-"""Snapshots that outlive their process: where they are, which of them may be restored, and how they are read.
+"""Snapshots that outlive their process: where they are, which of them may be restored, and how to read them.
 
-A snapshot in the memory directory is a checkpoint like any other: images, index and manifest, every byte under a
-digest. It may be restored if it is committed, or if no other checkpoint has been committed since it was taken, apart
-from the save under way then. With many ranks each rank has its part in its own memory; `rank_snapshot` reads them.
+A snapshot in the memory directory has the form of a checkpoint: images, index and manifest, every byte under a digest.
+It may be restored if it is committed, or if no other checkpoint was committed after it was taken, except by the save
+under way at that time. With many ranks each rank has its part in its own memory; `rank_snapshot.py` reads them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True)
 class CachedSnapshot:
-    """A complete snapshot on this host: its bytes, and the checkpoint that it is or that its commit would create.
+    """A complete snapshot on this host: its bytes, and its checkpoint, committed or not.
 
     `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the one in the
     ledger, or the one that the commit would create (`n` is -1).
@@ -62,11 +62,11 @@ class CachedSnapshot:
         return "in memory" if self.slot else "in the local directory"
 
     def open(self) -> Opened:
-        """Open the snapshot by its own manifest; that in the ledger may name objects of older checkpoints instead."""
+        """Open the snapshot by its own manifest; the one in the ledger may name objects of older checkpoints."""
         return open_checkpoint(self.store, self.seal.checkpoint)
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of its `rows`."""
+        """Return the tensors of these `rows` from the snapshot."""
         return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
 
 
@@ -92,8 +92,8 @@ class SnapshotCache:
         self._root = Path()
         self._run = ""
         self._run_key = ""
-        self.left: MemoryDirectory | None = None  # It is no longer in use, but a restart may need its snapshots.
-        self._said = False  # The warning "snapshots end with this process" is logged once.
+        self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
+        self._said = False  # Whether the warning "snapshots end with this process" was logged.
 
     def check(self) -> None:
         """Raise ConfigError if other users can access our directory in the configured memory directory."""
@@ -106,7 +106,7 @@ class SnapshotCache:
         return isinstance(self.memory, MemoryDirectory) or self.copies is not None
 
     def open(self, run_key: str) -> None:
-        """Take the run's memory directory; if none can be used, take private memory and log a warning."""
+        """Take the run's memory directory; if that is impossible, use private memory and log a warning."""
         self._run_key = run_key
         if self.copies is not None:
             self.copies.open(self.store.get(FORMAT_NAME, 1 << 20))
@@ -143,7 +143,7 @@ class SnapshotCache:
         if not isinstance(memory, MemoryDirectory):
             return []
         sealed = [(slot, part) for slot, part in _sealed(memory, self.store) if self._belongs(part.seal, live)]
-        # If storage lacks two of them, the older one was there when the newer one was taken.
+        # If storage lacks two snapshots, the newer one was taken while the older one was still being written.
         taken_before = {part.seal.in_flight for _, part in sealed}
         sealed.sort(key=lambda pair: not taken_before.isdisjoint(_identities(pair[1].seal.checkpoint)))
         return [self._snapshot(slot, part, self._remembered, live) for slot, part in sealed]
@@ -174,7 +174,7 @@ class SnapshotCache:
             yield from (Part(seal, copies.store) for seal in copies.seals())
 
     def clean(self, live: Iterable[Checkpoint]) -> int:
-        """Empty the slots and return the bytes freed; keep them (0) if one holds a snapshot that storage lacks."""
+        """Empty the slots and return the bytes freed; keep them (0) if one has a snapshot that storage lacks."""
         live = list(live)
         known = {checkpoint.manifest_digest for checkpoint in live}
         uncommitted = any(snapshot.checkpoint.manifest_digest not in known for snapshot in self._in_memory(tuple(live)))
@@ -186,7 +186,7 @@ class SnapshotCache:
         return before_bytes - self.memory.held_bytes()
 
     def make_room(self, size_bytes: int) -> None:
-        """Check that two snapshots of this size have room in shared memory; if not, use private memory.
+        """Check that shared memory has room for two snapshots of this size; if not, use private memory.
 
         Removes snapshots that another number of ranks left: nothing can restore them any more.
         """
@@ -195,7 +195,7 @@ class SnapshotCache:
         if self._memory_dir != "auto":
             return
         if isinstance(self.memory, MemoryDirectory):
-            # The other ranks of this host need as much, and have allocated some of it already.
+            # The other ranks of this host need as much, and some of it is allocated already.
             memories = [SlotFiles(path) for path in map(self._root.joinpath, map(self._name, range(self._world.size)))]
             here = [memory for memory in memories if memory.path.is_dir()]
             held_bytes = sum(memory.held_bytes() for memory in here)
@@ -215,7 +215,7 @@ class SnapshotCache:
         return self.take(slot, sizes, fill)
 
     def unseal(self, slot: str) -> None:
-        """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
+        """Mark a slot as incomplete, because its images will change; raise StoreError if that fails."""
         if isinstance(self.memory, MemoryDirectory) and not self.memory.is_there:
             self._do_without(f"somebody has removed the memory directory {self.memory.path}")
         self.memory.unseal(slot)
@@ -223,12 +223,12 @@ class SnapshotCache:
             self.left.clear(slot)
 
     def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
-        """Delete local copies that no restart needs; with many ranks keep only the newest, which needs all parts."""
+        """Delete local copies that no restart needs; many ranks keep the newest, of which a restart needs all parts."""
         if self.copies is not None:
             self.copies.retain(live if self._world.size == 1 else [checkpoint])
 
     def forget_left(self, *, keep: bool = False) -> None:
-        """Release the memory directory that this process no longer uses; by default its snapshots are removed."""
+        """Release the memory directory that this process no longer uses; its snapshots are removed unless `keep`."""
         left, self.left = self.left, None
         if left is not None:
             left.close(keep=keep)
@@ -266,7 +266,7 @@ class SnapshotCache:
 
 
 def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path:
-    """Return the directory of a rank's local copies."""
+    """Return the directory for a rank's local copies."""
     return Path(local_dir) if world.size == 1 else Path(local_dir, f"rank-{rank:05d}-of-{world.size:05d}")
 
 
@@ -281,12 +281,12 @@ def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
 
 
 def _identities(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return a checkpoint's manifest digest and its manifest's name, which many ranks know earlier."""
+    """Return a checkpoint's manifest digest, and the name of its manifest, which many ranks know earlier."""
     return frozenset((checkpoint.manifest_digest, checkpoint.manifest))
 
 
 def _sealed(memory: SlotFiles, storage: ReadableStore) -> Iterator[tuple[str, Part]]:
-    """Yield the complete slots, with their parts."""
+    """Yield the complete slots with their parts."""
     for slot in SLOTS:
         data = memory.sealed(slot)
         if data is None:
@@ -298,12 +298,12 @@ def _sealed(memory: SlotFiles, storage: ReadableStore) -> Iterator[tuple[str, Pa
 
 
 def _name_of(url: str, format_json: bytes) -> str:
-    """Return the name of a run's memory: a hash of URL and format.json, since another run may take the same path."""
+    """Return the name of a run's memory: a hash of URL and format.json, since another run may replace it at its URL."""
     return digest_hex(os.fsencode(url) + b"\0" + format_json)
 
 
 def _is_gone(name: str, url: str) -> bool:
-    """Return True if the run whose memory has this `name` was removed from a local disk, or replaced by another."""
+    """Return True if a local disk no longer has the run whose memory has this `name`."""
     try:
         return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Copy tensors from CUDA devices to their places in an image while devices and host continue.
+"""Copy tensors from CUDA devices into an image while devices and host continue.
 
 Each device copies on its own stream. Events order two streams: one stream records the event, the other waits for it,
 and the host continues at once.
@@ -31,25 +31,25 @@ import torch
 from ckpt_tasks.errors import StateError, StoreError
 from ckpt_tasks.process.processes import finalize_here, start_thread
 
-_RELAXED = 2  # The value of cudaStreamCaptureModeRelaxed.
-_PORTABLE = 1  # The value of cudaHostRegisterPortable: pinned for every device of the process.
+_RELAXED = 2  # This is cudaStreamCaptureModeRelaxed.
+_PORTABLE = 1  # This is cudaHostRegisterPortable: pinned for every device of the process.
 _log = logging.getLogger("ckpt_tasks")
 
 
 class DeviceCopy:
-    """Copies under way from devices."""
+    """Copies from devices that are under way."""
 
     def __init__(self, cuda: Any, held: Sequence[Any]):
         self._cuda = cuda
         self._held = held
-        self._ends: list[tuple[torch.device, Any]] = []  # Each device, with the event that ends its copies.
+        self._ends: list[tuple[torch.device, Any]] = []  # Each device, with the event after its copies.
 
     def add(self, device: torch.device, event: Any) -> None:
-        """Add the event after which a device has copied everything."""
+        """Add the event that a device reaches when it has copied everything."""
         self._ends.append((device, event))
 
     def wait(self) -> None:
-        """Wait until everything is copied; raise StateError if a device failed: then the image must not be used."""
+        """Wait until everything is copied; raise StateError if a device failed, so that the image must not be used."""
         with _device_errors(), _beside_captures():
             for device, event in self._ends:
                 with self._cuda.device(device):  # A new thread would use device 0.
@@ -61,7 +61,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Devices:
-    """Copy from the CUDA devices of this process; `cuda` is torch.cuda."""
+    """Copies tensors from the CUDA devices of this process; `cuda` is torch.cuda."""
 
     def __init__(self, cuda: Any = torch.cuda):
         self._cuda = cuda
@@ -82,10 +82,10 @@ class Devices:
                 current = self._cuda.current_stream(device)
                 stream.wait_stream(current)
                 with self._cuda.stream(stream):
-                    # Copies one tensor after the other, in C++; one that is not in C order is made contiguous there
-                    # first.
+                    # This copies one tensor after the other, in C++, and first makes a tensor contiguous that is not in
+                    # C order.
                     torch._foreach_copy_(into, out_of, non_blocking=True)
-                    # A waiting thread sleeps, which leaves the core to training.
+                    # While it waits, the thread sleeps, which leaves the core to training.
                     event = self._cuda.Event(blocking=True)
                     event.record(stream)
                 current.wait_event(event)
@@ -93,14 +93,14 @@ class Devices:
         return copy
 
     def pin(self, memory: memoryview, owner: object, device: torch.device) -> None:
-        """Pin memory for copies from devices until `owner`, which keeps it mapped, is gone.
+        """Pin memory for copies from devices, as long as `owner` exists, which keeps it mapped.
 
-        If it cannot be pinned, one warning is logged and nothing else changes. Takes as long as touching every page.
+        If pinning fails, one warning is logged and nothing else changes. Takes as long as touching every page.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         failures: list[str] = []
-        # Use a thread: CUDA keeps a failure as the thread's last error, and torch would raise it at the thread's next
-        # kernel launch, which may be training's.
+        # Use another thread: CUDA keeps a failure as the thread's last error, and torch would raise it at the thread's
+        # next kernel launch, which may be one of training.
         try:
             start_thread(self._register, address, len(memory), device, failures, name="ckpt-pin").join()
         except StoreError as error:
@@ -114,7 +114,7 @@ class Devices:
                 failures[0],
                 device,
             )
-        # Unpin before the memory is unmapped: finalize calls this while `owner` still holds the mapping.
+        # Unpin memory before it is unmapped: the finalizer runs while `owner` still holds the mapping.
         finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
@@ -156,10 +156,10 @@ def _by_device(pairs: Sequence[_Pair]) -> dict[torch.device, tuple[list[torch.Te
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Let this thread wait and pin while another thread captures a CUDA graph.
+    """Allow this thread to wait and pin while another thread captures a CUDA graph.
 
     By default CUDA forbids both in every thread, and the capture fails (CUDA Runtime API,
-    cudaThreadExchangeStreamCaptureMode). What happens here touches no stream that is captured.
+    cudaThreadExchangeStreamCaptureMode). The code in the block touches no stream that is being captured.
     """
     exchange = _exchange()
     if exchange is None:
@@ -180,7 +180,7 @@ def _exchange() -> Callable[..., int] | None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:  # The runtime is linked into torch itself: captures then wait for saves.
+    except OSError:  # The runtime is linked into torch itself: saves can then break captures.
         return None
     exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
     return exchange

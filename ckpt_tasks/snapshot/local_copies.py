@@ -1,4 +1,4 @@
-"""A local directory beside a remote store: checkpoints are written there first, and read from there if possible.
+"""A local directory beside a remote store: checkpoints are first written to it, and read from it if possible.
 
 The directory holds copies under the objects' names in the store, and a seal for every complete checkpoint. It has no
 ledger: as with snapshots in memory (`cache`), only the store's ledger says what is committed and in which order. Unlike
@@ -27,14 +27,14 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class LocalCopies:
-    """The copies of one run in a local directory."""
+    """The copies of one run's checkpoints in a local directory."""
 
     def __init__(self, local_dir: str | os.PathLike[str]):
         self.store = LocalStore(local_dir)
         self._newest: str | None = None
 
     def open(self, format_bytes: bytes) -> None:
-        """Take the directory for the run with this format.json; raise ConfigError if it is another run's."""
+        """Take the directory for the run with this format.json; raise ConfigError if it has another run's copies."""
         try:
             self.store.put_if_absent(FORMAT_NAME, format_bytes)
         except ObjectExistsError:
@@ -46,10 +46,10 @@ class LocalCopies:
     def write(
         self, objects: Mapping[str, memoryview | bytes], index: tuple[str, bytes], manifest: bytes, seal: Seal
     ) -> None:
-        """Write a snapshot durably: objects by name, (name, bytes) of the index, manifest, seal; raise StoreError."""
+        """Write a snapshot durably: objects, index and manifest (name, bytes), then the seal; raise StoreError."""
         prefix = seal.checkpoint.manifest.removesuffix(MANIFEST_NAME)
         for name, body in objects.items():
-            with suppress(ObjectExistsError):  # An older copy has this object, which the checkpoint reuses.
+            with suppress(ObjectExistsError):  # An older copy already has this reused object.
                 self.store.put(name, [body])
         name, data = index
         self.store.put(name, [data])
@@ -65,7 +65,7 @@ class LocalCopies:
             return False
 
     def unseal(self, attempt: Attempt) -> None:
-        """Delete the seal of a copy, so that it is never read; raise StoreError if that fails."""
+        """Delete the seal of a copy, so that nobody reads the copy; raise StoreError if that fails."""
         self.store.delete(attempt_prefix(attempt) + SEAL_NAME)
 
     def seals(self) -> list[Seal]:

@@ -12,7 +12,7 @@ its index, manifest and seal. Layout, below `<memory directory>/ckpt-tasks-<uid>
 Invariants
 
 1. A slot's seal is removed before the first byte of its images changes, and written after all of them are digested.
-2. Only the process that holds the lock writes, and only it reads what earlier processes left.
+2. Only the process that holds the lock writes, and only it reads the files of earlier processes.
 3. Everything belongs to this user: a directory of another user, or one open to others, is refused.
 4. A forked child has no image and holds no slot: see process/processes.py.
 5. A file of a slot is written again only if an earlier process left it, and never resized: otherwise a new one takes
@@ -42,10 +42,10 @@ from ckpt_tasks.storage.local_fs import write_at
 
 SLOTS = ("a", "b")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
-_ROOM = 1.05  # This many times the size of the images must be free.
+_ROOM = 1.05  # Free memory must be this many times the size of the images.
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
-_HELD: set[Path] = set()  # Held by this process: lockf does not exclude within a process.
-_FILLED: set[Path] = set()  # Slots that this process has filled: its threads may still read their files.
+_HELD: set[Path] = set()  # The directories that this process holds: lockf does not exclude within a process.
+_FILLED: set[Path] = set()  # Slots that this process has filled: its threads may still be reading their files.
 
 
 Fill = Callable[[Mapping[str, int]], bool]
@@ -60,14 +60,14 @@ class SnapshotMemory(Protocol):
         """Return memory for the images of a slot, by name; the slot's old contents are lost.
 
         Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor; it may write them,
-        and returns True if it did.
+        and then returns True.
         """
 
     def sealed(self, slot: str) -> bytes | None:
         """Return a slot's seal; None if the slot is empty or its snapshot incomplete."""
 
     def unseal(self, slot: str) -> None:
-        """Mark a slot as incomplete, since its images are about to change; raise StoreError if that fails."""
+        """Mark a slot as incomplete, because its images will change; raise StoreError if that fails."""
 
     def seal(self, slot: str, files: Mapping[str, bytes | memoryview], seal: bytes) -> None:
         """Mark a slot as complete: write files (index, manifest …), then the seal; raise StoreError if that fails."""
@@ -77,7 +77,7 @@ class SnapshotMemory(Protocol):
 
 
 class PrivateMemory:
-    """Anonymous memory: gone with the process."""
+    """Anonymous memory, which ends with the process."""
 
     url = "memory"
 
@@ -103,11 +103,11 @@ class PrivateMemory:
         """Do nothing: no other process can see private memory."""
 
     def close(self, *, keep: bool) -> None:
-        """Do nothing: the memory goes with its last user."""
+        """Do nothing: the memory is freed with its last user."""
 
 
 class SlotFiles:
-    """The slots in a directory, for reading: for example those of another rank, which has them locked."""
+    """The slots in a directory, opened for reading, for example those of another rank, which holds their lock."""
 
     _is_ours = False
 
@@ -129,7 +129,7 @@ class SlotFiles:
             return None
 
     def open(self, slot: str, name: str) -> memoryview:
-        """Map a file of a slot, copy-on-write; raises OSError, even for an empty file."""
+        """Map a file of a slot, copy-on-write; raise OSError, even for an empty file."""
         with _opened(self._slot(slot) / name) as fd:
             return map_memory(os.fstat(fd).st_size, fd, shared=False)
 
@@ -159,7 +159,7 @@ class SlotFiles:
 class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
-    `about` is written into the lock file: it names the run that the slots belong to.
+    `about` is written into the lock file; it names the run of the slots.
     """
 
     _is_ours = True
@@ -175,29 +175,29 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
         try:
-            # lockf, not flock: a forked DataLoader worker would keep a flock after this process has been killed.
+            # Not flock: a forked DataLoader worker would still hold a flock after this process was killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
-        os.pwrite(lock, os.fsencode(about), 0)  # The directory's name is only a hash.
+        os.pwrite(lock, os.fsencode(about), 0)  # The directory's own name is only a hash.
         _HELD.add(self.path)
         self._lock = os.fstat(lock)
         self._unlock = finalize_here(self, _unlock, self.path, lock)
 
     @property
     def is_there(self) -> bool:
-        # logind removes all of a user's files in /dev/shm when the user logs out (RemoveIPC).
+        # When the user logs out, logind removes all of the user's files in /dev/shm (RemoveIPC).
         try:
             return os.path.samestat(os.lstat(self.path / "lock"), self._lock)
         except OSError:
             return False
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
-        """Unseal the slot and map its files, with all pages allocated; what was in them is lost.
+        """Unseal the slot and map its files, with all pages allocated; the old contents are lost.
 
-        The files are new, except those of the same size that an earlier process left: their pages are there already.
-        Raises StoreError if there is no room; the slot is empty then.
+        The files are new, except files of the same size that an earlier process left: their pages are allocated
+        already. Raises StoreError if there is no room; the slot is empty then.
         """
         self.unseal(slot)
         directory = self._slot(slot)
@@ -230,11 +230,11 @@ class MemoryDirectory(SlotFiles):
         directory = self._slot(slot)
         try:
             for left in names_in(directory):
-                if fnmatch(left, "*-of-*.arrow"):  # A lookup table of the snapshot that the slot had before.
+                if fnmatch(left, "*-of-*.arrow"):  # A lookup table's file of the slot's previous snapshot.
                     (directory / left).unlink()
             for name, data in files.items():
                 _write_new(directory / name, data)
-            # Renaming makes the seal appear whole or not at all. It needs no fsync: it need not survive the host.
+            # By renaming, the seal appears whole or not at all. It needs no fsync, since it need not survive the host.
             temporary = directory / f".{SEAL_NAME}"
             _write_new(temporary, seal)
             temporary.rename(directory / SEAL_NAME)
@@ -243,7 +243,7 @@ class MemoryDirectory(SlotFiles):
 
     def clear(self, slot: str) -> None:
         """Empty a slot."""
-        with suppress(StoreError):  # A file or link in the seal's place is removed too; a link is not followed.
+        with suppress(StoreError):  # A file or link in place of the seal is removed too; a link is not followed.
             self.unseal(slot)
         if self.is_there:
             shutil.rmtree(self.path / slot, ignore_errors=True)
@@ -266,9 +266,9 @@ def private_root(directory: Path) -> Path:
 
 
 def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT_S) -> None:
-    """Remove the memory of runs that are gone: `is_gone(directory name, text of its lock)` says which.
+    """Remove the memory of runs that are gone: `is_gone(directory name, text of its lock)` decides.
 
-    Memory that a process holds stays, and memory that was taken within the last `left_s` seconds.
+    Memory that a process holds stays, and so does memory that was taken within the last `left_s` seconds.
     """
 
     def is_doomed(path: Path, lock: int) -> bool:
@@ -279,7 +279,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                if is_doomed(path, lock):  # Check before locking: its process may be about to lock it.
+                if is_doomed(path, lock):  # Check before locking: its process may be about to take the lock.
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if is_doomed(path, lock):
                         shutil.rmtree(path, ignore_errors=True)
@@ -312,7 +312,7 @@ def _open_lock(path: Path) -> int:
 
 def _open_left(path: Path, size_bytes: int) -> int | None:
     """Open a file that an earlier process left, if it has this size and all its pages; else return None."""
-    with suppress(OSError):  # There is none, or it is a link.
+    with suppress(OSError):  # There is no file, or it is a link.
         fd = open_descriptor(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(fd)
         if _is_ours_alone(status) and is_whole(status, size_bytes):
@@ -322,7 +322,7 @@ def _open_left(path: Path, size_bytes: int) -> int | None:
 
 
 def _open_new(path: Path) -> int:
-    """Make a new file, and unlink what had its name: another process may have mapped that."""
+    """Make a new file, and unlink the old one of this name, which another process may have mapped."""
     path.unlink(missing_ok=True)
     return open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
 

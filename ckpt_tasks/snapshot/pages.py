@@ -1,6 +1,6 @@
-"""Pages of memory that the kernel hands out before training needs them.
+"""Allocate pages of memory before training needs them.
 
-The first touch of a page costs several times its copy. A thread that makes them ahead gives way to training.
+The first touch of a page costs several times its copy. A thread that allocates ahead gives way to training.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ _TOUCHED_BYTES = 16 << 20  # Touch this much at once.
 
 
 class GaveWay(Exception):  # noqa: N818 (it is not an error)
-    """Memory that was made ahead is not wanted any more; the slot is incomplete."""
+    """Raised when memory that is being made ahead is no longer wanted; the slot is incomplete."""
 
 
 def advise_huge(memory: memoryview) -> None:
-    """Ask for huge pages. Only advice: a kernel without them refuses it, and ordinary pages will do."""
+    """Ask for huge pages. This is only advice: a kernel without them refuses it, and ordinary pages suffice."""
     _madvise(_address(memory), len(memory), _HUGEPAGE)
 
 
 def allocate(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callable[[], bool]) -> None:
-    """Allocate all pages of a slot's files (name → descriptor); raise GaveWay once they are not `wanted()` any more."""
+    """Allocate all pages of a slot's files (name → descriptor); raise GaveWay once `wanted()` is false."""
     for name, fd in files.items():
         if is_whole(os.fstat(fd), sizes[name]):
             continue
         for begin in range(0, max(sizes[name], 1), _TOUCHED_BYTES):
             if not wanted():
                 raise GaveWay
-            # With ftruncate a full disk would be SIGBUS at the first write; here it is ENOSPC.
+            # After ftruncate, a full disk would raise SIGBUS at the first write; here it is ENOSPC.
             os.posix_fallocate(fd, begin, min(_TOUCHED_BYTES, max(sizes[name], 1) - begin))
 
 
 def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
-    """Have the kernel allocate all pages of a mapping now, as long as `wanted()`; their contents stay.
+    """Have the kernel allocate all pages of a mapping now, as long as `wanted()` is true; their contents stay.
 
     It takes several times as long as a copy; other threads may fill the memory meanwhile. Linux before 5.14 cannot do
     it, and allocates pages when they are filled.
@@ -45,12 +45,12 @@ def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
     for begin in range(0, len(memory), _TOUCHED_BYTES):
         if not wanted():
             return
-        # MAP_POPULATE would allocate all of it in one call.
+        # MAP_POPULATE would allocate all pages in one call, which cannot give way.
         _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
 def is_whole(status: os.stat_result, size_bytes: int) -> bool:
-    """Say whether a file has this size, and all its pages."""
+    """Return True if a file has this size and all its pages."""
     return status.st_size == max(size_bytes, 1) and 512 * status.st_blocks >= size_bytes
 
 

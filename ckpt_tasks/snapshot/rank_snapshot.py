@@ -1,8 +1,8 @@
-"""A snapshot of many ranks: those parts of it that are on this host.
+"""A snapshot of many ranks: its parts on this host.
 
 Each rank seals its own part: its images, an index and a manifest of these alone, and its own trees. Parts with the same
-attempt name belong together. A rank restores from its own trees and from all regions on this host. If they do not cover
-what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
+attempt name belong together. A rank restores from its own trees and from all regions on this host. If these do not
+cover what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankSnapshot:
 
     @property
     def seal(self) -> Seal:
-        """This rank's seal."""
+        """The seal of this rank's part."""
         return self.parts[self.rank].seal
 
     @property
@@ -61,7 +61,7 @@ class RankSnapshot:
 
     @property
     def store(self) -> ReadableStore:
-        """The objects of all parts."""
+        """The objects of all parts as one store."""
         return _PartsStore(self.rank, self.parts)
 
     def open(self) -> Opened:
@@ -82,7 +82,7 @@ class RankSnapshot:
             return Opened(opened, index, {name: SavedGroup(name, opened, index, self.rank) for name in own.groups})
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
-        """Return the tensors of those `rows` that this host has."""
+        """Return the tensors of those `rows` that are on this host."""
         return _CoveredTensors(store, rows)
 
 
@@ -119,7 +119,7 @@ class _PartsStore:
         return self._store(name).size(name)
 
     def map(self, name: str) -> memoryview | None:
-        """Map an object in memory; None for one in a local directory."""
+        """Map an object in memory; return None for one in a local directory."""
         store = self._store(name)
         mapped: memoryview | None = store.map(name) if hasattr(store, "map") else None
         return mapped
@@ -132,9 +132,9 @@ class _PartsStore:
 
 
 class _CoveredTensors(DownloadedTensors):
-    """The tensors of `rows`, which may be a part of a checkpoint; they must cover every tensor that is read.
+    """The tensors of `rows`, which may be only a part of a checkpoint; they must cover every tensor that is read.
 
-    Objects in memory are verified and copied there: no rank may refill its slot before all ranks have copied.
+    Objects in memory are verified and copied in place: no rank may refill its slot before all ranks have copied.
     """
 
     def __init__(self, store: _PartsStore, rows: Sequence[IndexRow]):
@@ -148,13 +148,13 @@ class _CoveredTensors(DownloadedTensors):
         self._asked: list[tuple[torch.Tensor, str]] = []
         # Digests in memory are work for the cores, which the ranks of this host share.
         self._threads = max(1, (os.cpu_count() or 1) // store.ranks) if self._mapped else self._threads
-        self._is_complete = store.is_complete  # If it is, `open` has found no hole in any tensor.
+        self._is_complete = store.is_complete  # If it is complete, `open` has checked that no tensor has a hole.
 
     def read(self, key: str) -> torch.Tensor:
         shape = self.like(key).shape
         if not self._is_complete:
             self._check(key, Box((0,) * len(shape), tuple(shape)))
-        return super().read(key).clone()  # The slot is refilled while the program may hold the value.
+        return super().read(key).clone()  # The slot may be refilled while the program still holds the value.
 
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._asked.append((into, key))

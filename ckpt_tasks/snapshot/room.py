@@ -1,7 +1,7 @@
-"""How much memory this process may still take: the machine and the process's container limit it.
+"""How much memory this process may still take, given the machine and the process's container.
 
-Shared memory counts towards a container's limit: a process that fills /dev/shm beyond it is killed, however large
-/dev/shm claims to be.
+Shared memory counts towards a container's limit: a process that fills /dev/shm beyond it is killed, even if /dev/shm
+has free space.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _V1_NO_LIMIT_BYTES = 1 << 62  # Version 1 writes "no limit" as the largest numbe
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that the machine has available, or less if a control group of this process allows less.
+    """Return the bytes available on the machine, or less if a control group of this process allows less.
 
-    Returns 0 without /proc, the only source.
+    Returns 0 without /proc, which is the only source.
     """
     try:
         with open(root / "proc/meminfo", encoding="ascii") as lines:
@@ -37,7 +37,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
             droppable = "total_inactive_file"
         else:
             continue
-        # In a container the mount may be the group itself, whatever its path on the host.
+        # In a container the group itself may be mounted here, whatever its path on the host.
         group = mount / path.lstrip("/")
         for directory in [group, *group.parents]:
             if directory.is_relative_to(mount):
@@ -50,7 +50,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""  # This system has no such groups.
+        return ""  # This system has no such control groups.
 
 
 def _number(path: Path) -> int:

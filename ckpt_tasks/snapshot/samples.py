@@ -1,11 +1,11 @@
 """Samples of the tensors that several ranks hold, to detect ranks that differ.
 
-Each rank writes only a share of a replicated tensor, so no digest of written bytes compares two ranks. If one rank took
-a step differently, nearly every element of every parameter differs, so a few slices show it. A single differing element
-is found later: every save samples other tensors and slices, a 64th of all bytes.
+Each rank writes only a share of a replicated tensor, so no digest of written bytes compares two ranks. If one rank
+takes a step differently, nearly every element of every parameter differs, so a few slices show it. A single differing
+element is found later: every save samples other tensors and slices, a 64th of all bytes.
 
-For values that must be equal in all ranks, rank 0 writes all tensors. Every save compares each of them: a small tensor
-whole, a larger one by a slice, another slice in each save.
+Rank 0 writes all tensors of values that must be equal in all ranks. Every save compares each of these tensors: a small
+tensor whole, a larger one by a slice, another slice in each save.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.snapshot import storable
 
-_TENSORS = 32  # About this many tensors are sampled in a save.
-_SAVES = 64  # All bytes are sampled in this many saves; more with over 2,048 tensors.
+_TENSORS = 32  # Each save samples about this many tensors.
+_SAVES = 64  # So many saves sample all bytes; more saves with over 2,048 tensors.
 _WHOLE_BYTES = 4096  # A smaller tensor is sampled whole.
 _VALUE_BYTES = 1 << 16  # A sample of a tensor that all ranks share has about this many bytes at most.
 _VALUES_BYTES = 16 << 20  # The samples of all such tensors together have about this many bytes.
-_SHOWN = 4  # With so few elements a sample holds the values themselves, for the message.
+_SHOWN = 4  # A sample of so few elements holds the values themselves, for the message.
 
-# Maps a key to this rank's part, and the part's offset in the whole.
+# For each key, this rank's part and the offset of the part in the whole tensor.
 Replicated = Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
 
 
@@ -40,7 +40,7 @@ class Samples:
     _copy: DeviceCopy | None = None
 
     def digests(self) -> dict[str, str]:
-        """Wait for devices; return the digests by name, with the same names in all ranks that hold the same part."""
+        """Wait for devices; return the digests by name; ranks that hold the same part use the same names."""
         if self._copy is not None:
             self._copy.wait()
         return self._digests | {name: _digest(copied) for name, copied in self._copied}
@@ -64,7 +64,7 @@ def take_samples(replicated: Replicated, turn: int, devices: Devices) -> Samples
 
 @torch.no_grad()
 def sample_values(values: Mapping[str, torch.Tensor], turn: int, devices: Devices) -> Samples:
-    """Sample all tensors of values that are equal in all ranks, by their keys; see `take_samples`."""
+    """Sample all tensors of values that are equal in all ranks, by key; see `take_samples`."""
     most_bytes = min(_VALUE_BYTES, max(_WHOLE_BYTES, _VALUES_BYTES // max(1, len(values))))
     parts = [(key, _slice(held, turn, -(-held.nbytes // most_bytes))) for key, held in values.items()]
     return _taken(parts, devices)
@@ -80,14 +80,14 @@ def _taken(parts: Sequence[tuple[str, torch.Tensor]], devices: Devices) -> Sampl
             digests[name] = _digest(storable(part))
     if not waiting:
         return Samples(digests)
-    # Use pinned memory: a copy to other memory would make the host wait for the device's stream.
+    # Use pinned memory: for a copy to other memory the host would wait for the device's stream.
     copied = [(name, torch.empty_like(part, device="cpu", pin_memory=True)) for name, part in waiting]
     pairs = [(into, part) for (_, into), (_, part) in zip(copied, waiting, strict=True)]
     return Samples(digests, copied, devices.start(pairs))
 
 
 def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
-    """Return one of `count` slices of a tensor; fewer if its longest axis has fewer elements."""
+    """Return one of `count` slices of a tensor; of fewer slices if its longest axis has fewer elements."""
     if count <= 1:
         return tensor
     axis = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
@@ -98,7 +98,7 @@ def _slice(tensor: torch.Tensor, turn: int, count: int) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape and digest; its values replace the digest if they are few."""
+    """Return a tensor's dtype, shape and digest; the values themselves instead of the digest if they are few."""
     if tensor.numel() <= _SHOWN:
         said = str(tensor.tolist())
     else:

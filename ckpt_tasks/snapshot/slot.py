@@ -1,4 +1,4 @@
-"""One slot of a memory directory, read like a store, and its tensors, verified and copied in place."""
+"""One slot of a memory directory as a readable store, and its tensors, verified and copied in place."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _READERS = 2
 
 
 class SlotStore:
-    """A slot as a readable store: its files under the names that they have, or would have, in storage.
+    """A slot as a readable store: its files have the names that they have, or would have, in storage.
 
-    It lacks those files of lookup tables that older checkpoints have: they are read from storage, as a whole.
+    It lacks the files of lookup tables that older checkpoints have: these are read from storage.
     """
 
     near = True
@@ -56,7 +56,7 @@ class SlotStore:
 
     def map(self, name: str) -> memoryview:
         """Map a file; raises ObjectNotFoundError and IntegrityError."""
-        try:  # Any attempt may have written it: a slot holds a whole snapshot, including reused objects.
+        try:  # Ignore the attempt in the name: a slot holds a whole snapshot, including reused objects.
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
             if not is_table(name):
@@ -70,7 +70,7 @@ class SlotStore:
 
 
 class MappedTensors:
-    """The tensors of `rows` in a slot, verified and copied in place; a TensorSource."""
+    """The tensors of `rows` in a slot, verified and copied in place."""
 
     def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
         self._rows = list(rows)

@@ -44,7 +44,7 @@ Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """The files of one state structure, each as (group, name, layout); `signature` identifies the structure.
+    """The plan of one state structure's files, each as (group, name, layout); `signature` identifies the structure.
 
     `devices` maps files whose tensors come from CUDA devices to one such device. `places` has, for each part of a
     sharded tensor, the shape of the whole and the part's offset.
@@ -56,7 +56,7 @@ class SnapshotPlan:
     places: Places = field(default_factory=dict)
 
     def fits(self, tensors: Mapping[str, torch.Tensor], frozen: frozenset[str], places: Places) -> bool:
-        """Return True if the plan was made for tensors of these keys, dtypes, shapes and devices."""
+        """Return True if the plan was made for tensors with these keys, dtypes, shapes and devices."""
         same = map(eq, self.signature, _described(tensors, frozen))
         return len(self.signature) == len(tensors) and self.places == places and all(same)
 
@@ -130,8 +130,7 @@ class ImageSet:
     ) -> DeviceCopy | LateCopy | None:
         """Copy captured tensors into the images: host tensors at once, device tensors on the devices' streams.
 
-        Large `constant` ones are copied by the thread that waits for what is returned: do so before you read the
-        images.
+        The thread that waits for the result copies large `constant` tensors: wait before you read the images.
         """
         moves: list[Move] = []
         late: list[tuple[Move, torch.Tensor]] = []
@@ -141,7 +140,8 @@ class ImageSet:
             live = tensors[key]
             large = self._large.get(key)
             if self._devices and live.is_cuda:
-                # Use our own alias: assigning to the live tensor's `.data` must not free memory that the device reads.
+                # Use our own alias: an assignment to the live tensor's `.data` must not free memory that the device
+                # reads.
                 on_devices.append((view, storable(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
                 move = large[0], live.data_ptr(), large[1]
@@ -152,16 +152,16 @@ class ImageSet:
             else:
                 into.append(view)
                 out_of.append(storable(live))
-        copy = devices.start(on_devices) if on_devices else None  # Start this first: devices copy while the host does.
+        copy = devices.start(on_devices) if on_devices else None  # Devices first: they copy while the host copies.
         copy_tensors(into, out_of, moves)
         return LateCopy(late, copy) if late else copy
 
 
 class LateCopy:
-    """Copies made by the thread that waits for them, from tensors that nobody changes; and those of devices."""
+    """Copies that the thread that waits for them makes, from tensors that nobody changes; and those of devices."""
 
     def __init__(self, moves: Sequence[tuple[Move, torch.Tensor]], on_devices: DeviceCopy | None):
-        self._moves = moves  # Each with the tensor that holds the memory.
+        self._moves = moves  # Each move with the tensor that keeps its memory alive.
         self._on_devices = on_devices
 
     def wait(self) -> None:
@@ -176,7 +176,7 @@ _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
 
 
 def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
-    """Yield the properties of each tensor on which a plan depends."""
+    """Yield those properties of each tensor on which a plan depends."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # else none need be asked: there may be 10⁵
     return (
         (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None) for key, t in tensors.items()
@@ -193,7 +193,7 @@ def plan_snapshot(
     places: Places | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> SnapshotPlan:
-    """Lay out the files: one per group, several if it is large, and separate ones for frozen tensors."""
+    """Lay out the files: one per group, several for a large group, and separate ones for frozen tensors."""
     signature = tuple(_described(tensors, frozen))
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
@@ -225,7 +225,7 @@ def _region_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
     return region_bytes
 
 
-# Few kernels support these dtypes, so they are copied as bytes. This version of torch may lack some.
+# Few kernels support these dtypes, so copy them as bytes. This version of torch may lack some of them.
 _AS_BYTES = frozenset(
     name for name in STORED_DTYPES if name.startswith("float") and name not in ("float16", "float32", "float64")
 )

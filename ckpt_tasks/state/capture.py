@@ -32,11 +32,11 @@ _ORDER = [*KINDS]
 def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE, parent: str | None = None) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
-    Draws no random number and changes nothing. A user's own state_dict() may draw: only the streams that it moved are
-    put back, because other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are
-    stored once, even across groups. `parent` is the identity of the checkpoint that a save of it would follow. In a
-    `world` of many ranks the tensors are those that this rank writes. Raises
-    UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
+    Draws no random number and changes nothing. A user's state_dict() may draw: only the streams that it moved are
+    reset, since other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are stored
+    once, even across groups. `parent` is the identity of the checkpoint that a save of it would follow. In a `world` of
+    many ranks the tensors are those that this rank writes. Raises UnsupportedStateError with the path ("group/name/…")
+    of a value that cannot be stored.
     """
     state = flat(state)
     own = by_rank_of(state)
@@ -54,7 +54,7 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
                 with preserved_rng() if draws else nullcontext(), tensors.by(rule):
                     captured[name] = GroupState(kinds[name], kind.capture(value, name, scope, tensors, draws))
             except Exception as error:
-                if not isinstance(error, CkptError):  # An error of the user's object is raised unchanged.
+                if not isinstance(error, CkptError):  # Raise an error of the user's object unchanged.
                     error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
                 raise
     groups = {name: captured[name] for name in state}

@@ -30,11 +30,11 @@ from ckpt_tasks.tensors.values import in_place
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _MOST_LEVELS = 20
-_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # Look at this many items, and attributes this deep.
+_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # Look at this many items, and into attributes this deep.
 
 
 class ByRank:
-    """Mark a part of a state as each rank's own: every rank saves its own, and the same rank restores it.
+    """Mark a part of a state as different in each rank: every rank saves its own, and the same rank restores it.
 
     Without it, all values except parameters, buffers, optimizers and random generators must be equal in all ranks.
     `value` is anything that a state may hold, except sharded tensors. Another number of ranks cannot restore it: the
@@ -82,7 +82,7 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def items_of(value: Any) -> list[tuple[str, Any]]:
-    """List the first items of a container, or the attributes of another object, each after its name in Python."""
+    """List the first items of a container, or the attributes of another object; each with its name in Python."""
     if issubclass(type(value), (list, tuple)):
         return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
     if issubclass(type(value), dict):
@@ -104,7 +104,7 @@ def held_in(
 
 
 class _Flat(MutableMapping[str, Any]):
-    """A mapping of groups whose values are in several containers."""
+    """A flat mapping of groups; an assignment to a group assigns to its container."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
 
 
 def _is_split(value: Any) -> bool:
-    """Return True if a value is by rank, a dataclass, or a container with an object in it."""
+    """Return True if a value is by rank, a dataclass, or a container with an object that has its own group."""
     return type(value) is ByRank or _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
 
 
@@ -240,7 +240,7 @@ def refuse_fsdp1(state: Mapping[str, Any]) -> None:
 
 
 def refuse_hidden_tables(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError for a LookupTable inside of a module that is not a group of its own."""
+    """Raise UnsupportedStateError for a LookupTable in a module, unless the table is also a group of the state."""
     groups = flat(state)
     named = {id(value) for value in groups.values()}
     for name, module in modules_of(groups).items():

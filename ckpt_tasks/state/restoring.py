@@ -64,9 +64,9 @@ class RestorePlan:
         Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
         fit or are damaged; the target is unchanged then. A plan can be applied only once.
         """
-        parts, self._parts = self._parts, {}  # Dropping the plan's parts frees the values that they made.
+        parts, self._parts = self._parts, {}  # Without the parts, the values that they made are freed.
         with _preserved(self._draws), gc_paused():
-            # One maker for all parts: groups that shared memory when they were saved share it again.
+            # All parts share one maker: groups that shared memory when they were saved share memory again.
             make = Maker(source)
             for part in parts.values():
                 part.prepare(make)
@@ -175,7 +175,7 @@ def plan_restore(
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:
-    # Only if foreign code may draw: a thread that trains (AsyncCheckpointIO) would draw its numbers again.
+    # Only if foreign code may draw: another thread that trains (AsyncCheckpointIO) would draw its numbers twice.
     return preserved_rng() if draws else nullcontext()
 
 

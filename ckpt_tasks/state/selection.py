@@ -29,7 +29,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Selection:
-    """The part to take: `only` maps places of the state to places of the checkpoint; None takes everything.
+    """The part of a checkpoint to take: `only` maps places of the state to places of the checkpoint; None takes all.
 
     `keep`: places that the checkpoint lacks keep their values, and places that the state lacks are left. `leave` names
     places that are not taken, in the state and in the checkpoint.
@@ -116,7 +116,7 @@ class _Chooser:
         self._selection, self._differences = selection, differences
         self._parameters = parameter_names(named_parameters(modules_of(state)))
         self._chosen = Chosen()
-        self._here: dict[str, list[str]] = {}  # Maps a group to its places in the state.
+        self._here: dict[str, list[str]] = {}  # The places of the state in each group.
         self._there = {name: _places(name, group) for name, group in groups.items()}
         self._taken: set[str] = set()  # The places of the state that are restored.
         self._used: set[str] = set()  # The places of the checkpoint that are restored.
@@ -228,7 +228,7 @@ class _Chooser:
         return source_group, sources
 
     def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
-        """Return the checkpoint's optimizer to take; if there is none, record that and return None."""
+        """Return the checkpoint's optimizer to restore; if it has none, record that and return None."""
         saved = self._groups.get(source_group)
         if saved is not None and saved.kind == "optimizer":
             return saved
@@ -239,7 +239,7 @@ class _Chooser:
         return None
 
     def _check_shape(self, place: str, here: str, source: str) -> None:
-        """Record a parameter whose moments have another shape in the checkpoint."""
+        """Record a parameter whose moments in the checkpoint have another shape."""
         group, _, key = here.partition("/")
         live = self._state[group].state_dict().get(key) if group in modules_of(self._state) else None
         stored = self._differences.stored.get(source)
@@ -313,7 +313,7 @@ def _places(name: str, group: Saved) -> list[str]:
 
 
 def _of_taken(tree: Mapping[str, Any], taken: Mapping[str, str], known: Mapping[str, int]) -> dict[str, Any]:
-    """Return an optimizer's tree with only the taken parameters, under their names in the state."""
+    """Return an optimizer's tree reduced to the taken parameters, under their names in the state."""
     groups = [
         {"params": [one for one, source in taken.items() if known[source] == n], "options": members["options"]}
         for n, members in enumerate(tree["param_groups"])

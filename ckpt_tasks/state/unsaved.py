@@ -1,9 +1,9 @@
-"""Warn of objects that a state leaves out: looks at the first save after a step, and warns once of each.
+"""Warn of objects that a state leaves out, at the first save after a step, once for each object.
 
-The garbage collector lists loaders, optimizers and schedules. Scalers, generators, tables and averages are only sought
-in the variables of the loop that saves, since others in the process may belong to other code. If the state has an
-object of another kind, which may hold some of them, only loaders that draw numbers cause a warning. Scalers and
-generators must have moved by the next save: a generator that made or split the data is not part of training.
+The garbage collector lists loaders, optimizers and schedules. Scalers, generators, tables and averages are only
+searched for in the variables of the loop that saves, since others in the process may belong to other code. If the state
+has an object of an unknown class, which may hold some of them, only loaders that draw numbers cause a warning. Scalers
+and generators must have changed by the next save: a generator that only made or split the data is not part of training.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()
-_empty: set[tuple[str, type]] = set()  # Names and types: an object may have no hash, and no weak reference.
-# A scaler that is switched off, and gradients before the first backward.
+_empty: set[tuple[str, type]] = set()  # Pairs of name and type: an object may allow no hash and no weak reference.
+# A scaler may be disabled, and gradients are empty before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
 # random.Random is left out: libraries draw delays from it.
@@ -55,13 +55,13 @@ class Unsaved:
 
     def __init__(self) -> None:
         self.has_looked = False
-        self._held: list[Any] = []  # The state's objects of the kinds that are sought in variables.
+        self._held: list[Any] = []  # The state's objects of the kinds that are searched for in variables.
         self._watched: list[tuple[str, Any, Any]] = []
         _lookers.add(self)
 
     def look(self, state: Mapping[str, Any], step: int, restored_step: int) -> None:
-        """Warn of objects outside the state: at the first save after a step, or at the next one if they must move
-        first.
+        """Warn of objects outside the state, at the first save after a step, or at the next one for those that must
+        change.
 
         Only optimizers of the state's modules count, and schedules of the state's optimizers.
         """
@@ -93,17 +93,17 @@ class Unsaved:
 
 
 def stands_in_for(loader: DataLoader[Any]) -> None:
-    """Never warn of this loader: another one is iterated in its place."""
+    """Never warn of this loader: the loop iterates over another one in its place."""
     _warned.add(loader)
 
 
 def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what the loop's variables have and the state lacks: its name, the object, and the part that training moves.
+    """Yield objects of the loop's variables that the state lacks: name, object, and its state that training changes.
 
     Yields scalers, and averages of the state's modules, only if the state has none.
     """
     known = {*map(id, parts)}
-    for holder in (*parts, *loaders):  # Modules are many: look only at their attributes.
+    for holder in (*parts, *loaders):  # There are many modules: look only at their attributes.
         level = 2 if isinstance(holder, nn.Module) else 0
         known |= {id(one) for _, one in held_in(holder, _GENERATORS, level=level)}
     shapes = [[p.shape for p in module.parameters()] for module in modules_of(state).values()]
@@ -131,13 +131,13 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """Return a name that the value's group may have, for a warning."""
+    """Return a name for the value's group, to be used in a warning."""
     words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", LookupTable: "table"}
     return next((word for kind, word in words.items() if isinstance(value, kind)), "generator")
 
 
 def _moving(value: Any) -> tuple[Any, Any]:
-    """Return the state that training moves, and a generator's seed; None for an average, which may start late."""
+    """Return the state that training changes, and a generator's seed; None for an average, which may start late."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
     if isinstance(value, LookupTable):
@@ -146,12 +146,12 @@ def _moving(value: Any) -> tuple[Any, Any]:
 
 
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    # A program that seeds a generator itself need not save its state.
+    # A program that seeds a generator itself does not need to save its state.
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
 def warn_of_trained(state: Mapping[str, Any]) -> None:
-    """Warn if a run begins with a trained state, as in a notebook whose loop ran before."""
+    """Warn if a run begins with a trained state, as in a notebook whose loop has run before."""
     optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
     if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
@@ -162,7 +162,7 @@ def warn_of_trained(state: Mapping[str, Any]) -> None:
 
 
 def _has_stepped(of_parameter: object) -> bool:
-    """Return True if an optimizer's state of a parameter comes from training.
+    """Return True if training made an optimizer's state of a parameter.
 
     Adagrad makes a state with step 0 at once; reading a missing one (schedulefree's) makes an empty state.
     """
@@ -206,13 +206,13 @@ def _warn_of_parameters(state: Mapping[str, Any]) -> None:
 
 
 def _warn_of_begun_again(state: Mapping[str, Any], iterators: list[Any], step: int, restored_step: int) -> None:
-    """Warn of a plain loader that begins its epoch again after a restore in the middle, with one batch a step."""
+    """Warn of a plain loader that starts its epoch from the beginning after a restore in the middle of one."""
     if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
         return
     for value in iterators:
         batches = value._index_sampler
         in_order = type(batches) is samplers.BatchSampler and type(batches.sampler) is samplers.SequentialSampler
-        # A Subset may be the rest of the epoch; torchdata's iterators have positions.
+        # A Subset may be the rest of the epoch; the iterators of torchdata have positions.
         if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
             continue
         if value._num_yielded == (step - restored_step) % len(batches) != 0 != restored_step % len(batches):
@@ -240,7 +240,7 @@ def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -
 
 
 def _warn_of_ranks(state: Mapping[str, Any]) -> None:
-    """Warn of an AdaLoRA model of PEFT: its state lacks the averages by which it reduces its ranks."""
+    """Warn of an AdaLoRA model of PEFT: its state lacks the averages by which it reduces the ranks of its matrices."""
     for name, module in modules_of(state).items():
         if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
             _log.warning(
@@ -273,8 +273,8 @@ def _new(objects: Iterable[Any]) -> list[Any]:
 
 def _alive(*classes: type) -> list[Any]:
     """Return every live object of these classes and of their subclasses."""
-    # Every object refers to its class. frame.f_locals would instead keep the loop's variables alive: the batch and the
-    # graph of this step.
+    # Every object refers to its class, so ask who refers to the classes. frame.f_locals would instead keep the loop's
+    # variables alive: the batch and the graph of this step.
     kinds: set[type] = set()
     new = [*classes]
     while new:

@@ -1,4 +1,4 @@
-"""Translate a server's answer, or its silence, into one of our errors that says whether a retry makes sense.
+"""Translate a server's answer, or its silence, into one of our errors, which says whether a retry makes sense.
 
 Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so the
 answer's own status and code are used.
@@ -17,7 +17,7 @@ _MISSING = frozenset({"NoSuchKey", "NotFound", "BlobNotFound"})
 _EXISTS = frozenset({"PreconditionFailed", "BlobAlreadyExists", "ConditionNotMet"})
 _OVERLOADED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "ServerBusy"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"})
-# A retry, with a new session, may succeed after these; an upload that was under way may be lost or half done.
+# After these answers a retry with a new session may succeed; an upload that was under way may be lost or partial.
 _AGAIN = _OVERLOADED | _EXPIRED | {"OperationAborted", "ConditionalRequestConflict", "NoSuchUpload", "InternalError"}
 
 _ANOTHER_REGION = "The bucket is in another region: name it (AWS_REGION, or region_name in client_kwargs)."
@@ -41,14 +41,14 @@ _SAID: dict[type[BaseException], tuple[int, str]] = {
     FileNotFoundError: (404, "NotFound"),
     FileExistsError: (412, "PreconditionFailed"),
     PermissionError: (403, "AccessDenied"),
-    RecursionError: (301, "PermanentRedirect"),  # botocore follows a redirect without a region for ever.
+    RecursionError: (301, "PermanentRedirect"),  # botocore would follow a redirect without a region for ever.
 }
 _CODES = {"XMinioAdminBucketQuotaExceeded": "QuotaExceeded", "XMinioStorageFull": "StorageFull"}  # Codes of MinIO.
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _UNTRUSTED_HINT = "Name the file of the authority that signed it: AWS_CA_BUNDLE, or verify in client_kwargs."
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
-# Clients raise these for missing credentials or bad options. They go by name, since no client is imported here.
+# Clients raise these for missing credentials or bad options. They are names, since no client is imported here.
 _OURS_TO_MEND = frozenset({
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -82,7 +82,7 @@ def as_ours(error: BaseException, name: str) -> CkptError:
 
 
 def of_listing(error: BaseException, prefix: str) -> CkptError:
-    """Do the same for a listing, which is never about one object: an empty prefix has an empty listing."""
+    """Do the same for a failed listing, which is not about one object: "not found" means that there is no bucket."""
     ours = as_ours(error, prefix)
     if not isinstance(ours, ObjectNotFoundError):
         return ours
@@ -145,4 +145,4 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__  # Not __context__, which may be the answer to an earlier request.
+        error = error.__cause__  # Do not follow __context__: it may be the answer to an earlier request.

@@ -3,15 +3,16 @@
 Invariants
 
 1. `put` returns after fsync of the file and of every directory whose entry is new (without the directory's fsync a
-   power loss takes the name: seen on ext4, xfs and btrfs).
-2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees
-   nothing or all of it, and of racing writers one wins (exists-then-write let several win in 88 of 200 rounds).
-3. A failed fsync is final: the file is given up, and never fsynced again (the kernel has dropped the pages).
+   power loss can remove the name: seen on ext4, xfs and btrfs).
+2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees no
+   object or a whole one, and only one of several writers wins (a check before the write let several win in 88 of 200
+   rounds).
+3. A failed fsync is final: the file is given up without another fsync (the kernel has dropped the pages).
 4. A read that fails with an I/O error is retried, and then raises StoreError. It never counts as damage: an older
    ledger entry or checkpoint must not be used because a disk did not answer.
 
-Large bodies are written with O_DIRECT from aligned buffers, and their tails ordinarily: that keeps the speed steady,
-and leaves the page cache to training. If a file system refuses O_DIRECT, all writes are ordinary.
+Large bodies are written with O_DIRECT from aligned buffers, and their tails through the page cache: that keeps the
+speed steady, and leaves the page cache to training. If a file system refuses O_DIRECT, all writes use the page cache.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class LocalStore(OneByOne):
             try:
                 self._calls.link(theirs, path)
             except OSError as error:
-                # An earlier try made the link, and its answer was lost.
+                # An earlier try may have made the link although its answer was lost.
                 if not (path.exists() and os.path.samefile(theirs, path)):
                     if error.errno in NO_LINKS or isinstance(error, FileExistsError):
                         return False
@@ -156,7 +157,7 @@ class LocalStore(OneByOne):
         if base and not is_object_name(base):
             raise ConfigError(f"{prefix!r} is not a prefix")
         if link_above(self.root, base) is not None:
-            return []  # Files behind a symbolic link are not ours.
+            return []  # Files behind a symbolic link are not this run's.
         with our_errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
@@ -168,7 +169,7 @@ class LocalStore(OneByOne):
             self._remove_empty(path.parent)
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Do nothing: an unfinished file bears its attempt's name, and is deleted with the attempt."""
+        """Do nothing: an unfinished file has its attempt's name, and is deleted with the attempt."""
 
     def assume_single_writer(self) -> None:
         """Do nothing: every local file system has `link`, which never replaces."""
@@ -185,7 +186,7 @@ class LocalStore(OneByOne):
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
-        """Yield the names below a directory in order; a caller that takes only the first names pays for one listing."""
+        """Yield the names below a directory in order, lazily: to take only the first names costs one listing."""
         try:
             entries = [
                 (f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in self._calls.scandir(directory)
@@ -199,10 +200,10 @@ class LocalStore(OneByOne):
             if part.endswith("/") and "." not in entry.name:
                 yield from self._walk(Path(entry.path), name)
             elif entry.is_file(follow_symlinks=False) or "." in entry.name:
-                yield name  # Yield it even if it is a link, a pipe or a directory: reading it will raise.
+                yield name  # Yield the name of a link, a pipe or a directory, too: reading it will raise.
 
     def _directory(self, directory: Path) -> None:
-        """Create a directory and make its name durable, even if it exists: its creator may have died first."""
+        """Create a directory and make its name durable, even if it exists: its creator may have died before that."""
         with self._making:
             self._make_directory(directory)
 
@@ -235,7 +236,7 @@ class LocalStore(OneByOne):
         self._share(directory, self._directory_mode)
 
     def _sweep(self, directory: Path) -> None:
-        """Delete temporary files of killed processes; skip recent ones, which may be in use."""
+        """Delete temporary files of killed processes; skip recent ones, which a living process may be writing."""
         for path in Path(directory).glob(".tmp-*"):
             with suppress(OSError):  # Another process may sweep as well.
                 if _TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _OLD_S:
@@ -284,7 +285,7 @@ class LocalStore(OneByOne):
             raise
 
     def _write_direct(self, path: Path, piece: memoryview, at: int) -> int:
-        """Write the aligned part of a large buffer past the page cache; return how many bytes are done."""
+        """Write the aligned part of a large buffer without the page cache; return how many bytes are written."""
         aligned_bytes = piece.nbytes - piece.nbytes % _ALIGNMENT
         if not _O_DIRECT or aligned_bytes < _DIRECT_BYTES or at % _ALIGNMENT or _address(piece) % _ALIGNMENT:
             return 0
@@ -292,7 +293,7 @@ class LocalStore(OneByOne):
             fd = self._calls.open(path, os.O_WRONLY | _O_DIRECT | _O_NOFOLLOW)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return 0  # tmpfs and some overlays refuse at open.
+                return 0  # tmpfs and some overlays refuse O_DIRECT at open.
             raise
         try:
             done = 0
@@ -301,12 +302,12 @@ class LocalStore(OneByOne):
                     count = self._calls.pwrite(fd, piece[done : min(aligned_bytes, done + _PIECE_BYTES)], at + done)
                 except OSError as error:
                     if error.errno == errno.EINVAL:
-                        return done  # Others refuse at the first write.
+                        return done  # Others refuse it at the first write.
                     raise
                 done += count
                 moved()
                 if count % _ALIGNMENT:
-                    break  # A short write left us unaligned: ordinary writes do the rest.
+                    break  # After a short write the rest is unaligned: ordinary writes do it.
             return done
         finally:
             self._calls.close(fd)
@@ -317,7 +318,7 @@ class LocalStore(OneByOne):
             before = done
             done += self._calls.pwrite(fd, piece[done : done + _PIECE_BYTES], at + done)
             if done // _SYNCED_BYTES > before // _SYNCED_BYTES:
-                self._calls.fsync(fd)  # A single fsync at the end of a large file would take long without progress.
+                self._calls.fsync(fd)  # One fsync at the end of a large file would take long and show no progress.
             moved()
 
     def _link(self, temporary: Path, path: Path) -> None:
@@ -326,7 +327,7 @@ class LocalStore(OneByOne):
         except FileExistsError:
             raise
         except OSError:
-            # Over NFS the answer to a link can be lost: a link count of two says that it was made.
+            # Over NFS the answer to a link can be lost: a link count of two shows that the link was made.
             if os.stat(temporary).st_nlink != 2:
                 raise
 
@@ -349,7 +350,7 @@ class LocalStore(OneByOne):
         self._calls.unlink(path)
 
     def _unlink_quietly(self, path: Path) -> None:
-        # The error under way is reported; every listing ignores a leftover temporary name.
+        # Report the error under way instead; every listing ignores a leftover temporary name.
         with suppress(OSError):
             self._calls.unlink(path)
 
@@ -360,7 +361,7 @@ class LocalStore(OneByOne):
         path = self._path(name, IntegrityError)
         with our_errors(name, path):
             try:
-                # O_NONBLOCK: a FIFO in the directory must not hang its reader.
+                # O_NONBLOCK: opening a FIFO must not block the reader.
                 fd = self._calls.open(path, os.O_RDONLY | _O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     status = os.fstat(fd)

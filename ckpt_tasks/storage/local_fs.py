@@ -1,7 +1,7 @@
-"""The operating system as a local store sees it: its calls, what its errors mean, and symbolic links.
+"""The operating system for a local store: its calls, the meaning of its errors, and symbolic links.
 
 If a run's directory is a symbolic link, we must not read, write or delete what is behind it. A change during the check
-is not detected: an attacker who swaps directories at the same time wins that race.
+is not detected: an attacker who swaps directories at that moment wins.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 # The system calls that change or read the disk: the module `os`, or a test's stand-in for it.
 Calls = Any
 
-# Errors of one object, which an older checkpoint does not share; all other errors are the store's. ext4 and xfs return
-# EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
+# These errors concern one object, so an older checkpoint may be good; all other errors are the store's. ext4 and xfs
+# return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
 DAMAGED = (
     errno.ELOOP,
     errno.ENOTDIR,
@@ -34,7 +34,7 @@ DAMAGED = (
     getattr(errno, "EUCLEAN", 0),
 )
 
-# A disk or a file server did not answer, which says nothing about the written bytes.
+# A disk or a file server did not answer: this says nothing about the written bytes.
 _NO_ANSWER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 _PAUSES_S = (0.05, 0.5)
 _READ_HINT = (
@@ -42,7 +42,7 @@ _READ_HINT = (
     "as damaged, and the one before it is used."
 )
 
-# Two directories cannot share a file: two file systems, no hard links, too many links, another user's file.
+# A hard link is impossible: two file systems, no hard links, too many links, or another user's file.
 NO_LINKS = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 # Existing files can be read, but nothing can be written.
@@ -110,7 +110,7 @@ def unlinked(root: Path, name: str, error: type[CkptError]) -> Path:
 
 
 def link_above(root: Path, place: str) -> str | None:
-    """Return the symbolic link that is in place of the directory `place` below `root`, or of a parent; None if none."""
+    """Return the symbolic link in place of the directory `place` below `root`, or of a directory above it, or None."""
     while place:
         path = os.path.join(root, place)
         if os.path.islink(path):

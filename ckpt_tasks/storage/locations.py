@@ -1,11 +1,11 @@
-"""The place of a run: a directory, a URL, or a name that another package resolves.
+"""The location of a run: a directory, a URL, or a name that another package resolves.
 
-Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. An entry point is named after its
+Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. An entry point has the name of its
 scheme; it is a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
 Prefect block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
 
-A run waits for minutes until an outage ends. A person at the command line has more often misspelled a name, or lacks
-credentials, and some clients (Google's) search for credentials for minutes before they make a request.
+A run waits for minutes until an outage ends. At the command line a misspelled name or missing credentials are likelier,
+so the wait is short; some clients (Google's) search for credentials for minutes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 
 GROUP = "ckpt_tasks.places"
-# None: opening a store sends no request. The command line sets a limit while a command runs.
+# None: opening a store sends no request. The command line sets a limit for each command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
-_BELOW_S = 10.0  # The limit for requests to directories below a store: a person waits.
+_BELOW_S = 10.0  # The limit for requests about directories below a store: a person waits.
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 
@@ -40,13 +40,13 @@ _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 class Location:
     """A run's directory or object store URL, and how to reach it.
 
-    `storage_options` are those of the store's file system (s3fs, adlfs, gcsfs); they may hold secrets and are in no
-    repr. Without them credentials come from the usual places: a profile, the environment, an instance role.
-    `single_writer` does without the store's put-if-absent: you must ensure that only one process at a time writes.
-    Raises ConfigError for a URL or options of another type.
+    `storage_options` go to the store's file system (s3fs, adlfs, gcsfs); they may hold secrets, so a repr omits them.
+    Without them credentials come from the usual places: a profile, the environment, an instance role. `single_writer`
+    avoids the store's put-if-absent: you must ensure that only one process at a time writes. Raises ConfigError for a
+    URL or options of another type.
     """
 
-    # Prefect validates a flow's parameter with pydantic, which reads this: a misspelled option is an error there, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     url: str
@@ -66,7 +66,7 @@ class Location:
     def resolve(self, run_key: str | None = None) -> Location:
         """Return the location that a name such as `block://NAME` stands for; a directory or URL returns itself.
 
-        `run_key` is for names that need it. Raises ConfigError if a name with its own options gets others, or if a
+        `run_key`: some names need the run's key. Raises ConfigError if a name with its own options gets others, or if a
         scheme lacks a slash; and raises the errors of the name's entry point.
         """
         _check_slashes(self.url)
@@ -80,7 +80,7 @@ class Location:
                 )
             resolved: Location = known.load()(rest, run_key)
             return replace(resolved, single_writer=resolved.single_writer or self.single_writer)
-        return self  # Opening it will raise if the scheme is wrong.
+        return self  # A wrong scheme raises when the location is opened.
 
     def open(self, run_key: str | None = None) -> Store:
         """Return the store of the resolved location. Raises ConfigError if the URL names no store.
@@ -136,7 +136,7 @@ def stores_below(store: Store) -> dict[str, Store]:
         return {}
     stores: dict[str, Store] = {}
     for name in place.folders():
-        with suppress(ConfigError):  # Skip a name that no run can have.
+        with suppress(ConfigError):  # Skip a name that cannot be a run's.
             stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
     return stores
 
@@ -202,7 +202,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
             if given_up.wait(_PAUSE_S):
                 return
 
-    # Use a daemon thread: a client that searches cannot be stopped, and must not hold the process when it exits.
+    # Use a daemon thread: a search for credentials cannot be stopped, and must not delay the exit of the process.
     thread = start_thread(ask, name="ckpt-first-answer")
     thread.join(limit_s)
     given_up.set()

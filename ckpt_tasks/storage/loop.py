@@ -19,7 +19,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from ckpt_tasks.process.processes import start_thread
 
 _BLOCKING_THREADS = 6
-# Requests at a time. For an upload in parts, their bytes are all the memory that it needs beside the image.
+# Send at most 8 requests at a time. An upload in parts needs memory for their bytes beside the image, and no more.
 _IN_FLIGHT = 8
 
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ def io_loop() -> asyncio.AbstractEventLoop:
 
 
 async def each(ask: Callable[[str], Awaitable[_T]], keys: Iterable[str]) -> dict[str, _T | BaseException]:
-    """Ask for each key, several at a time, and return the answers and errors by key."""
+    """Call `ask` for each key, several at a time, and return the answers and errors by key."""
     keys, free = [*keys], asyncio.Semaphore(_IN_FLIGHT)
 
     async def one(key: str) -> _T:
@@ -101,7 +101,7 @@ async def in_flight(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def slices(body: Sequence[memoryview], part_bytes: int) -> Iterator[io.BytesIO]:
-    """Cut consecutive buffers into copies of `part_bytes` each; the last copy has the rest.
+    """Cut consecutive buffers into copies of `part_bytes` each; the last copy may be shorter.
 
     The client needs streams with their own memory: it would copy plain bytes again.
     """
@@ -130,7 +130,7 @@ def _answer(calls: SimpleQueue[_Call]) -> None:
             future.set_result(func(*args))
         except BaseException as error:  # noqa: BLE001 (the caller's future raises it)
             future.set_exception(error)
-        del future, func, args  # Otherwise the arguments would stay alive until the next call.
+        del future, func, args  # Otherwise the thread would keep the arguments until its next call.
 
 
 def _after_fork() -> None:

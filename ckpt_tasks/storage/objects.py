@@ -2,7 +2,7 @@
 
 Invariants
 
-1. A request is sent once. `retrying` decides about retries; for a commit, the caller does: it reads the entry back.
+1. A request is sent once. `retrying.py` decides about retries; for a commit, the caller does.
 2. `put_if_absent` is one small request with a condition that the server checks, never a check followed by a write
    (except if the run's creator set `single_writer`, because the store has no such condition).
 3. Nothing is cached, neither listings nor file-system instances; a forked process opens its own connections.
@@ -38,8 +38,8 @@ _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 
 # Do not sign bodies: over TLS no client does; without TLS the CRC in the signed headers protects the body, and a hash
 # would take a third of an upload's time.
 _S3_SIGNING = {"payload_signing_enabled": False}
-_ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # These settings win over the user's options.
-# fsspec's memory file system checks and then writes; only this process has its objects.
+_ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # These settings override the user's options.
+# fsspec's memory file system checks, then writes: this lock makes that atomic in the process that has its objects.
 _IN_MEMORY = threading.Lock()
 
 _LEAST_GAP_BYTES, _MOST_GAP_BYTES = 64 << 10, 8 << 20
@@ -50,7 +50,7 @@ _inherited: list[object] = []
 _T = TypeVar("_T")
 
 
-Requests = S3Requests | OtherRequests  # Both send each request once.
+Requests = S3Requests | OtherRequests  # Both classes send each request once.
 
 
 class ObjectStore:
@@ -64,10 +64,10 @@ class ObjectStore:
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         parts, shown = urlsplit(url), without_secrets(url)
-        if "@" in url:  # It cannot be known where a secret with a slash ends.
+        if "@" in url:  # A secret may contain a slash, so its end is unknown.
             hint = "Credentials come from storage_options, a profile or the environment: write s3://bucket/directory."
             raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
-        # fsspec would open something else for some URLs (simplecache::http://…).
+        # fsspec would interpret some URLs in another way (simplecache::http://…).
         if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
             raise ConfigError(f"{shown!r:.200} is not a place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
@@ -118,7 +118,7 @@ class ObjectStore:
         if not isinstance(source, ObjectStore) or not self._reaches(source):
             return False
         with suppress(ObjectNotFoundError):
-            return self.size(name) == size_bytes  # An earlier try made the copy: a copy appears whole or not at all.
+            return self.size(name) == size_bytes  # An earlier try made the copy, which is never partial.
         theirs, key = source._key(name), self._key(name)
         return self._run(name, lambda requests: requests.copy(source._bucket, theirs, key, size_bytes))
 
@@ -133,7 +133,7 @@ class ObjectStore:
     def read(self, name: str, begin: int, into: memoryview) -> None:
         key = self._key(name)
         if not into.nbytes:
-            self.size(name)  # There is no request for zero bytes.
+            self.size(name)  # A request for zero bytes is impossible.
             return
         began = time.perf_counter()
         self._run(name, lambda requests: requests.read(key, begin, into))
@@ -192,12 +192,12 @@ class ObjectStore:
         """Do nothing: an object store does not fill up."""
 
     def folders(self) -> list[str]:
-        """List the names directly below this prefix that have objects below them; many names come in one request."""
+        """List the names directly below this prefix that have objects below them; one request returns many names."""
         keys = self._run("", lambda requests: requests.folders(self._prefix), of_listing)
         return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
 
     def below(self, name: str) -> ObjectStore:
-        """Return the store of this name below this one, with the same connections."""
+        """Return the store of this name below this one; it uses the same connections."""
         store = ObjectStore(f"{self.url}/{name}", self._options)
         store._opened = self._requests()
         return store
@@ -287,7 +287,7 @@ class ObjectStore:
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}
                 fs = self._class(**options)
-                sync(fs.loop, fs.set_session)  # This checks the options.
+                sync(fs.loop, fs.set_session)  # This call checks the options.
                 return fs
             return self._class(**options)
         except (TypeError, ValueError) as error:

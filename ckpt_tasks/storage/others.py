@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class OtherRequests:
-    """The requests of `objects.Requests`; a written object is whole in memory."""
+    """The requests that `objects.Requests` requires; the body of a written object is whole in memory."""
 
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
@@ -25,7 +25,7 @@ class OtherRequests:
         await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Return False, so that the bytes are sent: each of these stores has its own way to copy."""
+        """Return False, so that the caller sends the bytes: each of these stores has its own way to copy."""
         return False
 
     async def get(self, key: str, max_bytes: int) -> bytes:
@@ -72,7 +72,7 @@ class OtherRequests:
         if self._fs.async_impl:
             return await each(ask, keys)
         said: dict[str, Any] = {}
-        for key in keys:  # Deleting in fsspec's memory does not wait.
+        for key in keys:  # Deletions in fsspec's memory never wait.
             try:
                 said[key] = await ask(key)
             except Exception as error:  # noqa: BLE001 (the caller is told of each key)
@@ -92,7 +92,7 @@ class OtherRequests:
 
 
 def drive(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine that never waits; raise StoreError if it does."""
+    """Run a coroutine that never waits; raise StoreError if it waits."""
     try:
         work.send(None)
     except StopIteration as done:

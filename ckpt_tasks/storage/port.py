@@ -1,18 +1,18 @@
 """The contract of a store.
 
 A store holds named objects; only `replace` changes an existing one. Names are relative
-("checkpoint_…/e000001-…/manifest.json") and built by `format.keys`; a store checks them again before it touches a
-path. The contract:
+("checkpoint_…/e000001-…/manifest.json") and built by `format.keys`; a store checks them again before it touches a path.
+The contract:
 
-* `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be
-  absent, whole, or (for `put`, under its attempt-unique name) partial.
+* `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be absent,
+  whole, or (for `put`, under its attempt-unique name) partial.
 * `put_if_absent` never replaces: of any number of writers of one name exactly one wins, and every reader sees its
   bytes.
 * `get`, `read`, `size` and `names` see a put object at once, from everywhere.
 * `delete` is idempotent.
-* A store does not retry, cache or interpret. A failure is a StoreError, a missing object an ObjectNotFoundError,
-  and an object that cannot be what was written (too short, too long, unreadable, not a file) an IntegrityError. Only
-  `put_if_absent` may also raise CommitUncertainError: the object can be read, but may not be durable.
+* A store neither retries nor caches. A failure is a StoreError, a missing object an ObjectNotFoundError, and an object
+  that cannot be what was written (too short, too long, unreadable, not a file) an IntegrityError. Only `put_if_absent`
+  may also raise CommitUncertainError: the object can be read, but may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).
 
@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar
 
 from ckpt_tasks.errors import CkptError
 
-# The schemes of object stores' URLs, each with fsspec's name of its file system. A scheme is a row here.
+# The schemes of object stores' URLs, each with fsspec's name of its file system. A new scheme is a new row.
 SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
 
 
@@ -95,16 +95,16 @@ class Store(ReadableStore, Protocol):
         """Return the sizes of several objects in bytes, in order; raises as `size` does."""
 
     def delete(self, name: str) -> None:
-        """Delete an object; a missing one is not an error."""
+        """Delete an object; do not raise if it is missing."""
 
     def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """Delete several objects, in this order where the store keeps one; return the errors of those that stay.
+        """Delete several objects, in this order if the store keeps one; return the errors of those that stay.
 
         Raises StoreError if the store does not answer: then any of them may be gone.
         """
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free the space of unfinished writes under names with `dead(name)`: no process writes these any more."""
+        """Free the space of unfinished writes whose names fulfil `dead(name)`: no process writes these any more."""
 
     def assume_single_writer(self) -> None:
         """Check before every later `put_if_absent`, because the store has no conditional put."""
@@ -127,7 +127,7 @@ def watching(on_progress: Callable[[], None]) -> Iterator[None]:
 
 
 def watched() -> Callable[[], None]:
-    """Return what this thread calls when a store has taken or delivered bytes; another thread may call it too."""
+    """Return the callback of this thread for progress of a store; another thread may call it too."""
     return _watch.get() or (lambda: None)
 
 
@@ -137,7 +137,7 @@ def moved() -> None:
 
 
 class OneByOne:
-    """Answer calls about several objects with one request for each."""
+    """A store's calls about several objects, made of one request for each object."""
 
     def sizes(self: Store, names: Sequence[str]) -> list[int]:
         return [*map(self.size, names)]
@@ -153,7 +153,7 @@ class OneByOne:
 
 
 class WrappedStore(OneByOne):
-    """Forward every call to `inner` by way of `_forward`; calls about several objects become one call for each."""
+    """Forward every call to `inner` through `_forward`; a call about several objects becomes one call for each."""
 
     def __init__(self, inner: Store):
         self.inner = inner

@@ -1,14 +1,14 @@
 """Disk space that a run directory reserves for its own ledger, so that a full disk can still be pruned.
 
-A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, there is
-no room even for that. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry finds no room,
-one of them is deleted and the entry is written again (docs/decisions/0030).
+A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, even
+these do not fit. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry does not fit, one
+of them is deleted and the entry is written again (docs/decisions/0030).
 
 Invariants
 
 1. Only the ledger uses the reserve. Data would take all of it at once and leave nothing for the prune.
-2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same
-   time delete two files, each deletion frees an inode as well, and a file that has a second name keeps its bytes.
+2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same time
+   delete two files, each deletion frees an inode as well, and a file that has a second name keeps its bytes.
 3. No run fails because its reserve cannot be made.
 """
 
@@ -72,13 +72,14 @@ class Reserve:
         with suppress(FileNotFoundError):
             if os.lstat(path).st_size == _FILE_BYTES:
                 return
-            self._unlink(path)  # The process that wrote it was killed.
-        with suppress(FileExistsError):  # Another process has just made it.
-            # Random bytes: a file system that compresses, or shares equal blocks, would reserve no room.
+            self._unlink(path)  # The process that was writing it has been killed.
+        with suppress(FileExistsError):  # Another process has made the file meanwhile.
+            # Write random bytes: a file system that compresses, or shares equal blocks, would reserve no room
+            # otherwise.
             self._write(path, os.urandom(_FILE_BYTES))
 
     def _delete_one(self) -> bool:
-        with suppress(OSError):  # The entry's error is reported.
+        with suppress(OSError):  # Report the error of the entry instead.
             for name in _NAMES:
                 with suppress(FileNotFoundError):
                     self._unlink(unlinked(self._root, name, StoreError))

@@ -1,8 +1,8 @@
-"""The one place that retries requests.
+"""Retry requests; no other module does.
 
-Every request but one is safe to repeat: reads change nothing, and an object under its own name is the same the second
-time. `put_if_absent` is repeated only if the store answered that it did nothing; a lost answer and a lost request look
-the same, so a commit reads the entry first (`History.append`).
+Every request except one is safe to repeat: reads change nothing, and writing the same object twice under its own name
+gives the same object. `put_if_absent` is repeated only if the store answered that it did nothing; a lost answer and a
+lost request look the same, so a commit reads the entry first (`History.append`).
 
 Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many writers
 that were refused together do not return together.
@@ -24,13 +24,13 @@ from ckpt_tasks.system import system
 _T = TypeVar("_T")
 
 _DEADLINE_S = (
-    120.0  # Counts from a request's first failure; after that the caller's policy for an unreachable store applies.
+    120.0  # Counted from a request's first failure; after that the caller's policy for an unreachable store applies.
 )
 _FIRST_S = 0.2
 _MOST_S = 10.0
-_QUIET_TRIES = 2  # A refusal or two is normal, and not logged.
+_QUIET_TRIES = 2  # One or two refusals are normal, and not logged.
 _TRIES = 5
-_QUIET_S = 60.0  # A store that comes and goes is logged once in this time.
+_QUIET_S = 60.0  # Outages that follow each other within this time are logged once.
 _LOOK_BYTES = 16 << 20
 _READS = 3
 _PAUSE_S = 0.1
@@ -39,19 +39,19 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class RetryingStore(WrappedStore):
-    """Another store, whose transient failures are retried for `deadline_s` seconds."""
+    """A store that retries the transient failures of another store for `deadline_s` seconds."""
 
     def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
         super().__init__(inner)
         self._deadline_s = deadline_s
-        self._told_s = -math.inf  # The time of the newest line about an outage; infinite while an outage lasts.
+        self._told_s = -math.inf  # The time of the newest log line about an outage; infinite during an outage.
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         failed = False
 
         def ours() -> bool:
-            # The object is our own earlier try, whose answer was lost: only one attempt uses the name. Once a try has
-            # failed, comparing the size is enough.
+            # The object may be from our own earlier try, whose answer was lost: only one attempt uses the name.
+            # Comparing the size suffices after a failed try.
             try:
                 return self._holds(name, body, size_only=failed)
             except ObjectNotFoundError:
@@ -112,10 +112,10 @@ class RetryingStore(WrappedStore):
 
     def _forward(self, request: Callable[[], _T], worth: Callable[[BaseException], bool] | None = None) -> _T:
         failed_s: float | None = None
-        tells = False  # Only one of the requests in an outage logs its begin and end.
+        tells = False  # Only one request logs the begin and the end of an outage.
 
         def left_s() -> float:
-            # An upload may run longer than the deadline before it fails for the first time: count from that failure.
+            # An upload may run longer than the deadline before its first failure: count from that failure.
             return self._deadline_s if failed_s is None else self._deadline_s - (system().monotonic() - failed_s)
 
         def over(state: tenacity.RetryCallState) -> bool:
@@ -146,7 +146,7 @@ class RetryingStore(WrappedStore):
 
 
 async def tried_again(request: Callable[[], Awaitable[_T]], worth: Callable[[BaseException], bool]) -> _T:
-    """Make a request on the event loop, up to five times while its error is `worth` another try."""
+    """Make a request on the event loop, up to five times while `worth(error)` is true."""
     retry, stop = tenacity.retry_if_exception(worth), tenacity.stop_after_attempt(_TRIES)
     return await tenacity.AsyncRetrying(retry=retry, wait=wait_s, stop=stop, reraise=True)(request)
 
@@ -166,7 +166,7 @@ def _was_refused(error: BaseException) -> bool:
 
 
 def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:
-    """Call `read`, which reads and verifies, up to three times until its bytes are good; return its result.
+    """Call `read`, which reads and verifies, up to three times until the bytes are good; return its result.
 
     `listed`: the object is known to exist, so a missing object is retried as well. Raises what the last try raises.
     """

@@ -1,9 +1,9 @@
 """Requests to an S3 server: one attempt each, directly from and to the caller's memory.
 
-s3fs manages session, credentials and regions; requests use its client directly, so that nothing retries unseen. Only
-a part of a large upload, invisible until the end, is retried here. The condition is `If-None-Match: *` on a single PUT,
-which AWS, Ceph and the emulators obey; on a multipart upload some servers ignore it, so commits never depend on it
-there.
+s3fs manages session, credentials and regions; requests use its client directly, so that no hidden code retries. Only
+the parts of a large upload are retried here: they are invisible until the upload is complete. The condition is
+`If-None-Match: *` on a single PUT, which AWS, Ceph and the emulators obey; some servers ignore it on a multipart
+upload, so no commit depends on that.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _MOST_PARTS = 10_000
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
 _UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # Answers of stores that cannot list uploads.
-_NOT_KNOWN = (400, 405, 411, 501)  # Status codes of stores that do not know a request.
-# The status for an answer about one of several keys, which has only a code.
+_NOT_KNOWN = (400, 405, 411, 501)  # Status codes of stores that do not support a request.
+# An answer about one of several keys has only a code; this is the status for it.
 _STATUS = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}
 _WORDLESS = ((400, ""), (403, ""))  # A HEAD has no body, so expired credentials look like missing permissions.
 
 
 class S3Requests:
-    """Requests to one bucket; `fs` is an s3fs.S3FileSystem, and every method runs on its loop."""
+    """The requests to one bucket; `fs` is an s3fs.S3FileSystem, and every method runs on its event loop."""
 
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
         self._bucket = bucket
-        self._deletes_one = False  # True if the store has no request that deletes several objects.
+        self._deletes_one = False  # True once the store has refused to delete several objects at once.
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
-        """Write an object, a large one in parallel parts; it becomes visible when all of it is there."""
+        """Write an object, a large one in parallel parts; it becomes visible when it is complete."""
         size_bytes = sum(piece.nbytes for piece in body)
         condition = {"IfNoneMatch": "*"} if absent else {}
         if size_bytes <= PART_BYTES:
@@ -90,7 +90,7 @@ class S3Requests:
         end = begin + into.nbytes
         answer = await self._call("get_object", Key=key, Range=f"bytes={begin}-{end - 1}")
         async with answer["Body"] as body:
-            # Do not trust the status: rclone answers 200 and sends the range.
+            # Do not trust the status: rclone answers 200, and still sends only the range.
             first = answer.get("ContentRange", "bytes 0-").removeprefix("bytes ").partition("-")[0]
             if first != str(begin) or answer["ContentLength"] > into.nbytes:
                 raise StoreError("the store ignores which range of an object is wanted", key=key)
@@ -106,22 +106,22 @@ class S3Requests:
         except Exception as error:
             if answer_of(error) not in _WORDLESS:
                 raise
-            answer = await self._call("get_object", Key=key)  # The store refuses again, this time with a reason.
+            answer = await self._call("get_object", Key=key)  # The store refuses this as well, and says why.
             answer["Body"].close()
         return int(answer["ContentLength"])
 
     async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]:
-        """Return the sizes of objects in bytes, or errors; one listing serves all keys that lie together."""
+        """Return the sizes of objects in bytes, or errors; one listing serves all keys of one directory."""
         sizes: dict[str, int | BaseException] = {}
         for folder, count in Counter(key.rpartition("/")[0] for key in keys).items():
             if count > 1:
                 sizes |= await self.keys(f"{folder}/", lambda keys: False, _PAGE)
-        alone = [key for key in keys if key not in sizes]  # These keys lie alone, or the listing missed them.
+        alone = [key for key in keys if key not in sizes]  # These keys are alone, or missing in the listing.
         sizes |= await each(self.size, alone)
         return {key: sizes[key] for key in keys}
 
     async def keys(self, prefix: str, enough: Callable[[Iterable[str]], bool], page: int) -> dict[str, int]:
-        """List keys and sizes below a prefix until there are `enough`, in the server's order, `page` at first."""
+        """List keys and sizes below a prefix in the server's order until `enough` are found; `page` keys at first."""
         sizes: dict[str, int] = {}
         more: dict[str, Any] = {"MaxKeys": min(page, _PAGE)}
         while True:
@@ -156,7 +156,7 @@ class S3Requests:
         return refused
 
     async def _delete_page(self, keys: Sequence[str]) -> dict[str, BaseException] | None:
-        """Return the errors of the keys that stay; None if the store does not know the request."""
+        """Delete up to a thousand keys at once; return the errors, or None if the store does not support that."""
         if self._deletes_one:
             return None
         try:
@@ -194,7 +194,7 @@ class S3Requests:
     async def _uploading(
         self, key: str, condition: Mapping[str, str] = MappingProxyType({})
     ) -> AsyncIterator[tuple[dict[str, str], list[dict[str, Any]]]]:
-        """Begin an upload in parts and complete it with the parts that the block adds; abort it after an error."""
+        """Begin an upload in parts, and complete it with the parts that the block adds; abort it after an error."""
         started = await self._call("create_multipart_upload", Key=key)
         upload, parts = {"Key": key, "UploadId": started["UploadId"]}, list[dict[str, Any]]()
         try:
@@ -202,7 +202,7 @@ class S3Requests:
             answer = await self._call(
                 "complete_multipart_upload", MultipartUpload={"Parts": parts}, **upload, **condition
             )
-            # The status 200 comes early: only the document says "done".
+            # The status 200 is sent before the upload is complete: only the body shows success.
             if not answer.get("ETag") and not answer.get("Key"):
                 raise _short("the store broke off while it put the parts together", key)
         except BaseException:
@@ -211,7 +211,7 @@ class S3Requests:
 
     async def _send(self, upload: dict[str, str], number: int, data: io.BytesIO) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
-            data.seek(0)  # An earlier try has read from it.
+            data.seek(0)  # An earlier try has read from the stream.
             return await self._call("upload_part", PartNumber=number, Body=data, **upload)
 
         answer = await send_part(upload["Key"], once)
@@ -245,7 +245,7 @@ class S3Requests:
 
 
 class RefusedKeyError(Exception):
-    """What an answer about several keys says of one key; it is read as the answer to a request for this key alone."""
+    """What an answer about several keys says of one key, read like the answer to a request for that key."""
 
     def __init__(self, said: dict[str, Any]):
         super().__init__(said.get("Message", ""))
@@ -254,13 +254,13 @@ class RefusedKeyError(Exception):
 
 
 def sending_once() -> type:
-    """Return the HTTP session class for the client: aiohttp's own resends a PUT after a broken connection."""
+    """Return the HTTP session class for the client: aiohttp's own class resends a PUT after a broken connection."""
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
 
     class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:
             session = await super()._get_session(proxy_url)
-            session._retry_connection = False  # aiohttp's own tests do the same; there is no option.
+            session._retry_connection = False  # aiohttp has no option for this; its own tests set this attribute.
             return session
 
     return SendingOnce
@@ -285,7 +285,7 @@ def _short(message: str, key: str) -> StoreError:
 
 
 async def send_part(key: str, request: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """Send one part of a large upload; retries do not send the other parts again."""
+    """Send one part of a large upload; a retry sends only this part again."""
 
     async def once() -> dict[str, Any]:
         try:

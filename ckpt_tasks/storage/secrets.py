@@ -1,7 +1,7 @@
-"""Secrets in options and URLs, and in the messages of clients that repeat them.
+"""Remove secrets from options, URLs, and messages of clients that repeat them.
 
-`Redactor` is used where errors of clients become ours. It knows the secret values that the client was given, so it
-finds them in any message; it also removes what looks like a password in a URL.
+`Redactor` is used where errors of clients become ours. It finds the client's secret values in any message, and also
+removes text that looks like a password in a URL.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SECRET_OPTIONS = frozenset({
 _NAMES_OF_KEYS = frozenset({"key", "aws_access_key_id", "access_key", "client_id", "private_key_id"})
 _PUBLIC_TOKENS = frozenset(
     {"anon", "browser", "cache", "cloud", "google_default"}
-)  # Values of gcsfs' `token` that name a way to log in.
+)  # The values of gcsfs' `token` that name a way to log in.
 _SHORTEST = 4  # A shorter value would match in every text.
 _HIDDEN = "***"
-# In a URL: user and password up to the last @, and everything after the question mark (a signature).
+# In a URL: user and password, up to the last @, and everything after the question mark, such as a signature.
 _IN_URL = re.compile(
     r"""(?<=://)[^\s"'/:@]*:[^\s"']*@|(?<=://)[^/\s@"']*@|[^/\s@:"']+:(?!//)[^\s"']+@|(?<=[\w/])\?[^\s"']+"""
 )
@@ -42,7 +42,7 @@ class ClientError(Exception):
 
 
 class Redactor:
-    """Remove the secrets of some options from texts and errors."""
+    """Remove the secret values of some options from texts and errors."""
 
     def __init__(self, options: Mapping[str, Any]):
         values = {value for name, value in _texts("", options) if _hides(name)}
@@ -58,7 +58,7 @@ class Redactor:
         return without_secrets(text)
 
     def cause(self, error: BaseException) -> ClientError:
-        """Return a ClientError in place of a client's error and all its causes."""
+        """Replace a client's error and all its causes by a ClientError."""
         kind = type(error)
         return ClientError(self.text(f"{kind.__module__}.{kind.__qualname__}: {error}"))
 

@@ -1,11 +1,11 @@
-"""The files of one rank's part of a table: a base with all rows, and deltas with what changed since.
+"""The files of one rank's part of a table: a base with all rows, and deltas with the rows changed since.
 
 Invariants
 
 1. A file never changes. Its number grows along the chain, also after a compaction, so that its name is not used again.
-2. The rows of a file are held in memory until a checkpoint with it is committed. So a save that fails, or is replaced
-   by a newer one, loses nothing: the next save writes its file, too.
-3. A chain goes on only after a checkpoint that is known to have all of its files; otherwise a base begins a new one.
+2. The rows of a file are held in memory until a checkpoint with the file is committed. So a save that fails, or is
+   replaced by a newer one, loses nothing: the next save writes the file, too.
+3. A chain continues only after a checkpoint that is known to have all of its files; otherwise a base begins a new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_DELTAS = 8
 
 
 class FileBytes:
-    """The contents of a file: copied rows, which become its bytes when they are first needed, in the background."""
+    """The contents of a file: copied rows, which are turned into bytes when first needed, in the background."""
 
     def __init__(self, rows: TableRows, slots: Sequence[str]):
         self._rows: TableRows | None = rows
@@ -54,19 +54,19 @@ class TableFile:
         return self.contents is not None or parent in self.homes
 
     def committed(self, checkpoint: str) -> None:
-        """Give the contents up: a checkpoint has them. Training may still follow the one before it."""
+        """Drop the contents, since `checkpoint` has them. Training may still follow the checkpoint before it."""
         self.homes = (*self.homes[-1:], checkpoint)
         self.contents = None
 
 
 class Chain:
-    """The files that together have all rows: a base, then deltas."""
+    """The files that together hold all rows: a base, then deltas."""
 
     def __init__(self, files: Sequence[TableFile] = ()):
         self.files = tuple(files)
 
     def following(self, store: RowStore, parent: str | None) -> Chain:
-        """Return the chain of the next save, whose last file may lack its contents; changes nothing."""
+        """Return the chain for the next save, whose last file may lack its contents yet; change nothing."""
         number = self.files[-1].number + 1 if self.files else 0
         base, deltas = self.files[:1], self.files[1:]
         if not all(file.is_kept(parent) for file in self.files):
@@ -79,7 +79,7 @@ class Chain:
         return Chain([*self.files, TableFile(number, store.changed)])
 
     def take(self, store: RowStore, slots: Sequence[str]) -> None:
-        """Copy the rows of the last file, if it is new."""
+        """Copy the rows of the last file if it is new."""
         file = self.files[-1]
         if file.contents is None and not file.homes:
             file.contents = FileBytes(store.all() if len(self.files) == 1 else store.delta(), slots)
@@ -87,7 +87,7 @@ class Chain:
 
 
 def merged(files: Sequence[TableRows], keep: Callable[[Ids], npt.NDArray[np.bool_]]) -> list[TableRows]:
-    """Return what the files of one chain have together: of each id to `keep` the newest row, unless it was deleted."""
+    """Merge the files of one chain: return the newest row of each id to `keep`, except deleted ids."""
     ids = np.concatenate([file.ids for file in files])
     _, newest = np.unique(ids[::-1], return_index=True)
     chosen = np.zeros(len(ids), np.bool_)

@@ -1,4 +1,4 @@
-"""Optimizers of a lookup table: each changes the rows of a batch and their slots, and no other row.
+"""Optimizers of a lookup table: each changes the rows of a batch and their slots, and no other rows.
 
 The formulas are those of torch's SGD, Adagrad and SparseAdam for sparse gradients. `update` counts the table's updates
 from 1 on, whichever rows they changed. A rule is state: a checkpoint has its options.
@@ -17,18 +17,18 @@ from ckpt_tasks.layout.tables import Floats
 
 
 class Rule(Protocol):
-    """How a table's rows follow their gradients; `slots` names the values that it keeps beside each row."""
+    """An update rule of a table's rows by their gradients; `slots` names the values that it keeps beside each row."""
 
     slots: ClassVar[tuple[str, ...]]
     lr: float
 
     def apply(self, update: int, row: Floats, slots: Sequence[Floats], gradient: Floats) -> None:
-        """Change rows and their slots in place."""
+        """Update rows and their slots in place."""
 
 
 @dataclass(kw_only=True)
 class SGD:
-    """Subtract the gradient, `lr` times; without slots."""
+    """Subtract `lr` times the gradient; has no slots."""
 
     slots: ClassVar[tuple[str, ...]] = ()
     lr: float = 0.01
@@ -54,7 +54,7 @@ class Adagrad:
 
 @dataclass(kw_only=True)
 class Adam:
-    """Follow the moving means of gradient and squared gradient; those of a row that is not in the batch stay."""
+    """Follow the moving averages of the gradient and its square; rows outside the batch keep theirs."""
 
     slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     lr: float = 0.001

@@ -1,6 +1,6 @@
-"""Which rank has an id, and the exchange of ids and rows between ranks.
+"""Which rank holds an id, and how ranks exchange ids and rows.
 
-An id's rank is its hash modulo the number of ranks. gloo lacks all_to_all of lists, and has all_to_all_single.
+The rank of an id is its hash modulo the number of ranks. gloo lacks all_to_all of lists, but has all_to_all_single.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt_tasks.tables.rows import mixed
 
 
 def owners(ids: Ids, world_size: int) -> Ids:
-    """Return the rank that has each id."""
+    """Return the rank that holds each id."""
     return (mixed(ids) % np.uint64(world_size)).astype(np.int64)
 
 
@@ -31,7 +31,7 @@ class Shards:
         self.size = 1 if alone else dist.get_world_size(group)
 
     def ask(self, ids: Ids) -> Asked:
-        """Send each id to its rank; every rank has to call it."""
+        """Send each id to the rank that holds it; every rank must call this."""
         owner = owners(ids, self.size)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=self.size)
@@ -39,11 +39,11 @@ class Shards:
         return Asked(self._exchange(ids[order], sent, got), order, sent, got)
 
     def send(self, values: npt.NDArray[np.float64], asked: Asked) -> npt.NDArray[np.float64]:
-        """Send the values of ids that were asked for to their ranks, which get them in the order of `asked.ids`."""
+        """Send values of requested ids to the ranks that hold them, which get them in the order of `asked.ids`."""
         return self._exchange(values[asked.order], asked.sent, asked.got)
 
     def answer(self, rows: Floats, asked: Asked) -> Floats:
-        """Send rows of `asked.ids` back; return the rows of the ids that this rank asked for, in its order."""
+        """Send rows of `asked.ids` back; return the rows of the ids that this rank requested, in its order."""
         came = self._exchange(rows, asked.got, asked.sent)
         answered = np.empty_like(came)
         answered[asked.order] = came
@@ -61,7 +61,7 @@ class Shards:
 
 
 class Asked(NamedTuple):
-    """The ids that ranks ask this one for, rank after rank, and how this rank's own were sent."""
+    """The ids that ranks request from this one, rank after rank, and how this rank sent its own requests."""
 
     ids: Ids
     order: Ids

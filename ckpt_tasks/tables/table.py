@@ -1,8 +1,8 @@
 """A lookup table: ids → rows and optimizer slots, as an nn.Module.
 
-The rows are in host memory, outside of autograd: a forward pass copies those of its batch, and the gradients of a
-batch wait until `step` gives them to their rows. Gradients of one id are added as float64, in the order of the passes,
-the ranks and the places in the batch, and rounded once.
+The rows are in host memory, outside of autograd: a forward pass copies the rows of its batch, and the gradients of a
+batch wait until `step` applies them. Gradients of one id are added as float64, in the order of passes, ranks and
+positions in the batch, and rounded once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_NUMBERS = 1 << 16
 
 
 class _Batch(NamedTuple):
-    """The gradients of one forward pass: its number, its ids, each once, and the sum of the gradients of each."""
+    """The gradients of one forward pass: its number, its distinct ids, and the sum of the gradients of each id."""
 
     number: int
     ids: Ids
@@ -45,11 +45,11 @@ class LookupTable(nn.Module):
 
     `slots` is the optimizer, a rule of `ckpt_tasks.tables.rules` (SGD, Adagrad, Adam): it says which values are kept
     beside each row. Call `step()` after backward; it changes the rows of the batches since the last call, and no other.
-    A new id begins with a row that follows from the id and `seed`, uniform within ±`spread` (default: dim ** -0.5).
-    In eval mode an unknown id gets that row, and the table does not grow.
+    A new id gets a row that depends on the id and `seed`, uniform within ±`spread` (default: dim ** -0.5). In eval mode
+    an unknown id gets that row, and the table does not grow.
 
-    With torch.distributed every rank has the ids whose hash is its own, and each forward pass and `step` is a
-    collective of all ranks: the rows are as if one process had the batches of all ranks, with gradients averaged over
+    With torch.distributed every rank holds the ids whose hash belongs to it, and each forward pass and `step` is a
+    collective of all ranks: the result is as if one process had the batches of all ranks, with gradients averaged over
     the ranks as DistributedDataParallel does. In a state the table is a group of its own::
 
         state = {"model": model, "users": model.users}
@@ -79,7 +79,7 @@ class LookupTable(nn.Module):
             raise ConfigError(f"slots is one of {', '.join(RULES)}, not {rule!r:.40}", hint=hint)
         self.dim, self.seed, self.rule = dim, seed, rule
         self.spread = dim**-0.5 if spread is None else float(spread)
-        self.updates = 0  # Calls of `step` so far.
+        self.updates = 0  # The number of calls of `step` so far.
         self.store = RowStore(dim, len(rule.slots))
         self.chain = Chain()
         self.shards = Shards(process_group)
@@ -88,16 +88,16 @@ class LookupTable(nn.Module):
 
     @property
     def count(self) -> int:
-        """The number of ids that this rank has."""
+        """The number of ids that this rank holds."""
         return self.store.count
 
     @property
     def ids(self) -> torch.Tensor:
-        """The ids that this rank has, sorted."""
+        """The ids that this rank holds, sorted."""
         return torch.from_numpy(np.sort(self.store.ids[self.store.used]))
 
     def extra_repr(self) -> str:
-        """Say what the table is, for print(model)."""
+        """Describe the table for print(model)."""
         return f"{self.dim}, slots={self.rule}, count={self.count}"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ class LookupTable(nn.Module):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Change the rows of all batches whose gradients came since the last call; with many ranks a collective."""
+        """Apply the gradients that came since the last call to their rows; with many ranks this is a collective."""
         batches, self._waiting[:] = sorted(self._waiting, key=lambda batch: batch.number), []
         self.updates += 1
         ids, sums = _summed(
@@ -146,7 +146,7 @@ class LookupTable(nn.Module):
         self._waiting.clear()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return nothing as a part of a module; raise StateError of the table alone: who asks would lose its rows."""
+        """Return nothing as part of a module; raise StateError for the table alone, whose rows would be lost."""
         if not args and "destination" not in kwargs:
             hint = "Give the table itself to a Checkpointer: state={..., 'users': users}."
             raise StateError("the rows of a LookupTable are in no state_dict", hint=hint)
@@ -154,7 +154,7 @@ class LookupTable(nn.Module):
 
     @checked
     def delete(self, ids: torch.Tensor) -> int:
-        """Delete ids and return how many this rank had; with many ranks give the same ids on each."""
+        """Delete ids and return how many this rank had; with many ranks, pass the same ids on each."""
         return self.store.delete(ids.reshape(-1).tolist())
 
     @checked
@@ -164,7 +164,7 @@ class LookupTable(nn.Module):
         return self.store.delete(self.store.ids[used[self.store.steps[used] <= self.updates - updates]].tolist())
 
     def _rows(self, ids: Ids) -> Floats:
-        """Return the rows of ids of this rank, several times where ranks ask for the same id; add the new ones."""
+        """Return the rows of this rank's ids, repeated if several ranks request an id; add missing ones."""
         places = self.store.find(ids)
         if (places >= 0).all():
             return self.store.values[0][places]
@@ -180,7 +180,7 @@ class LookupTable(nn.Module):
 
 
 def settings_of(table: LookupTable) -> dict[str, Any]:
-    """Return what a table is apart from its rows."""
+    """Return the settings of a table: everything except its rows."""
     return {
         "dim": table.dim,
         "rule": type(table.rule).__name__,
@@ -195,7 +195,7 @@ def settings_of(table: LookupTable) -> dict[str, Any]:
 
 
 def replace_all(table: LookupTable, settings: Mapping[str, Any], store: RowStore, chain: Chain) -> None:
-    """Replace all that a table is by what a checkpoint has; only by assignments, so that nothing can fail."""
+    """Replace the settings, rows and files of a table; only by assignments, so that nothing can fail."""
     options = settings["options"]
     for field in fields(table.rule):  # type: ignore[arg-type]
         setattr(table.rule, field.name, options.get(field.name, getattr(table.rule, field.name)))
@@ -205,17 +205,17 @@ def replace_all(table: LookupTable, settings: Mapping[str, Any], store: RowStore
 
 
 class _Taken(torch.autograd.Function):
-    """Hand rows out of a table, and put their gradients where `step` finds them."""
+    """Return rows of a table in the forward pass; in the backward pass collect their gradients for `step`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, waiting: list[_Batch], batch: Any) -> torch.Tensor:
-        """Return the rows; `batch` is the pass's number, its ids, and the place of each row's id among them."""
+        """Return the rows; `batch` is the number of the pass, its ids, and for each row the index of its id."""
         ctx.waiting, ctx.batch = waiting, batch
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Add the gradients of each id."""
+        """Collect the gradient of each id."""
         number, ids, places = ctx.batch
         flat = gradients[0].detach().cpu().reshape(len(places), gradients[0].shape[-1]).double().numpy()
         ctx.waiting.append(_Batch(number, ids, _sums(places, flat)))
@@ -223,13 +223,13 @@ class _Taken(torch.autograd.Function):
 
 
 def _summed(ids: Ids, values: npt.NDArray[np.float64]) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return each id once, with the sum of its values."""
+    """Return the distinct ids, and the sum of the values of each."""
     once, places = np.unique(ids, return_inverse=True)
     return once, _sums(places.reshape(-1), values)
 
 
 def _sums(places: Ids, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Add the values that go to each place, 0 to the last one, in their order."""
+    """Add the values of each index, from 0 to the last one, in their order."""
     if not len(places):
         return values
     order = np.argsort(places, kind="stable")

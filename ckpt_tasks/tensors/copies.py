@@ -29,7 +29,7 @@ class _Wanted(NamedTuple):
 class Copies:
     """Copies into live tensors: collected, checked, and then made all at once.
 
-    `bind` reserves a live tensor for a stored one; `home` finds it again for a second reference to the stored tensor.
+    `bind` reserves a live tensor for a stored one; `home` finds it for another reference to the same stored tensor.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Copies:
         self._offered: list[tuple[torch.Tensor, str]] = []
 
     def offer(self, live: torch.Tensor, key: str) -> None:
-        """Offer a live tensor as the target of a stored one; it is bound only if a plain value needs it."""
+        """Offer a live tensor as the target of a stored one; it is reserved only if a plain value needs it."""
         self._offered.append((live, key))
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
@@ -64,7 +64,7 @@ class Copies:
         return self._homes.get(key)
 
     def shared(self, ref: TensorRef, device: torch.device | None) -> Any:
-        """Return a live value that shares the memory of a ref's tensor, on `device` (None: any), or None."""
+        """Return a live value that shares the memory of the ref's tensor, on `device` (None: any), or None."""
         home = self.home(ref.key)
         if home is None or (device is not None and home.device != device):
             return None
@@ -75,7 +75,7 @@ class Copies:
         return home.detach() if home.requires_grad else None
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
-        """Reserve a container for its new contents; return False if another path needs other contents in it."""
+        """Reserve a container for its new contents; return False if another reference to it needs other contents."""
         first = self._contents.setdefault(id(container), tree)
         return first is tree or _contents(first, stored) == _contents(tree, stored)
 
@@ -105,7 +105,7 @@ class Copies:
         return [(live, key) for _, live, key in self._wanted]
 
     def write(self) -> None:
-        """Make the copies."""
+        """Copy the stored values into the live tensors."""
         wanted, self._wanted = self._wanted, []
         self._source.copy([(live, key) for _, live, key in wanted])
 
@@ -115,7 +115,7 @@ class Copies:
             self.bind(live, key)
 
     def _check(self, cluster: list[_Wanted]) -> None:
-        """Write the values into scratch memory of the same layout; raise if some cannot be read back."""
+        """Write the values into scratch memory with the same overlaps; raise if some cannot be read back."""
         base = cluster[0].live.data_ptr() & ~(_ALIGNED - 1)
         size_bytes = max(wanted.live.data_ptr() + _extent(wanted.live) for wanted in cluster) - base
         scratch = torch.zeros(size_bytes + _ALIGNED, dtype=torch.uint8)
@@ -141,13 +141,13 @@ def _shown(live: torch.Tensor) -> Any:
 
 
 def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return the value as a live tensor's memory holds it: conjugated or negated for a view with that flag."""
+    """Return a value as a live tensor's memory holds it: conjugated or negated if the live tensor is such a view."""
     value = value.conj_physical() if live.is_conj() else value
     return -value if live.is_neg() else value
 
 
 def _contents(tree: Any, stored: Stored) -> str:
-    # Compare texts, in which NaN equals itself and 1 differs from True. Empty tensors share no memory.
+    # Compare texts: there NaN equals itself, and 1 differs from True. Empty tensors share no memory.
     contents = repr(tree)
     for ref in tensor_refs(tree):
         contents = contents if all(stored[ref.key][1]) else contents.replace(repr(ref), repr(stored[ref.key]))

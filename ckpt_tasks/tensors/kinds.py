@@ -1,8 +1,8 @@
 """Values that a tree holds in parts (Typed in format/tree.py): each row of KINDS takes one kind apart and rebuilds it.
 
-The class of a named tuple or an Enum is stored by name and never imported. A restore takes the class of the value that
-it replaces, or else the class of that name in a module that the program has imported, and only if it still fits: a
-named tuple with these fields, or an Enum with these members. None of its code runs.
+The class of a named tuple or an Enum is stored by name and never imported. A restore uses the class of the value that
+it replaces, or else the class of that name in a module that the program has already imported, and only if it still
+fits: a named tuple with these fields, or an Enum with these members. No code of the class runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INDICES = {
 }
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _MOST_POOL = 1024
-# Classes of tensors that are made of others, torchao's moments of few bits: `__tensor_flatten__` gives all of them.
+# Tensor classes made of other tensors, which `__tensor_flatten__` returns completely: torchao's moments of few bits.
 _WRAPPERS = {f"torchao.optim.subclass_{bits.lower()}:OptimState{bits}" for bits in ("4bit", "8bit", "Fp8")}
 _OF_TORCH: dict[str, Any] = {"device": torch.device, "size": torch.Size}
 _OF_NUMPY = {name: np.dtype(name).type for name in NUMBERS}
@@ -49,7 +49,7 @@ Taken = tuple[Head, dict[str, Any]]
 
 
 class ValueKind(NamedTuple):
-    """A kind of value: how it is taken apart into a head and live parts, and rebuilt from a tree and new parts.
+    """A kind of value: how it is taken apart into a description and live parts, and rebuilt from a tree and new parts.
 
     `types` are its exact types; `has` recognises a value of a kind with many types. `place`: the parts share the
     value's own memory or items, so a restore can write into them. `reads`: the result depends on the values of the
@@ -66,7 +66,7 @@ class ValueKind(NamedTuple):
 
 
 def kind_of_value(value: Any) -> str | None:
-    """Return the tag of a value that is taken apart; None for any other value."""
+    """Return the tag of a kind of value that has parts; None for any other value."""
     tag = _TAGS.get(type(value))
     return tag or next((tag for tag, has in _FAMILIES if has(value)), None)
 
@@ -219,7 +219,7 @@ def _build_wrapper(head: Head, parts: dict[str, Any], live: Any) -> Any:
         )
     try:
         return kind.__tensor_unflatten__(parts, parts.pop(""))
-    except AssertionError as error:  # It checks the dtypes of its parts.
+    except AssertionError as error:  # The constructor checks the dtypes of its parts.
         raise ValueError(f"no {kind.__name__}") from error
 
 
@@ -275,7 +275,7 @@ def _is_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and _path_of(type(value)) in _WRAPPERS
 
 
-# One row for each kind, in the order in which `has` is called; format/tree.py has its tag and first format version.
+# One row for each kind, in the order in which `has` is called; format/tree.py has the tag and the first format version.
 KINDS = {
     "~quantized": ValueKind(_take_quantized, _build_quantized, has=_is_quantized, reads=True),
     "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),

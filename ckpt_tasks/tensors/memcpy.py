@@ -13,14 +13,14 @@ import torch
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.process.processes import start_thread
 
-LARGE_BYTES = 64 << 10  # Smaller tensors are not worth their own call.
+LARGE_BYTES = 64 << 10  # A smaller tensor is not worth a call of its own.
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
 THREADS = max(
     2, min(8, os.cpu_count() or 2)
 )  # Two threads nearly saturate a small machine's memory; a server can use more.
 
-Move = tuple[int, int, int]  # Bytes in memory: target address, source address, count.
+Move = tuple[int, int, int]  # A copy of bytes in memory: target address, source address, count.
 
 
 @torch.no_grad()
@@ -61,14 +61,14 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
         return
     started: list[threading.Thread] = []
     try:
-        with suppress(StoreError):  # No more threads can be started: this one makes all copies.
+        with suppress(StoreError):  # If no more threads can be started, this one makes all copies.
             for _ in range(THREADS - 1):
                 thread = start_thread(_move, shared, name="ckpt-copy")
                 started.append(thread)
         yield shared
     finally:
         for other in started:
-            other.join()  # Now the caller may use the memory.
+            other.join()  # The caller may use the memory only when all threads have ended.
 
 
 def _move(moves: Iterable[Move]) -> None:

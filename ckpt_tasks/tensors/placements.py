@@ -1,11 +1,11 @@
 """Which part of a whole tensor this rank holds. The only module that knows DTensor.
 
-A rank's part is a box. A dimension that several mesh dimensions cut is cut from left to right, by torch's rule: chunks
-of equal extent, the last ones shorter or empty. A rank's chunk follows from its number in the process group of the mesh
-dimension, in which torch sorts the ranks; the mesh may list them in another order. If FSDP cut a tensor that tensor
-parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For these
-torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed here
-and compared with the extent of the part itself; if they do not agree, the part is refused.
+A rank's part is a box. If several mesh dimensions cut one dimension, they cut it from left to right, by torch's rule:
+parts of equal extent, the last ones shorter or empty. The part of a rank depends on its number in the process group of
+the mesh dimension, where torch sorts the ranks; the mesh may list them in another order. If FSDP cut a tensor that
+tensor parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For
+these torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed
+here and compared with the extent of the part itself; if they do not agree, the part is refused.
 
 Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
 """
@@ -70,7 +70,7 @@ class Share(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """What tensors of one placement share: a share; a box that goes to a rank by its key; the offset of a replica."""
+    """Common to tensors of one placement: a share, a box assigned to a rank by its key, the offset of a replica."""
 
     share: Share | None
     dealt: Place | None
@@ -104,7 +104,7 @@ def is_sharded(value: Any) -> bool:
     """Return True if a value is a DTensor; imports nothing."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
-        return False  # The usual case, up to 10⁵ times.
+        return False  # This is the usual case, up to 10⁵ times.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -117,12 +117,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
     """Return pairs with this rank's part in place of every DTensor."""
     if "torch.distributed.tensor" not in sys.modules:
-        return pairs  # There may be 10⁵.
+        return pairs  # There may be 10⁵ pairs.
     return [(local_of(tensor), key) for tensor, key in pairs]
 
 
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
-    """Return the place of this rank's part of a tensor; a plain tensor is whole on every rank of the world.
+    """Return the place of this rank's part in a tensor; every rank of the world holds a plain tensor whole.
 
     Raises UnsupportedStateError with the key if the position cannot be proved.
     """
@@ -161,7 +161,7 @@ def _place_in(
             begin = min(extent[dim], mesh.get_local_rank(mesh_dim) * chunk)
             offset[dim] += begin
             extent[dim] = min(chunk, extent[dim] - begin)
-    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch has many shapes for an empty part.
+    if local != tuple(extent) and math.prod(local) + math.prod(extent):  # torch gives an empty part many shapes.
         why = f"a tensor whose part has the shape {local} where its placements {placements} say {tuple(extent)}"
         raise UnsupportedStateError(f"{why} cannot be stored", hint=_ORDER)
     return Place(shape, Box(tuple(offset), tuple(extent)), *_replica(mesh, rank, placements, coordinate))
@@ -169,7 +169,7 @@ def _place_in(
 
 @lru_cache(maxsize=64)
 def _is_regular(mesh: Any) -> bool:
-    """Return True if a rank's number in its sorted group follows from its coordinate in that mesh dimension alone."""
+    """Return True if a rank's number in its sorted group depends only on its coordinate in that mesh dimension."""
     for n, m in permutations(range(mesh.ndim), 2):
         places = mesh.mesh.argsort(n).argsort(n)
         if bool((places != places.narrow(m, 0, 1)).any()):
@@ -258,7 +258,7 @@ def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
     for name, parameter in module.named_parameters():
         if is_sharded(parameter) and id(parameter) in of_fsdp | of_plan:
             shape, placements = parameter.device_mesh.shape, parameter.placements  # type: ignore[attr-defined]
-            # fully_shard takes the first dimension of the mesh, or two of which the first one replicates.
+            # fully_shard uses the first mesh dimension, or two of which the first one replicates.
             data = 1 + placements[0].is_replicate() if id(parameter) in of_fsdp else 0
             degree = max(degree, math.prod(shape[:data]))
             if math.prod(shape[data:]) > 1 and (data or not all(one.is_replicate() for one in placements)):

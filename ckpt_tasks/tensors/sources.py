@@ -1,4 +1,4 @@
-"""Where a restore takes tensors from (a checkpoint, or memory), and how it makes new ones."""
+"""Where a restore gets its tensors (a checkpoint, or memory), and how it makes new tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorSource(Protocol):
         """Return the verified values at once, on the CPU; the caller must not change them."""
 
     def fill(self, into: torch.Tensor, key: str) -> None:
-        """Request that a new tensor, which the program cannot see yet, is filled by `fetch`."""
+        """Request that `fetch` fills a new tensor, which the program cannot see yet."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
         """Fill requested tensors; verify all others and `pairs` (for `copy`). Raises IntegrityError or StoreError."""
@@ -52,7 +52,7 @@ class HeldTensors:
         self.copy([(into, key)])
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fetch nothing, since all tensors are held in memory."""
+        """Do nothing: all tensors are already in memory and verified."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
@@ -90,7 +90,7 @@ class Maker:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
-        # An array and a tensor may share memory.
+        # Forget the flag `array`: an array and a tensor may share memory.
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)
         if (plain, device) not in self._made:
             self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)

@@ -14,13 +14,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-_BITS = (np.random.Generator, np.random.BitGenerator)  # Both have a bit generator, and the seeds of their children.
+_BITS = (np.random.Generator, np.random.BitGenerator)  # Both have a bit generator, and the seeds of spawned generators.
 GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.random.SeedSequence)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore every stream of the process at the end of the block: it runs foreign code that may draw numbers.
+    """Restore every stream of the process at the end of a block that runs foreign code, which may draw numbers.
 
     Numbers that other threads draw meanwhile are drawn again later: wrap only the code that needs it.
     """
@@ -76,7 +76,7 @@ def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
 
 def process_streams(wanted: Any = ()) -> dict[str, Any]:
     """Return the generators of the process by name, including those of the `wanted` devices."""
-    # The objects behind the module-level functions of random and numpy.random.
+    # These objects are behind the module-level functions of random and numpy.random.
     streams: dict[str, Any] = {
         "python": random.getstate.__self__,  # type: ignore[attr-defined]
         "numpy": np.random.get_state.__self__,  # type: ignore[attr-defined]
@@ -92,13 +92,13 @@ def process_streams(wanted: Any = ()) -> dict[str, Any]:
 
 
 def _in_use(device: int) -> bool:
-    # If a process sees eight devices but uses one, a host with one can resume it.
+    # Save only streams of used devices: a process that sees eight may resume on a host with one.
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(device))
 
 
 def generator_type(generator: Any) -> str:
-    """Name a generator's type as a checkpoint does."""
+    """Name a generator's type as checkpoints do."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, np.random.Generator):
@@ -129,7 +129,7 @@ def set_stream(generator: Any, state: Any) -> None:
         generator.set_state(state)
     elif isinstance(generator, np.random.SeedSequence):
         generators_state = state["seeds"].__reduce__()[2]
-        cast("Any", generator).__setstate__(generators_state)  # Set it in place: several generators may have this seed.
+        cast("Any", generator).__setstate__(generators_state)  # Set the seed in place: several generators may share it.
     elif isinstance(generator, _BITS):
         bits: Any = getattr(generator, "bit_generator", generator)
         bits.state = state

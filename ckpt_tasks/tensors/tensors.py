@@ -1,6 +1,6 @@
 """One tensor: whether it can be stored, which tensors share its memory, how it is copied and restored.
 
-Strides. A checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
+Strides: a checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
 (transposed, channels_last) gets its old strides, and an expanded one is expanded again; a slice becomes dense. A
 restore into an existing tensor keeps that tensor's strides.
 """
@@ -45,14 +45,14 @@ class RankRule(Enum):
 
 
 class ConstantTensor(torch.Tensor):
-    """A tensor whose values nobody changes while it is referenced, as those of a JAX array: a save copies it later.
+    """A tensor that nobody changes while it is referenced, like a JAX array's; a save may copy it later.
 
     Make one with `tensor.as_subclass(ConstantTensor)`.
     """
 
 
 class TensorSet:
-    """Collect live tensors by their full keys, and every piece of memory once.
+    """Collects live tensors by their full keys, and every piece of memory only once.
 
     `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
     only one is stored: the second refers to the first one's key.
@@ -114,7 +114,7 @@ class TensorSet:
         if flag:
             tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
-            # Conjugation and sign are flags of the view; the bytes do not show them.
+            # A view's flags conjugate or negate it, and its bytes do not show that.
             tensor = tensor.resolve_conj().resolve_neg()
         known = _identity(tensor, tensor)
         first = self._first(tensor, tensor, key, known)
@@ -151,7 +151,7 @@ class TensorSet:
         return first
 
     def _is_undivided(self, tensor: torch.Tensor, local: torch.Tensor, key: str, world: World) -> bool:
-        """Add a tensor that the ranks do not divide among themselves; return False if they do."""
+        """Add a tensor that the ranks do not divide among themselves; return False if they divide it."""
         whole, held = local is tensor, local.detach() if local.requires_grad else local
         if self._rule is RankRule.BY_RANK:
             self.tensors[key] = held
@@ -187,7 +187,7 @@ def _refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
     ):
-        return  # Nearly all of up to 10⁵ tensors end here.
+        return  # Nearly all of up to 10⁵ tensors return here.
     reason, hint = _unsupported(tensor, exact=exact)
     if reason:
         raise UnsupportedStateError(f"{reason} cannot be stored", key=key, hint=hint)
@@ -218,22 +218,22 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
 
 @cache
 def _holds_its_data(kind: type) -> bool:
-    # If a subclass changes neither operators nor where its values are, its bytes are all of it.
+    # The bytes of a subclass are all of it if it changes neither operators nor the location of its values.
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # type: ignore[attr-defined]
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in _FUNCTIONS  # type: ignore[attr-defined]
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return which memory a tensor shows and how; None if it has no memory."""
+    """Return a key for the memory that a tensor shows and for its form; None if it has no memory."""
     return _identity(tensor, local_of(tensor))
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | None:
-    pointer = local.data_ptr()  # The pointer is 0 if there are no elements.
+    pointer = local.data_ptr()  # The pointer is 0 if the tensor has no elements.
     if not pointer:
         if local is tensor:
             return None
-        # Other ranks have elements and see that tensors are tied; this rank must see the same.
+        # Other ranks have elements and see whether tensors are tied; this rank must get the same result.
         return local.untyped_storage(), tensor.dtype, tensor.shape, None
     steps = None if local.is_contiguous() else local.stride()
     return pointer, tensor.dtype, tensor.shape, steps
@@ -295,7 +295,7 @@ def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.
 
 
 def _sane(ref: TensorRef, steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
-    # Strides decide how much memory is allocated: never more than the values need.
+    # Strides decide how much memory is allocated: never allocate more than the values need.
     if len(steps) != source.dim() or any(step < 0 for step in steps):
         raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}", key=ref.key)
     if sum((size - 1) * step for size, step in zip(source.shape, steps, strict=True)) > max(source.numel() - 1, 0):
@@ -314,14 +314,14 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         steps = None if target.is_contiguous() else target.stride()
         to = target.detach() if steps is None else expanded(target.detach(), steps)
         values = source if steps is None else expanded(source, steps)
-        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into these.
+        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into such views.
             to.copy_(values)
             continue
         into.append(to)
         out_of.append(values)
     copy_tensors(into, out_of)
     for target in into:
-        torch.autograd.graph.increment_version(target)  # autograd does not see a memcpy.
+        torch.autograd.graph.increment_version(target)  # autograd does not notice a memcpy.
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -344,7 +344,7 @@ def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str 
 
 
 def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
-    """View a tensor in a file's bytes; copy it if its dtype is complex and the bytes are not aligned for that."""
+    """View the bytes of a tensor in a file; copy them if its dtype is complex and they are not aligned for it."""
     shape = tuple(shape)
     stored = STORED_DTYPES[dtype]
     count = math.prod(shape) * math.prod(stored.suffix)

@@ -1,4 +1,4 @@
-"""Nested values: from live values to a tree with a TensorRef for every tensor, and back.
+"""Nested values: turned into a tree with a TensorRef for every tensor, and back.
 
 A tree (`format/tree.py`) holds plain values only. `pack` copies every container, so that a tree does not change while
 training continues; tensors and arrays are collected, not copied. `unpack` makes the value again, type by type.
@@ -96,7 +96,7 @@ def _taken(value: Any, path: str, *, key: bool = False) -> tuple[str, tuple[Any,
 
 
 def _part(key: Any, number: int) -> str:
-    # A part of a tensor's name: readable, and only with characters that a file's header can hold.
+    # A part of a tensor's name: readable, and with characters that a file's header can hold.
     if type(key) is str and len(key) <= 200 and (key.isascii() or _is_text(key)):
         return key
     return str(key) if type(key) in (int, bool) else f"item{number}"
@@ -112,13 +112,13 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    # A tree has equal hashes, too.
+    # A tree would have equal hashes as well.
     tag, head, parts = _taken(key, path, key=True)
     return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
 
 
 def is_scalar(value: Any) -> bool:
-    """Return True if a value, live or in a tree, is stored as itself: its type is in SCALARS, it has no parts."""
+    """Return True if a value, live or in a tree, is stored as itself: its type is in SCALARS, and it has no parts."""
     return type(value) in SCALARS
 
 
@@ -139,7 +139,7 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def parts_of(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a tree, each with its live key, position or name."""
+    """Return the parts of a tree, each with its key as a live value, its position or its name."""
     if type(tree) in MAPPINGS:
         return ((_unpack_key(key), part) for key, part in tree.items())
     return children(tree)
@@ -162,7 +162,7 @@ def has_memory(value: Any) -> bool:
 
 
 def in_place(value: Any) -> bool:
-    """Return True if a restore can write into the value itself, so that its container needs no new item."""
+    """Return True if a restore can write into the value itself, and does not assign to its container."""
     if type(value) is np.ndarray:
         return value.flags.writeable and (_is_ordinary(value) or value.flags.c_contiguous)
     return has_memory(value) or isinstance(value, REFILLED)
@@ -173,7 +173,7 @@ def _has_place(tag: str, value: Any) -> bool:
 
 
 def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
-    """Return the parts of the live value that a tree replaces, if it is of the tree's kind."""
+    """Return the parts of the live value that a tree will replace, if it is of the tree's kind."""
     kind, own = type(tree), type(live)
     if kind in MAPPINGS:
         return live if own in MAPPINGS else {}
@@ -187,7 +187,7 @@ def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
 
 
 def unpack(tree: Any, make: Callable[..., Any], live: Any = None) -> Any:
-    """Turn a tree into the value.
+    """Turn a tree into the value that it describes.
 
     `make(ref, there, now=…)` returns the tensor or array for a ref; if `now`, it must have its values at once. `there`
     is the value at the ref's place in `live`, an object of a similar structure, or None. Raises IntegrityError if the
@@ -197,7 +197,7 @@ def unpack(tree: Any, make: Callable[..., Any], live: Any = None) -> Any:
 
 
 def finished(tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
-    """Make the value of a tree of its parts, which were made; `live` is at its place, and has the parts `within`."""
+    """Build the value of a tree from its restored parts; `live` is the value at its place, with the parts `within`."""
     kind = type(tree)
     if kind in MAPPINGS or kind in SEQUENCES:
         return like(tree, content if kind in MAPPINGS else content.values())
@@ -211,7 +211,7 @@ def rebuilt(
     finish: Callable[[Any, Mapping[Any, Any], Any, Mapping[Any, Any]], Any] = finished,
     place: tuple[Any, ...] = (),
 ) -> Any:
-    """Turn a tree into the value, by `tensor(ref, live, place, now=…)` for each ref and `finish` for all else."""
+    """Turn a tree into its value: call `tensor(ref, live, place, now=…)` for each ref, and `finish` for all else."""
     kind = type(tree)
     if kind in SCALARS:
         return tree

@@ -1,1 +1,1 @@
-"""Verify, retain, prune."""
+"""Verify a run, apply its retention policy, and prune."""

@@ -1,7 +1,7 @@
 """Prune as the owner: decide, verify one checkpoint that stays, retire, delete, sweep.
 
-The entry that commits a checkpoint also retires what may go then (`with_commit`). Deleting follows after the commit, in
-a thread of its own: a save is done when it is committed, and errors of the prune are logged.
+The entry that commits a checkpoint also retires those that may go (`with_commit`). Their objects are deleted after the
+commit, in a thread of its own: a save is done when it is committed, and errors of the prune are only logged.
 
 Invariants
 
@@ -39,14 +39,14 @@ from ckpt_tasks.upkeep.upkeep import (
     verify_checkpoint,
 )
 
-_MOST_ORPHANS = 20_000  # An entry takes this many, of 100 bytes each; the next prune takes more.
-_MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all.
+_MOST_ORPHANS = 20_000  # An entry takes this many, of 100 bytes each; the next prune takes the rest.
+_MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all of them.
 _log = logging.getLogger("ckpt_tasks")
 _T = TypeVar("_T")
 
 
 class Pruner:
-    """Prune for one owner; remember which checkpoints are known to be good and which retired objects are deleted.
+    """Prunes for one owner; remembers which checkpoints are known to be good and which retired objects are deleted.
 
     `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
     next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait until the
@@ -72,7 +72,7 @@ class Pruner:
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
-        """Return a verdict on each checkpoint; `going_on_from` is the digest of the one in use by training."""
+        """Return a verdict on each checkpoint; training continues from the one with the digest `going_on_from`."""
         return self._plan(self._history.head().state, going_on_from)
 
     def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
@@ -94,21 +94,21 @@ class Pruner:
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted, named=self.named)
-        except CkptError:  # For example a listing fails: the prune after the commit meets that too, and logs it.
+        except CkptError:  # Ignore a failed listing, for example: the prune after the commit meets it too, and logs it.
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
-        """Sweep for leftovers of dead owners again: the directory had another owner in the meantime."""
+        """Sweep the leftovers of dead owners again, because the directory had another owner meanwhile."""
         self._swept = False
 
     # ── in the background, after a commit ────────────────────────────────────────────────────────────────────
 
     def follow(self, owner: Owner, state: State) -> None:
-        """Prune soon, in the background, after the commit of `state`; errors are logged, and retried after the next."""
+        """Prune soon, in the background, after the commit of `state`; log errors, and retry after the next commit."""
         self._behind.request((owner, state))
 
     def finish(self, limit_s: float) -> None:
-        """Wait at most `limit_s` for the prune after the last commit; the next owner does the rest."""
+        """Wait at most `limit_s` for the prune after the last commit; leave the rest to the next owner."""
         self._behind.finish(limit_s)
 
     def cancel(self, limit_s: float) -> None:
@@ -124,12 +124,12 @@ class Pruner:
             with self._one:
                 newest = state.live[-1].manifest_digest
                 if self._swept and all(v.keep for v in plan_prune(state, self.policy, restored_from=newest)):
-                    # The commit has retired everything: no more requests are needed.
+                    # The commit has retired everything that may go: no more requests are needed.
                     self._delete(state.retired, self._behind.check)
                 else:
                     self._prune(owner, self._newest(owner, math.inf), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
-            return  # Cancelled or fenced: the next save will raise.
+            return  # It was cancelled or fenced; the next save will raise.
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
             if not self._failed:
                 _log.warning("Older checkpoints were not removed (%s); this is tried again after each save", error)
@@ -140,7 +140,7 @@ class Pruner:
     # ── a prune ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, owner: Owner, going_on_from: str | None) -> list[Verdict]:
-        """Remove what the policy no longer keeps and what dead attempts left; return a verdict on each checkpoint.
+        """Remove checkpoints that the policy does not keep, and leftovers of dead attempts; return a verdict on each.
 
         Raises FencedError if the directory has another owner; nothing is deleted then.
         """
@@ -157,8 +157,8 @@ class Pruner:
 
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
         """Prune the newest state; an exception of `check` stops it. The caller holds `_one`."""
-        # A checkpoint that the policy keeps must be known to be good. One that stays only as the newest verified one
-        # does not count: otherwise no newer one would ever be read.
+        # A checkpoint that the policy keeps must be known to be good. One that stays only as the newest verified
+        # checkpoint does not count: otherwise no newer checkpoint would ever be verified.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         standing: Checkpoint | None = None
         if not all(v.keep for v in wanted):
@@ -173,7 +173,7 @@ class Pruner:
             plan = partial(self._agreed, going_on_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
-                # Before the first delete: if this process stalls here, others may commit what it is about to delete.
+                # Do this before the first delete: if this process stalls here, others may commit what it would delete.
                 given_up = retire(self._history, owner, retirement, standing)
                 self.deleted -= retirement.deleted
         self._delete((*waiting, *given_up), check)
@@ -191,8 +191,8 @@ class Pruner:
             what = f"{len(refusals)} of {len(left)} objects of removed checkpoints are not deleted, and take up room"
             _log.warning("%s: %s: %s. This is tried again after each save.", self._history.store.url, what, refusals[0])
         if left:
-            check()  # A cancelled prune may no longer own the directory.
-            self._history.store.keep_room()  # The entry above may have used the reserve.
+            check()  # After a cancellation, this process may no longer own the directory.
+            self._history.store.keep_room()  # The entry may have used the reserve.
 
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Pin the checkpoint of a step; without a `reason`, unpin it.
@@ -221,7 +221,7 @@ class Pruner:
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
                 now = self._newest(owner)
-            # A checkpoint that stays was pinned or leased meanwhile.
+            # If it stays, it was pinned or leased meanwhile.
             gone = all(live.manifest_digest != digest for live in now.live)
             verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
             if not (verdict.keep or gone):
@@ -248,11 +248,11 @@ class Pruner:
         except StoreError as error:
             if error.transient:
                 raise
-            # Some stores do not list unfinished uploads, or not for every writer: prune the rest anyway.
+            # Some stores cannot list unfinished uploads, or list only those of the same writer: prune the rest anyway.
             _log.warning("Unfinished uploads of earlier owners, if there are any, stay in the store: %s", error)
 
     def _verify(self, newest: Checkpoint, owner: Owner, check: Callable[[], None]) -> Checkpoint | None:
-        """Read a checkpoint; return it if it is good, else note the damage."""
+        """Verify a checkpoint by reading it; return it if it is good, else note the damage."""
         faults = verify_checkpoint(self._history.store, newest, check)
         if not faults:
             self.verified.add(newest.manifest_digest)
@@ -273,11 +273,11 @@ def is_older(name: str, epoch: int) -> bool:
 
 
 class CancelledWorkError(Exception):
-    """The background work was cancelled; only its own thread sees this."""
+    """Raised in a background thread whose work was cancelled; nobody else sees it."""
 
 
 class Background(Generic[_T]):
-    """Run `work` for the newest request, in a daemon thread that ends when there is no request.
+    """Runs `work` for the newest request, in a daemon thread that ends when there is no request.
 
     `work` must call `check` wherever it can stop.
     """
@@ -303,7 +303,7 @@ class Background(Generic[_T]):
                 self._running = True
 
     def check(self) -> None:
-        """Raise CancelledWorkError if the running work was cancelled."""
+        """Raise CancelledWorkError if the current work was cancelled."""
         if self._cancelled:
             raise CancelledWorkError
 
@@ -339,6 +339,6 @@ class Background(Generic[_T]):
                 self._work(argument)
             except CancelledWorkError:
                 continue
-            except BaseException:  # For example there is no memory.
+            except BaseException:  # For example, no memory is left.
                 self._ended()
                 raise

@@ -2,8 +2,8 @@
 
 A save writes bottom-up, a prune removes top-down. First a ledger entry says which checkpoints are gone and which
 objects are given up, including orphans, so that no later commit names these objects. Then the objects are deleted, the
-manifest first. A process that stalls here and is fenced may still delete what it gave up at any later time. After a
-crash before the end, the ledger's `retired` has the names, and the next owner deletes the objects.
+manifest first. A process that stalls here and is fenced may delete these objects at any later time. After a crash, the
+ledger's `retired` still has the names, and the next owner deletes the objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.port import Store
 
-_DELETED_AT_ONCE = 1000  # One request to S3 names as many.
+_DELETED_AT_ONCE = 1000  # One request to S3 can name as many.
 
 
 class Retirement:
@@ -63,7 +63,7 @@ class Retirement:
     def apply(self, state: State) -> State:
         """Return the state after the entry; set `given_up` to the objects that may be deleted then, manifests first.
 
-        A checkpoint stays if it was leased, pinned or evaluated meanwhile, so that the plan now keeps it.
+        A checkpoint that was meanwhile leased, pinned or evaluated stays if a new plan would keep it.
         """
         gone = _going(self._plan(state)) if self._objects else frozenset()
         objects = {digest: names for digest, names in self._objects.items() if digest in gone}
@@ -84,10 +84,10 @@ def _fitting(
     digests, named = [*objects], [*unnamed]
 
     def names(count: int) -> tuple[str, ...]:
-        """Fold the names of the first checkpoints' objects; an object that many of them reuse counts once."""
+        """Fold the names of the first checkpoints' objects; an object that several of them reuse counts once."""
         return fold(chain(named, chain.from_iterable(objects[digest] for digest in digests[:count])))
 
-    count, folded = len(digests), names(len(digests))  # Fold once, not for each of thousands of checkpoints.
+    count, folded = len(digests), names(len(digests))  # Fold once instead of for each of thousands of checkpoints.
     if folded_count(folded) > room:
         count = max(0, bisect_right(range(count), room, key=lambda count: folded_count(names(count))) - 1)
         folded = names(count)
@@ -112,7 +112,7 @@ def delete_retired(
     check: Callable[[], None] = lambda: None,
     on_refusal: Callable[[CkptError], None] = lambda error: None,
 ) -> frozenset[str]:
-    """Delete retired objects, manifests first; return those that are gone; `on_refusal` gets the others' errors."""
+    """Delete retired objects, manifests first; return the deleted ones; `on_refusal` gets the errors of the others."""
     ordered = sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST_NAME}"))
     at_once = 1 if store.near else _DELETED_AT_ONCE
     gone: set[str] = set()
@@ -144,14 +144,14 @@ def _objects_of(store: Store, checkpoint: Checkpoint, named: Mapping[str, Sequen
 
 
 def _reused_by_spared(store: Store, state: State) -> frozenset[str]:
-    """Return the objects that are reused by checkpoints which only a damaged ledger entry may have listed."""
+    """Return the objects reused by checkpoints that only a damaged ledger entry may have listed."""
     reused: set[str] = set()
     for name in store.names("") if state.spared_epochs else ():
         attempt = parse_attempt(name)
         if attempt is None or not name.endswith(f"/{MANIFEST_NAME}") or state.keeps(name):
             continue
         if attempt.epoch <= state.spared_epochs:
-            with suppress(IntegrityError, ObjectNotFoundError):  # Without its manifest the checkpoint is lost anyway.
+            with suppress(IntegrityError, ObjectNotFoundError):  # A checkpoint without its manifest is lost anyway.
                 data = store.get(name, MAX_MANIFEST_BYTES)
                 reused |= {
                     record.name for record in Manifest.from_bytes(data, digest=digest_hex(data), name=name).objects

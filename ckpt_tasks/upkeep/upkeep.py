@@ -1,4 +1,4 @@
-"""Verify, and plan a prune: find what is damaged or orphaned, and what the policy no longer keeps."""
+"""Verify a run, and plan a prune: find damage and orphans, and checkpoints that the policy does not keep."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunFaults:
-    """Faults in a run directory: by checkpoint, other damaged objects, orphans; `unread` counts ledger entries."""
+    """The faults in a run directory: by checkpoint, other damaged objects, orphans; `unread` counts ledger entries."""
 
     checkpoints: Mapping[str, tuple[Checkpoint, tuple[str, ...]]]
     damaged: tuple[str, ...]
@@ -49,7 +49,7 @@ class RunFaults:
 
     @property
     def good(self) -> bool:
-        """Whether every checkpoint and the ledger verify; orphans are not a fault."""
+        """Whether every checkpoint and the ledger verify; orphans do not count."""
         return not self.damaged and not any(faults for _, faults in self.checkpoints.values())
 
 
@@ -68,7 +68,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
     rows = by_object(opened.rows)
 
     def faults_of(record: ObjectRecord) -> list[str]:
-        """Check size and header; read a small object on a server whole, since that is one request."""
+        """Check an object's size and header; read a small object on a server whole, since that is one request."""
         check()
         here = rows.get(record.name, [])
         whole = not store.near and record.size_bytes <= READ_BYTES
@@ -90,7 +90,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
 
 
 def _each(store: Store, faults_of: Callable[[_T], list[str]], items: Iterable[_T]) -> list[str]:
-    """Return the faults of all items in order, checking several at a time on a server."""
+    """Return the faults of all items in order, checking several items at a time on a server."""
     threads = 1 if store.near else _FAR_REQUESTS
     return [*chain.from_iterable(in_threads(faults_of, items, threads, "ckpt-verify"))]
 
@@ -104,7 +104,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
         name, begin, end = run[0].object, run[0].begin, run[-1].end
         if name in given_up:
             return []
-        if not hasattr(buffers, "one"):  # Reuse the buffers: new memory costs more than the reads.
+        if not hasattr(buffers, "one"):  # Reuse the buffers: new memory would cost more than the reads.
             buffers.one = memoryview(mmap.mmap(-1, READ_BYTES))
         try:
             store.read(name, begin, buffers.one[: end - begin])
@@ -117,7 +117,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 
 
 def verify_run_directory(history: History, *, whole: bool | None = None) -> RunFaults:
-    """Verify every live checkpoint (not one that is pruned meanwhile); look for damaged ledger entries and orphans.
+    """Verify every live checkpoint, unless it is pruned meanwhile; look for damaged ledger entries and orphans.
 
     `whole`: read every ledger entry and its table of steps. Otherwise read only those that the live checkpoints depend
     on, so that the number of requests grows only with the live checkpoints; None: all, except on a server.
@@ -134,7 +134,7 @@ def verify_run_directory(history: History, *, whole: bool | None = None) -> RunF
 def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
     try:
         return tuple(verify_checkpoint(store, checkpoint))
-    except StoreError as error:  # Verify the others anyway.
+    except StoreError as error:  # Verify the other checkpoints anyway.
         return (f"it cannot be read now: {error}",)
 
 
@@ -165,7 +165,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
     entries = in_threads(read, wanted, 1 if store.near else _FAR_REQUESTS, "ckpt-verify")
     faults += chain.from_iterable(wrong for wrong, _ in entries)
     for before, after in pairwise([-1, *numbers]):
-        if after > before + 1:  # Numbers are dense, unless somebody has added a name with a high one.
+        if after > before + 1:  # Numbers are dense, unless a foreign program added a high one.
             more = f" to {ledger_name(after - 1)}" if after > before + 2 else ""
             faults.append(f"{ledger_name(before + 1)}{more}: no such object")
     tables = [table for _, named in entries for table in named]
@@ -175,7 +175,7 @@ def record_faults(history: History, whole: bool) -> tuple[list[str], int]:
 
 
 def orphans(store: Store, state: State) -> list[str]:
-    """List objects of attempts that are neither live nor reused; leave out the current owner's, and foreign names."""
+    """List objects of attempts that are neither live nor reused, except the current owner's and foreign names."""
     epoch = state.owner.epoch if state.owner else 0
     names = []
     for name in store.names(""):
@@ -196,7 +196,7 @@ def plan_prune(
 ) -> list[Verdict]:
     """Return a verdict on each live checkpoint by the policy; reads and changes nothing.
 
-    `verified` are digests that are known to be good; `restored_from` is that of the checkpoint in use by training.
+    `verified` are digests known to be good; `restored_from` is that of the checkpoint that training continues from.
     """
     now = system().time()
     return plan_retention(
@@ -213,7 +213,7 @@ def plan_prune(
 def plan_removal(
     state: State, digest: str, verified: frozenset[str], restored_from: str | None = None
 ) -> list[Verdict]:
-    """Return a verdict on each live checkpoint if a person removes one (`digest`); all others stay.
+    """Return a verdict on each live checkpoint if a person removes the one with `digest`; all others stay.
 
     The newest, the newest of the `verified` ones, pinned and leased checkpoints cannot be removed.
     """
@@ -243,7 +243,7 @@ def newest_good(store: Store, state: State) -> Checkpoint:
 
 
 def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
-    """Return a message if the policy keeps the best by a metric that no checkpoint has; None otherwise."""
+    """Return a message if the policy keeps the best by a metric that no checkpoint has, otherwise None."""
     if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
         return None
     known = ", ".join(sorted(state.metric_names)) or "none at all"
@@ -252,7 +252,7 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
 
 def _header_faults(header: bytes, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:
     if is_table(record.name):
-        return []  # The file has no header: its rows in the index have all of its bytes.
+        return []  # The file has no header: the index covers all of its bytes.
     try:
         entries = parse_header(header, record.size_bytes)
     except IntegrityError as error:
