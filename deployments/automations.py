@@ -1,4 +1,4 @@
-"""`python -m deployments.automations apply|show|remove`: it is ckpt_tasks/deploying/automations.py."""
+"""`python -m deployments.automations apply|show|remove`; the code is in ckpt_tasks/deploying/automations.py."""
 
 from ckpt_tasks.deploying.automations import main
 

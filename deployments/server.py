@@ -1,4 +1,4 @@
-"""`python -m deployments.server`: it is ckpt_tasks/deploying/server.py."""
+"""`python -m deployments.server`; the code is in ckpt_tasks/deploying/server.py."""
 
 from ckpt_tasks.deploying.server import main
 

@@ -1,4 +1,4 @@
-"""Evaluate committed checkpoints: `python -m flows.evaluate` is `ckpt evaluate`, by ckpt_tasks/flows/evaluate.py."""
+"""Evaluate committed checkpoints: `python -m flows.evaluate` does what `ckpt evaluate` does."""
 
 from ckpt_tasks.flows.evaluate import evaluate
 

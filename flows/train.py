@@ -1,4 +1,4 @@
-"""Train a program as a flow that may be killed anytime: `python -m flows.train` is `ckpt train`.
+"""Train a program as a flow that may be killed at any time: `python -m flows.train` does what `ckpt train` does.
 
 The flow is one page: ckpt_tasks/flows/train.py. It finds the program, cuts the run into batches of steps, and gives
 each to a task that restores if it has to, trains, and ends with a commit. However it ends, the next flow run continues.

@@ -1,4 +1,4 @@
-"""Verify and prune a run. The flow is ckpt_tasks/flows/upkeep.py."""
+"""Verify and prune a run. The code is in ckpt_tasks/flows/upkeep.py."""
 
 from ckpt_tasks.flows.upkeep import upkeep
 

@@ -1,4 +1,4 @@
-"""Resume crashed flow runs that the automations missed. The flow is ckpt_tasks/flows/watch.py."""
+"""Resume crashed flow runs that the automations missed. The code is in ckpt_tasks/flows/watch.py."""
 
 from ckpt_tasks.flows.watch import watch
 

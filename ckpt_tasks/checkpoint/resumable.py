@@ -167,7 +167,7 @@ class Epochs(Iterator[int]):
                     self._end_step()
 
     def _end_epoch(self) -> None:
-        """Begin the next epoch in the data; raise ConfigError if this epoch was not a loop over the loader's batches."""
+        """Begin the next epoch in the data; raise ConfigError if this one was not a loop over the loader's batches."""
         self._loader.end_epoch()
         times = self._loader.epoch - self._epoch
         if times > 1 or (not times and self._steps.has_stepped):

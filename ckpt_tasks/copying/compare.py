@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many tensors and plain values of one group were compared."""
+    """The number of compared tensors and plain values of one group."""
 
     tensors: int = 0
     values: int = 0
@@ -57,7 +57,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The counts of compared values, by group, and all differences in the order of the state."""
+    """The counts of compared values by group, and all differences in the order of the state."""
 
     groups: Mapping[str, Compared]
     differences: tuple[Difference, ...]
@@ -69,7 +69,7 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """A place with a tensor on both sides."""
+    """A place in the state where both sides have a tensor."""
 
     place: str
     a: TensorRef
@@ -87,8 +87,8 @@ def compare_checkpoints(
 ) -> Comparison:
     """Compare the states of two checkpoints, of one run or of two: the named groups (all if none is), less `ignore`.
 
-    Reads both, in memory of some 100 MiB. Raises ConfigError for a group that neither has, or if none is left, and
-    IntegrityError or StoreError if a checkpoint's bytes are not good.
+    Reads both checkpoints with some 100 MiB of memory. Raises ConfigError for a group that neither has, or if no group
+    is left, and IntegrityError or StoreError if a checkpoint's bytes are not good.
     """
     a, b = open_checkpoint(store_a, checkpoint_a), open_checkpoint(store_b, checkpoint_b)
     walk = _Walk(a, b)
@@ -117,7 +117,7 @@ def _chosen(there: Sequence[str], groups: Sequence[str], ignore: Sequence[str]) 
 
 
 class _Walk:
-    """Walk two trees at once; collect differences, and pairs of tensors to compare, in the order of the state."""
+    """Walks two trees at once; collects differences, and pairs of tensors to compare, in the order of the state."""
 
     def __init__(self, a: Opened, b: Opened):
         self.findings: list[Difference | _Pair] = []
@@ -127,7 +127,7 @@ class _Walk:
         self._counts = Counter[str]()
 
     def group(self, name: str) -> None:
-        """Compare one group."""
+        """Compare one group of both states."""
         a, b = self._a.groups.get(name), self._b.groups.get(name)
         self._counts.clear()
         if a and b and a.kind != b.kind:
@@ -174,7 +174,7 @@ class _Walk:
             self._parts(place, a, b)
 
     def _parts(self, place: str, a: Any, b: Any) -> None:
-        """Compare containers of one kind: what is at equal keys or positions."""
+        """Compare containers of one kind: the values at equal keys or positions."""
         by_position = type(a) in SEQUENCES
         name: Callable[[Any], Any] = int if by_position else _exact
         in_a, in_b = ({name(key): (f"{place}/{_part(key)}", v) for key, v in children(side)} for side in (a, b))
@@ -245,7 +245,7 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
 
 
 def _exact(value: Any) -> str:
-    # Compare texts: there 1, 1.0 and True differ, and so do 0.0 and -0.0, while NaN equals NaN.
+    # Compare texts: there 1, 1.0 and True differ, and so do 0.0 and -0.0, but NaN equals NaN.
     return json.dumps(encode(value))
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_AT_ONCE = 1 << 20  # The number of elements; it bounds the memory for differences in float64.
+_AT_ONCE = 1 << 20  # This many elements at once bound the memory for differences in float64.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How many elements were compared, how many differ in a bit, and by at most how much.
+    """How many elements were compared, how many differ in a bit, and the largest difference.
 
     `max_abs` is the largest absolute difference among the `differing` elements, an int for whole numbers. It leaves out
     the `unmeasured` elements, where one side is NaN (or both are, with different bits), and is None if no element is
@@ -41,7 +41,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
     total = Distance()
     for part_a, part_b in zip(*(torch.split(t.reshape(-1), _AT_ONCE) for t in (a, b)), strict=True):
         differ = _bits(part_a) != _bits(part_b)
-        if differ.dim() == 2:  # A complex number differs if one of its parts does.
+        if differ.dim() == 2:  # A complex number differs if either of its parts does.
             differ = differ.any(1)
         total += _measure(part_a, part_b, differ)
     return total
@@ -57,7 +57,7 @@ def _measure(a: torch.Tensor, b: torch.Tensor, differ: torch.Tensor) -> Distance
     wide = torch.complex128 if a.is_complex() else torch.float64
     try:
         apart = (_pick(a, places).to(wide) - _pick(b, places).to(wide)).abs()
-    except (RuntimeError, NotImplementedError):  # A dtype of packed elements has no values.
+    except (RuntimeError, NotImplementedError):  # Packed elements have no values to subtract.
         return Distance(len(differ), count, count, None)
     measured = apart[~apart.isnan()]
     return Distance(len(differ), count, count - len(measured), float(measured.max()) if len(measured) else None)
@@ -66,11 +66,11 @@ def _measure(a: torch.Tensor, b: torch.Tensor, differ: torch.Tensor) -> Distance
 def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_complex(torch.view_as_real(tensor)[places].to(torch.float64))
-    return _bits(tensor)[places].view(tensor.dtype)  # Few kernels support the rare dtypes: pick their bits.
+    return _bits(tensor)[places].view(tensor.dtype)  # Few kernels support the rare dtypes, so select their bits.
 
 
 def _whole(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> int:
-    # Larger minus smaller, modulo 2 to the width, is the exact difference: no type is wider than 64 bits.
+    # Larger minus smaller, modulo 2 to the power of the width, is exact: no type is wider than 64 bits.
     name = "uint8" if dtype == torch.bool else str(dtype).removeprefix("torch.")
     one, other = a.numpy().view(name), b.numpy().view(name)
     apart = np.maximum(one, other) - np.minimum(one, other)

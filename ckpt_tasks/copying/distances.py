@@ -1,7 +1,7 @@
 """Read two checkpoints region by region and measure how far apart their tensors are.
 
-The states may be larger than memory: each side keeps a few reads of 16 MiB. Every region is read and verified, so
-regions with the same digest are equal; torch is imported, and tensors are made, only for regions that differ.
+The states may be larger than memory: for each side a few reads of 16 MiB are kept. Every region is read and verified,
+so regions with the same digest are equal; torch is imported, and tensors are made, only for regions that differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_tasks.storage.port import Store
 if TYPE_CHECKING:
     from ckpt_tasks.copying.distance import Distance
 
-_READS_KEPT = 4  # If the sides cut a tensor differently, a region overlaps several regions of the other side.
+_READS_KEPT = 4  # If both sides cut a tensor differently, a region overlaps several of the other side.
 
 
 class Regions:
@@ -48,7 +48,7 @@ class Regions:
         """Return a buffer with the region's verified bytes, and their offset in it; raise IntegrityError if damaged."""
         run = self._runs[row.object, row.begin]
         first = run[0]
-        # Aligned as in the file, for direct reads.
+        # Align as in the file, for direct reads.
         start, known = first.begin % ALIGNMENT, (first.object, first.begin)
         if known in self._kept:
             self._kept.move_to_end(known)
@@ -66,12 +66,12 @@ class Regions:
     def _buffer(self, size_bytes: int) -> mmap.mmap:
         oldest = self._kept.popitem(last=False)[1] if len(self._kept) == _READS_KEPT else None
         if oldest is not None and len(oldest) >= size_bytes:
-            return oldest  # New memory costs more than the read.
+            return oldest  # New memory would cost more than the read.
         return mmap.mmap(-1, max(size_bytes, READ_BYTES + ALIGNMENT))
 
 
 def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:
-    """Return the distance of each pair of tensors (full keys); equal pairs are left out.
+    """Return the distance of each pair of tensors (full keys); omit equal pairs.
 
     The tensors of a pair must have the same dtype and shape. Raises IntegrityError or StoreError if bytes are not good.
     """

@@ -50,7 +50,7 @@ from ckpt_tasks.storage.port import Store
 MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub has the same limit.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# An export deletes such files of earlier exports and of huggingface_hub: readers would take them for its own weights.
+# An export deletes such files of earlier exports and of huggingface_hub, which readers would take for its own weights.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
 _METADATA = "__metadata__"  # safetensors uses it in a header for other data.
 _MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # These codes also hold views of other dtypes.
@@ -66,7 +66,7 @@ class ExportedFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was exported.
+    """The results of an export.
 
     `tied` maps every name whose tensor is stored under another name to that name. `dtypes` maps tensors whose dtype
     safetensors lacks to torch's name of it: they are stored as views. `left_out` names the entries of modules that are
@@ -110,7 +110,7 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> list[IndexRow]:
-        """All regions."""
+        """All regions in this file."""
         return [*self.places, *(row for rows, _ in self.gathered for row in rows)]
 
 
@@ -124,7 +124,7 @@ class ExportPlan:
     opened: Opened = field(repr=False)
     shards: tuple[Shard, ...] = field(repr=False)
     index: bytes | None = field(repr=False)
-    index_name: str = _INDEX  # It is the last file to be written into a directory.
+    index_name: str = _INDEX  # The index is the last file to be written.
     replaces: re.Pattern[str] = _WEIGHTS
 
     @property
@@ -149,7 +149,7 @@ class _Selection:
         return {spec.name: spec.dtype for spec, code in coded if _MEANT.get(code, spec.dtype) != spec.dtype}
 
     def of(self, keys: Iterable[str]) -> _Selection:
-        """Return the part with these keys."""
+        """Return the part of the selection with these keys."""
         specs = {key: self.specs[key] for key in keys}
         names = {spec.name for spec in specs.values()}
         tied = {name: kept for name, kept in self.tied.items() if kept in names}
@@ -321,7 +321,7 @@ def selection(
     opened: Opened, names: Mapping[str, str], checkpoint: Checkpoint, left_out: tuple[str, ...]
 ) -> _Selection:
     """Return the tensors to export from their full keys by name."""
-    stored: dict[str, str] = {}  # Maps a full key to the first of its names, in the order of the state.
+    stored: dict[str, str] = {}  # Maps a full key to its first name, in the order of the state.
     tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
     origin = {
         "run_key": opened.manifest.run_key,
@@ -370,7 +370,7 @@ def shard(selection: _Selection, name: str) -> Shard:
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
     ours = json.dumps(selection.metadata(), separators=(",", ":"))  # A run's key need not be valid UTF-8.
-    # List ties as safetensors.torch.save_model does; and list them again in an entry that cannot be mistaken.
+    # List ties as safetensors.torch.save_model does, and also in our own entry, which no tensor's name can resemble.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,7 @@
-"""Export an adapter of PEFT: what `PeftModel.from_pretrained` loads beside the base model.
+"""Export a PEFT adapter in the form that `PeftModel.from_pretrained` loads beside the base model.
 
-The tensors of an adapter have its name as a part of theirs (`….lora_A.default.weight`); PEFT's files leave it out.
-`adapter_config.json` is not in a module's state: AdapterConfigs (integrations/huggingface_adapters.py) has it saved.
+The names of an adapter's tensors contain its name (`….lora_A.default.weight`); PEFT's files omit it.
+`adapter_config.json` is not in a module's state: AdapterConfigs (integrations/huggingface_adapters.py) saves it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_CONFIGS = "peft_adapters"  # In the state of AdapterConfigs: name → the text of the adapter's configuration.
-_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # All of these adapters' tensors have the adapter's name in theirs.
-_DEFAULT = "default"  # PEFT's name for the adapter of get_peft_model.
+_CONFIGS = "peft_adapters"  # In the state of AdapterConfigs: the text of each adapter's configuration by name.
+_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # The names of all these adapters' tensors contain the adapter's name.
+_DEFAULT = "default"  # get_peft_model gives an adapter this name.
 
 
 def plan_peft_export(
@@ -114,7 +114,7 @@ def _short(name: str, adapter: str) -> str | None:
     for part in (f".modules_to_save.{adapter}", f".{adapter}"):
         head, middle, tail = name.rpartition(part)
         if middle and (not tail or tail.startswith(".")):
-            if head.endswith(".lora_magnitude_vector"):  # DoRA's scales were no module once.
+            if head.endswith(".lora_magnitude_vector"):  # In old versions, DoRA's scales were not in a module.
                 return head
             return head + tail
     return None

@@ -1,8 +1,8 @@
 """Export a checkpoint as one file of torch.save, which `torch.load(weights_only=True)` reads.
 
-torch's own writer makes the file around tensors whose bytes it does not touch (`torch.serialization.skip_data`): first
-in memory, where these gaps take no room. `export.py` then writes the parts between the gaps, and copies the verified
-bytes of the tensors into the gaps.
+torch's own writer makes the file around the tensors, whose bytes it skips (`torch.serialization.skip_data`): first in
+memory, where these gaps take no room. `export.py` then writes the parts between the gaps, and copies the verified bytes
+of the tensors into the gaps.
 
 A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
 """
@@ -36,7 +36,7 @@ from ckpt_tasks.tensors.kinds import build
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
 _MAX_INT_BYTES = 255  # The limit of the opcodes that torch reads.
-_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python does not name: the mapping may be larger than the memory.
+_NO_RESERVE = 0x4000  # This is MAP_NORESERVE, which Python does not name: the mapping may exceed the memory.
 
 
 def plan_torch_export(
@@ -97,7 +97,7 @@ class Frame(NamedTuple):
 
 
 def frame_of(value: Any) -> Frame:
-    """Return the file that torch.save would write of a value, without the bytes of its tensors.
+    """Return the file that torch.save would write for a value, without the bytes of its tensors.
 
     Raises StoreError if the system allows no file of this size.
     """
@@ -129,7 +129,7 @@ def _bytes(file: Any, begin: int, size_bytes: int) -> bytes:
 
 
 class _Hollow:
-    """Tensors of a checkpoint without their bytes, in storages of their own, by key."""
+    """A checkpoint's tensors without bytes, each in its own storage, by key."""
 
     def __init__(self, opened: Opened):
         self.storages: dict[str, torch.UntypedStorage] = {}
@@ -140,7 +140,7 @@ class _Hollow:
         self._used_bytes = 0
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Return the tensor of a reference."""
+        """Return the tensor that a reference names."""
         dtype, shape = self._tensors[ref.key]
         if ref.key not in self.storages:
             size_bytes = STORED_DTYPES[dtype].nbytes * math.prod(shape)
@@ -163,7 +163,7 @@ class _NoBytes:
 
 
 def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path: str = "") -> Any:
-    """Return a tree as torch.save takes it; raise UnsupportedStateError with the path of a value torch cannot read."""
+    """Return a tree in torch.save's form; raise UnsupportedStateError with the path of a value torch cannot read."""
 
     def items(values: Iterable[Any]) -> list[Any]:
         return [live_value(item, tensor_of, f"{path}/{n}") for n, item in enumerate(values)]

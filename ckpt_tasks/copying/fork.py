@@ -44,7 +44,7 @@ _HOLDER = "ckpt fork"
 class ForkPlan:
     """A planned fork: its checkpoint, its origin, and the parameters of the new run.
 
-    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: the same fork exists already.
+    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: this fork exists already.
     """
 
     run_key: str
@@ -58,7 +58,7 @@ class ForkPlan:
 
     @property
     def records(self) -> tuple[ObjectRecord, ...]:
-        """The objects that are copied unchanged: all but the manifest, which names the run."""
+        """The objects that are copied unchanged: all except the manifest, which has the run's key."""
         return (self.opened.manifest.index, *self.opened.manifest.objects)
 
 
@@ -148,7 +148,7 @@ def run_fork(
     ):
         for record in plan.opened.manifest.objects:  # Check before anything is written.
             check_header(source.history.store, record)
-        for record in plan.records:  # The index goes first: from then on no process can begin a run here.
+        for record in plan.records:  # Copy the index first: from then on no process can begin a run here.
             renew()
             more = transfer.bring(record, rows.get(record.name, ()))
             if more.sent_bytes or more.found_bytes:
@@ -185,7 +185,7 @@ def without_user(url: str) -> str:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Return True if the same fork exists, with nothing added to it; raise StateError if anything else is there."""
+    """Return True if this fork exists without additions; raise StateError if the target has anything else."""
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)
     head, url = history.head(), history.store.url
@@ -205,7 +205,7 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
 
 def _put_manifest(target: Store, plan: ForkPlan) -> None:
     name = plan.checkpoint.manifest
-    with suppress(ObjectExistsError):  # An earlier try or another process has put it: the bytes are the same.
+    with suppress(ObjectExistsError):  # An earlier try or another process has put it, with the same bytes.
         target.put_if_absent(name, plan.manifest)
     if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
         raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")

@@ -1,4 +1,4 @@
-"""Assemble a tensor from its regions: read, verify, place."""
+"""Assemble tensors from their regions: read, verify, put into order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
     buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
     for run in runs:
         begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
-        data = buffer[begin % ALIGNMENT :][:size_bytes]  # Aligned as in the file, for direct reads.
+        data = buffer[begin % ALIGNMENT :][:size_bytes]  # Align as in the file, for direct reads.
         store.read(run[0].object, begin, data)
         faults = verify_run(run, data)
         if faults:
@@ -55,7 +55,7 @@ def bytes_before(row: IndexRow) -> int | None:
 def lay_out(
     regions: Mapping[str, Sequence[IndexRow]], begins: Mapping[str, int]
 ) -> tuple[dict[IndexRow, int], list[tuple[Sequence[IndexRow], int]]]:
-    """Return where each region goes in a file whose tensors begin at `begins`, and the tensors to assemble first."""
+    """Return the offset of each region in a file whose tensors begin at `begins`, and the tensors to assemble first."""
     places: dict[IndexRow, int] = {}
     gathered: list[tuple[Sequence[IndexRow], int]] = []
     for key, begin in begins.items():

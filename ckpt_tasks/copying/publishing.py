@@ -45,7 +45,7 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
             check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
-            with suppress(OSError):  # The error under way is reported; after the rename the name is gone.
+            with suppress(OSError):  # Report the error under way; after the rename this name is gone.
                 os.unlink(temporary)
         fsync_directory(out.parent, os)
 
@@ -129,7 +129,7 @@ def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: s
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Turn the system's errors into ours."""
+    """Turn errors of the system into ours."""
     try:
         yield
     except CkptError:

@@ -1,8 +1,8 @@
 """Find which checkpoints a copy of a run lacks, and the order in which it must commit them; writes nothing.
 
-A checkpoint has the same identity everywhere, but every ledger has its own numbers. The order of commits says which
-checkpoint is the newest, so the target must have the source's order; a checkpoint that was copied alone may have to be
-committed again after older ones have arrived.
+A checkpoint has the same identity everywhere, but every ledger has its own numbers. The last commit is the newest
+checkpoint, so the target must commit in the source's order; a checkpoint that was copied alone may have to be committed
+again after older ones.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class SyncDiff:
 
     @property
     def nothing(self) -> bool:
-        """Whether the target has everything, in order."""
+        """Whether the target has all checkpoints, in order."""
         return not (self.missing or self.evaluations or self.pins) and in_order(self.ranked)
 
 
 class _Mark(NamedTuple):
-    """The end of the last copy from this source.
+    """The state of source and target at the end of the last copy.
 
     `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source.
     `pruned` are the checkpoints that the target once had and no longer has. `given_up` are objects that more than one
@@ -60,7 +60,7 @@ class _Mark(NamedTuple):
 def find_sync_diff(
     source: History, head: Head, target: History, there: Head, only: Checkpoint | None = None
 ) -> SyncDiff:
-    """Compare two ledgers; `only` asks for one checkpoint instead of all live ones.
+    """Compare two ledgers; `only` requests one checkpoint instead of all live ones.
 
     Raises RunMismatchError if the target has a checkpoint that the source never had.
     """
@@ -85,7 +85,7 @@ def find_sync_diff(
 def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mapping[str, int]) -> tuple[Checkpoint, ...]:
     """Sort the target's checkpoints and the missing ones by the source's `order` (identity → entry).
 
-    A checkpoint that is not in `order` is left out: it is older than all that will be copied, and stays where it is.
+    A checkpoint that is not in `order` is left out: it is older than all that will be copied, and keeps its place.
     """
     known = [c for c in have if c.manifest_digest in order]
     return tuple(sorted([*known, *missing], key=lambda c: order[c.manifest_digest]))
@@ -99,14 +99,14 @@ def in_order(have: Sequence[Checkpoint]) -> bool:
 def _order(
     source: History, head: Head, have: Mapping[str, Checkpoint], missing: Sequence[Checkpoint], mark: _Mark
 ) -> dict[str, int]:
-    """Return the source's ledger entry of each checkpoint that has to be ordered: identity → entry.
+    """Return the source's ledger entry of each checkpoint to be ordered: identity → entry.
 
     Raises RunMismatchError if the target has a checkpoint that the source never had.
     """
     order = {c.manifest_digest: c.n for c in head.state.live}
     unknown = have.keys() - order.keys()
     strangers = unknown - mark.live
-    # Commits of the source since the last copy come after everything that the target has.
+    # Commits of the source since the last copy follow everything that the target has.
     late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
     if strangers or (late and unknown):
         order |= _numbers(source, unknown if late else strangers)
@@ -147,7 +147,7 @@ def _texts(value: Any) -> set[str]:
 
 
 def _is_past(source: History, event: Mapping[str, Any]) -> bool:
-    """Return True if an event records a copy from this source's ledger, at an entry that the source still has."""
+    """Return True if an event records a copy from this source's ledger, up to an entry that the source still has."""
     n = event.get("entry")
     if event["kind"] != "note" or event.get("note") != SYNCED or type(n) is not int or not 0 <= n <= MAX_LEDGER_NUMBER:
         return False

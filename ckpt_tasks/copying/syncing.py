@@ -47,15 +47,15 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
-_MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target must keep epochs for its own owners.
+_MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target needs epochs for its own owners.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
     """What to copy: all live checkpoints, or `only` one.
 
-    `head` is the source's. `size_bytes` is what must be read: at the source, or at the target if an earlier try left
-    it.
+    `head` is the source's. `size_bytes` is how much must be read: at the source, or at the target for what an earlier
+    try left there.
     """
 
     run_key: str
@@ -71,7 +71,7 @@ class SyncPlan:
 
 
 class Row(NamedTuple):
-    """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` were there from an earlier try.
+    """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` came from an earlier try.
 
     `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": the target has
     given up one of the checkpoint's objects, or has it with other bytes.
@@ -143,7 +143,7 @@ def run_sync(
 
 
 class _Copy:
-    """One copy under way, by the target's owner."""
+    """One copy in progress, made by the target's owner."""
 
     def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, objects: Transfer):
         self._source, self._target, self._owner, self._plan, self._objects = source, target, owner, plan, objects
@@ -199,7 +199,7 @@ class _Copy:
         return _moved(checkpoint, "copied", moved), n
 
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
-        """Put the ledger entry and return its number; the save's facts are copied from the entry in `history`."""
+        """Put the ledger entry and return its number; facts about the save are copied from the entry in `history`."""
         digest = checkpoint.manifest_digest
         source_state = self._plan.head.state
         marks = {c.manifest_digest: c.abandoned for c in source_state.live}
@@ -207,9 +207,9 @@ class _Copy:
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
-            # The source says which lines are abandoned: the target lacks the pruned checkpoints that would tell.
+            # The source says which lines are abandoned: the target lacks pruned checkpoints that would show it.
             live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
-            # Origin and program parameters of the source hold for its copy as well.
+            # Origin and program parameters of the source are also those of its copy.
             return replace(
                 after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program
             )
@@ -321,7 +321,7 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
 
 
 def _look(history: History, run_key: str) -> Head:
-    """Read the target's head; it is empty if the target is not a run yet."""
+    """Read the target's head; return an empty one if the target is not a run yet."""
     try:
         history.check(run_key)
     except CheckpointNotFoundError:
@@ -337,11 +337,11 @@ def _run_key(store: ReadableStore, head: Head) -> str:
 
 
 def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: State) -> int:
-    """Estimate how many bytes have to be read."""
+    """Estimate how many bytes must be read."""
     sizes: dict[str, int] = {}
 
     def look(checkpoint: Checkpoint) -> None:
-        with suppress(IntegrityError, ObjectNotFoundError):  # The copy will meet and report it.
+        with suppress(IntegrityError, ObjectNotFoundError):  # The copy will meet and report the fault.
             data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
             manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
             for record in (*manifest.objects, manifest.index):
@@ -371,7 +371,7 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Raise ConfigError if one location is the other one or is inside it."""
+    """Raise ConfigError if one location is equal to the other or inside it."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

@@ -28,7 +28,7 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-OnProgress = Callable[[int], None]  # Gets the size in bytes of every read.
+OnProgress = Callable[[int], None]  # It gets the size in bytes of every read.
 
 
 class Moved(NamedTuple):
@@ -40,7 +40,7 @@ class Moved(NamedTuple):
     found_bytes: int = 0
 
     def plus(self, more: Moved) -> Moved:
-        """Return the sums."""
+        """Return the sums of both counts."""
         return Moved(*map(add, self, more))
 
 
@@ -48,7 +48,7 @@ _IN_FLIGHT = 8
 
 
 class Transfer:
-    """Copy objects from one store to another, one at a time; an object that is sent is whole in memory before the put.
+    """Copies objects from one store to another, one at a time; an object to be sent is in memory as a whole.
 
     `adopts`: the target takes an object by a hard link or by its own copy, if it can. The memory is a file without a
     name in TMPDIR: the kernel can write its pages to disk if memory is short, and a killed copy leaves nothing.
@@ -72,10 +72,10 @@ class Transfer:
         self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
         self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
-        # Newest first; of checkpoints that reuse the same objects only the newest one.
+        # Take the newest first, and of checkpoints that reuse the same objects only the newest.
         reusing = {c.reuses: c for c in state.live}.values()
         self._reusing = [(Names(c.reuses), c) for c in sorted(reusing, key=lambda c: -c.n)]
-        self._committed: dict[str, Mapping[str, object]] = {}  # Maps an identity to digests by object name.
+        self._committed: dict[str, Mapping[str, object]] = {}  # Digests by object name, for each checkpoint identity.
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +157,7 @@ class Transfer:
 
     def _put(self, name: str, data: memoryview) -> None:
         if self._target.near:
-            # `put` on a disk can leave half of an object. `put_if_absent` also accepts a buffer.
+            # `put` on a disk can leave a partial object. `put_if_absent` also accepts a buffer.
             self._target.put_if_absent(name, cast(bytes, data))
         else:
             self._target.put(name, [data])
@@ -168,7 +168,7 @@ class Transfer:
         except ObjectNotFoundError:
             return None
         except IntegrityError:
-            return -1  # The name belongs to something that is not an object.
+            return -1  # The name belongs to something other than an object.
 
     def _verified(self, store: Store, record: ObjectRecord, rows: Sequence[IndexRow]) -> memoryview:
         size_bytes = store.size(record.name)
@@ -220,7 +220,7 @@ def _digests(record: ObjectRecord, rows: Iterable[IndexRow]) -> object:
 
 
 def changes(record: ObjectRecord, rows: Iterable[IndexRow], data: memoryview) -> list[str]:
-    """List the parts of an object that have changed; bytes that no digest covers count as changed."""
+    """List the parts of an object that have changed; bytes without a digest count as changed."""
     faults = []
     if digest_hex(data[: record.digested_bytes]) != record.digest:
         faults.append(f"bytes 0–{record.digested_bytes} of {record.name} have changed")

@@ -1,4 +1,4 @@
-"""DCP's own directories: one becomes a checkpoint of a run, or is made of one; equal bit for bit, both ways."""
+"""Convert between DCP's own directories and checkpoints of a run, bit for bit, in both directions."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from ckpt_tasks.tensors.values import pack
 
 
 def plan_directory(path: str | os.PathLike[str], *, step: int | None = None) -> ImportPlan:
-    """Plan the import of a DCP directory, of any number of ranks; write nothing.
+    """Plan the import of a DCP directory, written by any number of ranks; write nothing.
 
-    Without a `step` it is the number at the end of the directory's name, else 0. Raises IntegrityError if it is damaged
-    or contradicts itself.
+    `step` defaults to the number at the end of the directory's name, else 0. Raises IntegrityError if the directory is
+    damaged or contradicts itself.
     """
     opened = DcpDirectory(Path(path).resolve())
     values = dict(opened.values)
@@ -73,10 +73,10 @@ def _taken(name: str, group: Mapping[str, Any], tensors: Mapping[str, torch.Tens
 def export_directory(
     place: str, run: Run, checkpoint: Checkpoint, out: str | os.PathLike[str], groups: Iterable[str] | None
 ) -> ExportReport:
-    """Write a checkpoint of the run at `place` as a DCP directory, by torch; `out` appears when it is whole.
+    """Write a checkpoint of the run at `place` as a DCP directory, by torch; `out` appears when it is complete.
 
-    All of it is in memory meanwhile, verified. With one of `groups` that group's keys alone are written, without its
-    name. Raises ConfigError, IntegrityError and StoreError.
+    The whole checkpoint is in memory meanwhile, verified. If `groups` has one name, only that group's keys are written,
+    without its name. Raises ConfigError, IntegrityError and StoreError.
     """
     named = [*(groups or ())]
     if len(named) > 1:
@@ -91,7 +91,7 @@ def export_directory(
         set_element(state, (metadata.planner_data or {}).get(name, (name,)), value)
     flat = metadata.planner_data is not None
     with warnings.catch_warnings(), new_directory(Path(out).absolute()) as directory:
-        warnings.simplefilter("ignore")  # DCP's, that nothing is distributed here
+        warnings.simplefilter("ignore")  # DCP warns that nothing is distributed here.
         load(state, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=flat), no_dist=True)
         writer, planner = FileSystemWriter(directory), DefaultSavePlanner(flatten_state_dict=flat)
         save(state, storage_writer=writer, planner=planner, no_dist=True)

@@ -1,5 +1,4 @@
-"""The runs that this process holds for DCP's saves, and the checkpoints that it has restored: these outlive the
-writers.
+"""The runs that this process holds for DCP's saves, and the checkpoints that it restored; both outlive the writers.
 
 Invariants
 
@@ -35,7 +34,7 @@ _END_S = 5.0
 
 
 class Restored(NamedTuple):
-    """A checkpoint of a run that this process has loaded, and the newest ledger entry that has committed one."""
+    """A checkpoint of a run that this process has restored, and the newest ledger entry that committed a checkpoint."""
 
     checkpoint: Checkpoint
     known_n: int
@@ -52,7 +51,7 @@ def store_of(config: CheckpointConfig) -> Store:
 
 
 def held_run(config: CheckpointConfig) -> HeldRun:
-    """Return the run that this process holds, or will hold after its first save."""
+    """Return the object for the run that this process holds, or will hold after its first save."""
     url = store_of(config).url
     with _lock:
         held = _held.get(url)
@@ -83,14 +82,14 @@ class HeldRun:
         return self._history.store.url
 
     def configure(self, config: CheckpointConfig) -> None:
-        """Use another configuration of the same run: from now on its retention counts."""
+        """Use another configuration of the same run: its retention policy counts from now on."""
         self._config, self._pruner.policy = config, config.retention_policy
 
     def begin(self, step: int, world_size: int, newer: Restored | None) -> Saving:
         """Take the run if this process does not hold it, and name a new attempt.
 
-        `newer` is the checkpoint that was restored since the last save. Raises the errors of a Checkpointer's first
-        save: OwnedError, FencedError, ConfigError, StoreError.
+        `newer` is a checkpoint that was restored after the last save. Raises the errors of a Checkpointer's first save:
+        OwnedError, FencedError, ConfigError, StoreError.
         """
         self._started_s = system().monotonic()
         if newer is not None:
@@ -109,7 +108,7 @@ class HeldRun:
         return replace(saving, world_size=world_size)
 
     def commit(self, saving: Saving, parts: list[RankPart]) -> Checkpoint:
-        """Commit the parts of all ranks; if it raises, nothing is committed."""
+        """Commit the parts of all ranks; if this raises, nothing is committed."""
         tenure, admitted = self._tenure, self._admitted
         if tenure is None or tenure.committer is None or admitted is None or self._unfinished != saving.attempt:
             raise ConfigError("this save has not begun here", hint="Use one writer for one save.")
@@ -154,7 +153,7 @@ class HeldRun:
         return self._tenure
 
     def end(self) -> None:
-        """Release the run."""
+        """Release the run directory."""
         tenure, self._tenure = self._tenure, None
         if tenure is None or self.pid != os.getpid():
             return

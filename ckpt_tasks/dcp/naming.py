@@ -21,7 +21,7 @@ from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode
 from ckpt_tasks.objects.parts import Saved
 
-ROOT = "dcp_root"  # A key in the environment of a manifest; its value is the root group, or NO_ROOT.
+ROOT = "dcp_root"  # This key of a manifest's environment names the root group, or NO_ROOT.
 NO_ROOT = "-"
 _EXACT = "dcp"  # The group that holds names and paths unchanged.
 _EXTRA = "_extra_state"
@@ -32,7 +32,7 @@ Values = Mapping[str, Any]
 
 
 class Naming(NamedTuple):
-    """Where a state's values go: the root group, and for each of DCP's names its group and its path in the group.
+    """How a state is named: the root group, and for each of DCP's names its group and its path in the group.
 
     `exact`: the group `dcp` holds names and `paths`; these are None if DCP's planner has none.
     """
@@ -45,7 +45,7 @@ class Naming(NamedTuple):
 
 
 def name_all(tensors: Mapping[str, bool], paths: Paths | None) -> Naming:
-    """Choose the groups of a state; `tensors` maps each of DCP's names to True if it is a tensor."""
+    """Choose the groups of a state; `tensors` says for each of DCP's names whether it is a tensor."""
     known = paths is not None or all(tensors.values())
     full = {name: tuple((paths or {}).get(name, (name,))) for name in tensors}
     tops = {path[0] for name, path in full.items() if len(path) > 1 or not tensors[name]}
@@ -63,7 +63,7 @@ def name_all(tensors: Mapping[str, bool], paths: Paths | None) -> Naming:
 
 
 def _derived(naming: Naming, tensors: Mapping[str, bool]) -> Paths | None:
-    """Return the names and paths that `flat_state` will return; None if it cannot."""
+    """Return the names and paths that `flat_state` will return; None if it cannot derive them."""
     leaf = torch.empty(0)
     try:
         trees = _trees(naming, {name: leaf if is_tensor else 0 for name, is_tensor in tensors.items()})
@@ -73,7 +73,7 @@ def _derived(naming: Naming, tensors: Mapping[str, bool]) -> Paths | None:
 
 
 def _keys(places: Mapping[str, tuple[str, Path]], tensors: Mapping[str, bool]) -> dict[str, str]:
-    """Name each tensor in the files of its group: its path with slashes."""
+    """Name each tensor in the files of its group: by its path, with slashes."""
     keys: dict[str, str] = {}
     taken = set[str]()
     for name, is_tensor in tensors.items():
@@ -88,7 +88,7 @@ def _keys(places: Mapping[str, tuple[str, Path]], tensors: Mapping[str, bool]) -
 
 
 def groups_of(naming: Naming, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Make the groups of a manifest from packed values by DCP's names, with a TensorRef for each tensor."""
+    """Make a manifest's groups from packed values by DCP's names, with a TensorRef for each tensor."""
     if naming.exact:
         paths = None if naming.paths is None else {name: [*path] for name, path in naming.paths.items()}
         tree = {"paths": paths, "values": dict(values)}
@@ -124,7 +124,7 @@ def _is_module(tree: Any) -> bool:
 
 
 def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the tree of an optimizer whose parameters have the names of one module, as in torch's get_state_dict.
+    """Return an optimizer's tree with the parameter names of one module, as in torch's get_state_dict.
 
     Returns None for any other tree: its numbers would have to be guessed.
     """
@@ -180,8 +180,8 @@ def _unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:
 def flat_state(groups: Mapping[str, Saved], root: str | None, group: str | None = None) -> tuple[Values, Paths | None]:
     """Return a checkpoint's values by DCP's names, as packed trees and TensorRefs; and DCP's paths of them.
 
-    `root` is the root group that the manifest names; None if DCP did not write the checkpoint. With `group`, returns
-    only that group's values, without its name. Random streams and generators are left out of a DCP state. Raises
+    `root` is the root group named in the manifest; None if DCP did not write the checkpoint. With `group`, returns only
+    that group's values, by names without the group. Random streams and generators are left out of a DCP state. Raises
     ConfigError if there is no such group, and IntegrityError if two values have one name.
     """
     if group is not None and group not in groups:
@@ -212,7 +212,7 @@ def _state(trees: Mapping[str, Any], root: str | None) -> dict[str, Any]:
 
 def _hollow(tree: Any, leaves: dict[int, tuple[torch.Tensor, TensorRef]]) -> Any:
     """Return a tree with an empty tensor for each TensorRef in dicts and lists, where DCP looks for tensors."""
-    if type(tree) is TensorRef and not tree.array:  # For DCP an array is a value like any other.
+    if type(tree) is TensorRef and not tree.array:  # For DCP an array is an ordinary value.
         leaf = torch.empty(0)
         leaves[id(leaf)] = leaf, tree
         return leaf

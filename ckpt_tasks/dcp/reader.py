@@ -51,7 +51,7 @@ from ckpt_tasks.tensors.values import unpack
 
 
 class _Open(NamedTuple):
-    """A checkpoint that is being restored: its values by DCP's names, and the regions of each of its tensors."""
+    """A checkpoint that is being restored: its values by DCP's names, and the regions of each tensor."""
 
     store: Store
     chosen: Restored
@@ -72,10 +72,10 @@ class _Read(NamedTuple):
 class CkptReader(StorageReader):
     """Read a checkpoint of a run into a DCP state: the newest one, or that of a `step`.
 
-    `run` is a directory, a URL, a Location or a CheckpointConfig. Names are those that DCP gave when it saved. In any
-    other checkpoint a name is the group and its keys, joined by dots; with `group`, that group's keys alone. A number
-    at the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint is refused, in every rank,
-    before any target changes.
+    `run` is a directory, a URL, a Location or a CheckpointConfig. If DCP saved the checkpoint, names are those that DCP
+    gave. Otherwise a name is the group and its keys, joined by dots; with `group`, only the keys of that group. A
+    number at the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint is refused, in every
+    rank, before any target changes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CkptReader(StorageReader):
         self._read: _Read | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the open checkpoint: another process opens it itself."""
+        """Leave out the open checkpoint, so that another process opens it itself."""
         return {**vars(self), "_open": None, "_read": None}
 
     @classmethod
@@ -107,7 +107,7 @@ class CkptReader(StorageReader):
         if checkpoint_id is not None and self._given is None:
             self._step = step_of(checkpoint_id)
 
-    def read_metadata(self) -> Metadata:  # With kwargs, DCP would ask each rank for its own metadata.
+    def read_metadata(self) -> Metadata:  # If this took kwargs, DCP would ask each rank for its own metadata.
         """Open the checkpoint, and describe it as DCP's metadata."""
         run = run_of(self._config)
         live = run.checkpoints()
@@ -176,7 +176,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _tensor(rows: Sequence[IndexRow]) -> TensorStorageMetadata:
-    """Describe a tensor: the part that each rank wrote is a chunk."""
+    """Describe a tensor to DCP: each part that a rank wrote is one chunk."""
     by_object: dict[str, list[Box]] = {}
     for row in rows:
         by_object.setdefault(row.object, []).append(row.box)
@@ -227,13 +227,13 @@ def _box(item: ReadItem) -> Box:
 
 
 def _seen_from(row: IndexRow, box: Box, number: int) -> IndexRow:
-    """Return a region as one of a tensor that is only the box of an item: so a target is whole for what reads it."""
+    """Return a region as if the tensor were only the box of an item, so that the target holds it whole."""
     offset = tuple(at - begin for at, begin in zip(row.box.offset, box.offset, strict=True))
     return row._replace(key=f"{row.key} ({number})", tensor_shape=box.shape, box=Box(offset, row.box.shape))
 
 
 def _in_memory(value: Any) -> io.BytesIO:
-    """Return the bytes that DCP's load planner unpickles; they never come from storage, nor go there."""
+    """Return the bytes that DCP's load planner unpickles; they are never stored or read from storage."""
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)

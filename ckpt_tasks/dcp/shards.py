@@ -1,7 +1,7 @@
-"""Write a rank's portions of tensors as shards, straight from the tensors: DCP has copied them, or waits.
+"""Write a rank's portions of tensors as shards, straight from the tensors, which DCP has copied or keeps unchanged.
 
-The files are those of every other save: one for each group, more if it is large. A rank's second portion of a tensor is
-in another file, since a file has each name once.
+The files are those of any other save: one for each group, several for a large group. A rank's second portion of a
+tensor is in another file, since a file has each name once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt_tasks.tensors.tensors import DTYPES, refuse
 
 
 class Portion(NamedTuple):
-    """A part of a tensor: its full key, its values, the whole tensor's shape, and where the part begins."""
+    """A part of a tensor: its full key, its values, the whole tensor's shape, and the part's offset."""
 
     key: str
     tensor: torch.Tensor
@@ -45,7 +45,7 @@ def write_portions(
     total_bytes: int,
     total_items: int,
 ) -> RankPart:
-    """Digest and put portions; `total_bytes` and `total_items` are those of all ranks, for the size of the regions.
+    """Digest and put portions; `total_bytes` and `total_items`, of all ranks, determine the size of the regions.
 
     Raises UnsupportedStateError for a tensor that cannot be stored, before anything is put.
     """
@@ -75,7 +75,7 @@ def write_portions(
 
 
 def _put(store: Store, name: str, layout: ImageLayout, group: str, portions: Mapping[str, Portion]) -> RankPart:
-    """Digest and put one file; return it as a part of a rank, to which `joined` gives its names."""
+    """Digest and put one file; return it as a rank's part, for `joined`."""
     data = {slot.spec.name: _bytes(portions[slot.spec.name].tensor) for slot in layout.slots}
     begins = {slot.spec.name: slot.begin for slot in layout.slots}
     digests = [
@@ -108,7 +108,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _whole(portions: Sequence[Portion]) -> list[Portion]:
-    """Join the portions of each tensor that one rank writes into one piece."""
+    """Join the portions of each tensor into one whole tensor: this rank writes all of it."""
     by_key: dict[str, list[Portion]] = {}
     for portion in portions:
         by_key.setdefault(portion.key, []).append(portion)

@@ -1,7 +1,7 @@
-"""The copy of a state for dcp.async_save, in memory that is kept: touching new memory costs several times a copy.
+"""The copy of a state for dcp.async_save, in memory that is reused: touching new memory costs several times a copy.
 
-Invariant: memory is filled again only after `write_data` of this process has written what it held. So a save that
-another process makes (DCP's PROCESS executor shares the memory with it) keeps its memory for itself.
+Invariant: memory is refilled only after `write_data` of this process has written its contents. So a save that another
+process makes (DCP's PROCESS executor shares the memory with it) keeps its memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Memory = list[torch.Tensor]
 
 
 class Staged:
-    """The memory of one copy; `free` gives it to the next one."""
+    """The memory of one copy; `free` gives it to the next copy."""
 
     def __init__(self, memory: _Memory):
         self.memory = memory
         self._process = Process()
 
     def free(self) -> None:
-        """Let the next copy of this process use this memory."""
+        """Let the next copy in this process use this memory."""
         if self._process.is_here:
             with _lock:
                 _free[:] = [self.memory]
@@ -40,10 +40,9 @@ _lock = system().lock()
 
 
 def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
-    """Copy a state to the CPU: all its tensors and arrays, including those in dicts, lists and tuples; wait for the
-    copy.
+    """Copy a state with all its tensors and arrays, also in dicts, lists and tuples, to the CPU; wait for the copy.
 
-    Other values are copied or not by DCP, as with its own writer.
+    DCP copies other values, or does not, as with its own writer.
     """
     with _lock:
         old, _free[:] = (_free[0] if _free else []), []
@@ -56,7 +55,7 @@ def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
 
 
 class _Copies:
-    """Make the tensors of a copy; `old` is the memory of the last one, in the order of its tensors."""
+    """Makes the tensors of a copy; `old` is the memory of the last copy, in the order of its tensors."""
 
     def __init__(self, old: _Memory):
         self._old = old
@@ -65,7 +64,7 @@ class _Copies:
         self.waits = False
 
     def of(self, value: Any) -> Any:
-        """Return a copy of a value, whose tensors have no values yet."""
+        """Return a copy of a value in which tensors are allocated but not filled."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, Mapping):

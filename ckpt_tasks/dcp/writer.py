@@ -1,8 +1,8 @@
 """A StorageWriter of DCP that commits checkpoints of a run: `dcp.save(state, storage_writer=CkptWriter("runs/x"))`.
 
 DCP's own collectives carry the messages. The coordinator takes the run and names the attempt when it has all plans;
-every rank packs its values, digests its tensors and puts its shards; the coordinator commits the parts of all. An error
-of any rank is raised in all of them; then nothing is committed.
+every rank packs its values, digests its tensors and puts its shards; the coordinator commits all parts. An error of any
+rank is raised in all of them; then nothing is committed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Order(NamedTuple):
     attempt: Attempt
     rank: int
     world_size: int
-    places: Mapping[str, str]  # Maps DCP's name to a tensor's full key, or to the path of a value.
+    places: Mapping[str, str]  # Maps DCP's name to a tensor's full key, or to a value's path.
     total_bytes: int
     total_items: int
     skipped: frozenset[str]
@@ -58,7 +58,7 @@ class _Written:
 
 
 class CkptWriter(StorageWriter, AsyncStager):
-    """Write a DCP state as a checkpoint of a run, committed and verified as every other one.
+    """Write a DCP state as a checkpoint of a run, committed and verified like any other.
 
     `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. `step` defaults to the number
     at the end of DCP's `checkpoint_id` (`…/step-100`). The process of DCP's coordinator holds the run from its first
@@ -88,7 +88,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         """Do nothing: the memory is kept for the next save."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pass on what this process has restored: with DCP's PROCESS executor another process saves."""
+        """Pass on what this process has restored, since with DCP's PROCESS executor another process saves."""
         url = store_of(self._config).url
         return {**vars(self), "_restored": restored.pop(url, self._restored), "_staged": None}
 
@@ -104,7 +104,7 @@ class CkptWriter(StorageWriter, AsyncStager):
             self._step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise ConfigError if there is no step, or if the ranks do not save together, StateError if it is no step."""
+        """Raise ConfigError if there is no step or ranks do not save together, StateError if the step is invalid."""
         if self._step is None:
             raise ConfigError(
                 "a checkpoint needs its step",
@@ -148,7 +148,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Pack the values, then digest and put the tensors; raises UnsupportedStateError before anything is put."""
+        """Pack the values, then digest and put the tensors; raise UnsupportedStateError before anything is put."""
         order: _Order = plan.storage_data
         inner = TensorSet(None)
         values = {}
@@ -204,10 +204,10 @@ _last_plans: list[SavePlan] = []
 
 
 def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans; if a rank sends none, because its planner has cached it, that rank's last plan.
+    """Return the plans; for a rank that sends none, because its planner has cached it, return its last plan.
 
-    Each save needs an order of its own, so no rank may write by the plan that it has cached. Raises ConfigError if the
-    last plan is not known here.
+    Each save needs its own order, so no rank may write by a cached plan. Raises ConfigError if the last plan is not
+    known here.
     """
     full = [
         plan if plan.usable else replace(_last_plans[rank], usable=True) if rank < len(_last_plans) else None
@@ -252,7 +252,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _portions(items: Sequence[WriteItem], planner: SavePlanner, order: _Order) -> list[Portion]:
-    """Return the tensors of a plan; raise UnsupportedStateError for a part that is not where DCP says."""
+    """Return the tensors of a plan; raise UnsupportedStateError if a tensor's part is not where DCP says."""
     portions = []
     for item in items:
         if item.tensor_data is None or item.index.fqn in order.skipped:

@@ -1,3 +1,3 @@
-"""What a server needs, so that runs resume by themselves."""
+"""Set up a Prefect server so that runs resume by themselves."""
 
-TAG = "ckpt-tasks"  # The deployments with this tag have their flow runs resumed.
+TAG = "ckpt-tasks"  # Flow runs of deployments with this tag are resumed.

@@ -1,8 +1,8 @@
 """Prefect automations that resume runs unattended: `python -m deployments.automations apply|show|remove`.
 
-They act on the flow runs of every deployment with the tag `ckpt-tasks`. Their names identify them: applying them again
-changes only what differs. All are proactive: a reactive automation would act twice on one crash, which both the runner
-and the worker report, and would start the flow run twice.
+They act on the flow runs of every deployment with the tag `ckpt-tasks`. They are identified by name: applying them
+again changes only what differs. All are proactive: a reactive automation would act twice on one crash, which both the
+runner and the worker report, and would start the flow run twice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PREFIX = "ckpt-tasks: "
 _PAGE = 200
 
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
-_RESUME_AFTER_S = 20  # Others may act on the crash first within this time: a worker that retries, a person.
-_GIVEN_UP_AFTER_S = 60  # By then the resuming automation has acted.
-# After a crash, _ALIVE means that the flow run continues, and _DECIDED that a person or the flow decided otherwise.
+_RESUME_AFTER_S = 20  # Until then others may act on the crash: a worker that retries, or a person.
+_GIVEN_UP_AFTER_S = 60  # By then the automation that resumes has acted.
+# After a crash, _ALIVE means that the flow run continues, _DECIDED that a person or the flow decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")
 _ENDED = ("Failed", "TimedOut")
@@ -47,7 +47,7 @@ _BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} a
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome for an automation: "created", "changed", "as it was", "removed", or whether it is "enabled"."""
+    """What was done to an automation: "created", "changed", "as it was", "removed", or whether it is "enabled"."""
 
     name: str
     status: str
@@ -110,7 +110,7 @@ def _notify(blocks: tuple[Block, ...]) -> AutomationCore:
 def _trigger(
     after: set[str], expect: set[str], within_s: int, match: Mapping[str, str | list[str]] = MappingProxyType({})
 ) -> EventTrigger:
-    """Return a trigger for flow runs with our tag: `after` came, and `expect` did not come within `within_s`."""
+    """Return a trigger for flow runs with our tag: event `after` came, but `expect` did not within `within_s`."""
     ours: dict[str, Any] = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
     return EventTrigger(
         match={"prefect.resource.id": "prefect.flow-run.*", **match},
@@ -220,7 +220,7 @@ def _delete(client: SyncPrefectClient, by_name: Mapping[str, Sequence[Automation
 
 
 def _essence(automation: AutomationCore) -> dict[str, Any]:
-    """Return an automation's own fields, without those that the server adds."""
+    """Return an automation's fields without those that the server adds."""
     trigger = automation.trigger.model_dump(mode="json")
     dumped = automation.model_dump(mode="json", include={"name", "description", "enabled", "actions"})
     return {**dumped, "trigger": {key: _sorted(value) for key, value in trigger.items() if key != "id"}}

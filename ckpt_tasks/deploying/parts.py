@@ -1,7 +1,7 @@
-"""The processes of a site that were started here, in a file that survives them and a reboot.
+"""The processes of a site that were started on this host, in a file that survives them and a reboot.
 
-A process is identified by its id, its start time and the boot: after a reboot, or when the id is reused, no other
-process is mistaken for it.
+A process is identified by its id, its start time and the boot, so that after a reboot, or if the id is reused, another
+process is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SiteProcess:
 
     @classmethod
     def of(cls, pid: int) -> SiteProcess:
-        """Describe a process that runs now."""
+        """Describe a process that is running now."""
         return cls(pid=pid, start=process_start(pid) or "", boot=boot_id())
 
     @property
@@ -41,7 +41,7 @@ class SiteProcess:
         return self.start != "" and self.boot == boot_id() and process_start(self.pid) == self.start
 
     def send(self, number: int) -> None:
-        """Send the process a signal, if it still runs."""
+        """Send the process a signal if it still runs."""
         if self.lives:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -49,11 +49,11 @@ class SiteProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A site: its API, the processes that were started here by name of the part, and the file of its password."""
+    """A site: its API, its processes on this host by name of the part, and the file of its password."""
 
     url: str
     started: Mapping[str, SiteProcess] = field(default_factory=dict)
-    password_file: str = ""  # Empty: the site has no password, or that of the user's own settings.
+    password_file: str = ""  # Empty: no password, or the one of the user's own settings.
 
 
 def read_site(path: Path) -> Site | None:
@@ -77,7 +77,7 @@ def write_site(path: Path, site: Site) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRunProcess:
-    """A flow run's topmost process, and `trains`, which ends properly at SIGTERM; both may be the same process."""
+    """A flow run's topmost process, and `trains`, the process that ends properly at SIGTERM; they may be the same."""
 
     flow_run_id: str
     top: SiteProcess
@@ -85,14 +85,14 @@ class FlowRunProcess:
 
 
 def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
-    """Return the workers of a site, and the processes of its flow runs, by `mark` in their environment.
+    """Return the workers of a site and the processes of its flow runs, found by `mark` in their environment.
 
     Processes inherit a worker's environment, so a flow run is found even if its worker was killed.
     """
     parents: dict[int, int] = {}
     ids: dict[int, str] = {}
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # The process has ended, or is another user's.
+        with suppress(OSError):  # The process has ended, or belongs to another user.
             environment = (place / "environ").read_bytes().split(b"\0")
             if os.fsencode(mark) in environment:
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
@@ -106,7 +106,7 @@ def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
 
 
 def _trainer(top: int, parents: Mapping[int, int]) -> int:
-    """Return the engine below `prefect flow-run execute`, which would wait 1 s for its answer and then kill it."""
+    """Return the engine below `prefect flow-run execute`, which kills it if it does not answer SIGTERM within 1 s."""
     with suppress(OSError):
         if b"\0flow-run\0execute\0" in Path(f"/proc/{top}/cmdline").read_bytes():
             return next((pid for pid, parent in parents.items() if parent == top), top)
@@ -114,7 +114,7 @@ def _trainer(top: int, parents: Mapping[int, int]) -> int:
 
 
 def end_all(processes: Iterable[SiteProcess], patience_s: float, *, tell: Iterable[SiteProcess] | None = None) -> None:
-    """Send SIGTERM to all, or only to those in `tell`, wait at most `patience_s` seconds, then kill the rest."""
+    """Send SIGTERM to all (or only to those in `tell`), wait at most `patience_s` seconds, then kill the rest."""
     waited_for = [process for process in processes if process.lives]
     for process in waited_for if tell is None else tell:
         process.send(signal.SIGTERM)

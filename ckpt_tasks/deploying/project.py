@@ -16,7 +16,7 @@ _IGNORED = "runs/\n__pycache__/\n*-report.html\n"
 
 
 def write_project(directory: Path, name: str | None = None) -> tuple[str, list[str]]:
-    """Write the project into a directory that is new or empty; return its name, and the names of its files.
+    """Write the project into a new or empty directory; return its name, and the names of its files.
 
     The name (default: the directory's) becomes the key of its run and the name of its deployments. Raises ConfigError
     before anything is written.

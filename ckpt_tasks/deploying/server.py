@@ -33,7 +33,7 @@ _PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 
 
 def start_server(host: str, port: int, options: Sequence[str] = (), password: str = "") -> int | None:
-    """Start a server and return its process id once it answers; None if one answers already. Raises SiteError.
+    """Start a server and return its process id once it answers; None if a server answers already. Raises SiteError.
 
     With a `password` ("user:secret") it answers only requests that have it. The server reads it from its environment,
     which no other user can read.
@@ -47,7 +47,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
     if "lease_storage" not in settings.server.concurrency.model_fields_set:
         environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
     if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
-        # The page would use the default port, whatever the command line says (3.8.8).
+        # The page would otherwise use the default port, whatever the command line says (3.8.8).
         environment[_PAGE_ASKS] = url
     if password:
         environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
@@ -70,7 +70,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
 def start_apart(
     command: Sequence[str], log_path: Path, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a process that outlives its terminal; return it, and the offset in the log at which its output begins."""
+    """Start a process that outlives its terminal; return it, and the offset in the log where its output begins."""
     with log_path.open("ab") as log:
         begin = log.tell()
         nothing = subprocess.DEVNULL
@@ -110,7 +110,7 @@ def api_url(host: str, port: int) -> str:
 
 
 def answers(url: str) -> bool:
-    """Return True if a Prefect server answers at this API; raise SiteError if something else does."""
+    """Return True if a Prefect server answers at this API; raise SiteError if another program does."""
     try:
         with urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310 (http, from our own host and port)
             said: object = json.loads(answer.read(_MOST_BYTES))
@@ -128,7 +128,7 @@ def answers(url: str) -> bool:
 
 
 def make_password(home: Path) -> Path:
-    """Return the file with the password of the site in `home`, readable only by its owner; make it if it is missing."""
+    """Return the file with the password of the site in `home`, readable only by its owner; create it if missing."""
     path = home / "ckpt-up.auth"
     with suppress(FileNotFoundError, SiteError):
         if path.stat().st_mode & 0o077 == 0 and read_password(path):
@@ -142,7 +142,7 @@ def make_password(home: Path) -> Path:
 
 
 def read_password(path: Path) -> str:
-    """Return the password in a file of `make_password`; raise SiteError without one."""
+    """Return the password in a file of `make_password`; raise SiteError if there is none."""
     try:
         return path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
@@ -152,7 +152,7 @@ def read_password(path: Path) -> str:
 
 
 def end_of(log_path: Path, begin: int) -> str:
-    """Return the last lines of a log, none from before byte `begin`."""
+    """Return the last lines of a log, but none from before byte `begin`."""
     with log_path.open("rb") as log:
         log.seek(begin)
         return log.read()[-2000:].decode("utf-8", "replace").strip()

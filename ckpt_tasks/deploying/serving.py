@@ -1,9 +1,9 @@
-"""The command `prefect`, for a server: its garbage is collected in a thread of its own.
+"""The command `prefect` for a server, with the garbage collector in its own thread.
 
-The thread that collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
-thread may hold that lock for 60 s, while it waits for the database. Python collects in any thread that makes objects.
-If that is the event loop, the server hangs, and so does the request that has locked the database (3.8.8, aiosqlite
-0.22). If a thread of its own waits for the lock, the loop continues.
+A thread that collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
+thread may hold that lock for 60 s while it waits for the database. Python collects in any thread that creates objects.
+If that is the event loop's thread, the server hangs, and so does the request that has locked the database (3.8.8,
+aiosqlite 0.22). If a separate thread waits for the lock, the loop continues.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from itertools import count
 
 _COLLECT_EVERY_S = 1.0
-_FULL_EVERY = 30  # Every so many collections, a full one: for a server's objects it takes a tenth of a second.
+_FULL_EVERY = 30  # One in this many collections is full: for a server's objects it takes a tenth of a second.
 
 
 def collect_apart() -> None:
-    """Collect garbage in a thread of its own from now on, and in no other."""
+    """Collect garbage in a separate thread from now on, and in no other."""
     gc.disable()
     threading.Thread(target=_collect, name="garbage", daemon=True).start()
 

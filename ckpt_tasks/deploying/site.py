@@ -1,4 +1,4 @@
-"""A site on this machine: server, work pool, deployments, automations and worker, brought up and taken down."""
+"""A site on this machine: server, work pool, deployments, automations and worker; to start and to stop all of it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from ckpt_tasks.orchestration.abandoned import start_again
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
 _PATIENCE_S = 180  # A busy machine imports Prefect slowly.
-_PREEMPTED_S = 120  # A flow run ends its step and commits within this time, as the templates of pools say.
-_REPORTED_S = 10  # The process that started a flow run reports its end.
+_PREEMPTED_S = 120  # A flow run ends its step and commits within this time, as the pools' templates require.
+_REPORTED_S = 10  # The process that started a flow run reports its end within this time.
 _STOP_S = 30
 _LOOK_S = 0.5
 _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
@@ -59,7 +59,7 @@ class SitePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Up:
-    """A running site: its API and page, the file of its password, its parts, the names of the deployments."""
+    """A running site: its API and page, its password file, its parts, the names of the deployments."""
 
     url: str
     page: str
@@ -69,7 +69,7 @@ class Up:
 
 
 def bring_up(directory: Path, port: int | None = None) -> Up:
-    """Start what does not run yet, deploy `directory`'s prefect.yaml, or the example, and wait until all answer.
+    """Start the parts that do not run yet, deploy `directory`'s prefect.yaml, or the example, and wait for all parts.
 
     The server is the one that PREFECT_API_URL names, if that is set and is not this machine's own. Raises SiteError.
     """
@@ -171,7 +171,7 @@ def _end_workers(home: Path, site: Site) -> str:
 
 
 def _mark(home: Path) -> str:
-    """Return the mark in the environment of this site's worker and of the processes that it starts."""
+    """Return the mark in the environment of this site's worker, which its processes inherit."""
     return f"CKPT_SITE={home}"
 
 
@@ -197,11 +197,11 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
         )
     if process is not None:
         end_all([process], _STOP_S)  # The server runs, but does not answer.
-    # A site without a password gets one only when none of its processes runs: they would be locked out.
+    # A site without a password gets one only if none of its processes runs: they would be locked out.
     if not settings.auth_string and not site.password_file and not any(site_processes(_mark(home))):
         site = replace(site, password_file=str(make_password(home)))
     pid = start_server(host, port, password=_password(site))
-    assert pid is not None  # Nothing answered a moment ago, and we hold the site.
+    assert pid is not None  # No server answered just now, and we hold the site.
     site = replace(site, started={**site.started, "server": SiteProcess.of(pid)})
     return site, SitePart(name="server", status="started", about=f"{site.url}, log {home / 'server.log'}")
 
@@ -243,7 +243,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     environment = {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
     worker, begin = start_apart(command, log_path, environment)
     site = replace(site, started={**site.started, "worker": SiteProcess.of(worker.pid)})
-    write_site(path, site)  # Before waiting for it: a kill here must not leave an unknown worker.
+    write_site(path, site)  # Write before the wait: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
     while _sign_of_life(client, name) == before:
         if worker.poll() is not None:
@@ -280,7 +280,7 @@ def _client(site: Site) -> Iterator[SyncPrefectClient]:
 
 
 def _entry(site: Site) -> dict[str, str]:
-    """Return the environment in which a client reaches the server and may use it."""
+    """Return the environment in which a client reaches the server and has its password."""
     password = _password(site)
     return {"PREFECT_API_URL": site.url, **({"PREFECT_API_AUTH_STRING": password} if password else {})}
 
@@ -300,7 +300,7 @@ def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
 
 @contextmanager
 def _alone(home: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the site for this process; two processes at once would start everything twice."""
+    """Hold the site for this process: two processes at once would start everything twice."""
     home.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
     with (home / "ckpt-up.lock").open("w") as lock:

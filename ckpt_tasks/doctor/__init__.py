@@ -1,1 +1,1 @@
-"""What `ckpt doctor` checks: each check is a row of one table, with what was seen and what to do."""
+"""The checks of `ckpt doctor`: each is a row of one table, with what was observed and what to do."""

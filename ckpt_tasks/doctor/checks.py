@@ -1,6 +1,6 @@
-"""The table of checks of `ckpt doctor`: what is well, what is not, and what to do about it.
+"""The table of checks of `ckpt doctor`: what is in order, what is not, and what to do about it.
 
-Pure decisions over plain facts, which the other modules of the room collect. docs/OPERATING.md explains the numbers.
+These are pure decisions about facts that the other modules of the room collect. docs/OPERATING.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _BEATS = 3
 # The smallest heartbeat that Prefect accepts, and Prefect's default.
 _HEARTBEAT_S, _DEFAULT_HEARTBEAT_S = 30, 180
 _SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of the pool or the deployment."
-# A silent owner may be taken over after 120 s.
+# An owner without a new heartbeat may be taken over after 120 s, so clocks must agree.
 _SKEW_S, _MOST_SKEW_S = 2.0, 30.0
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its verdict, what was seen, and what to do if it is not well."""
+    """One check: its verdict, what was observed, and what to do if it is not in order."""
 
     name: str
     verdict: Literal["ok", "warning", "wrong", "not checked"]
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class AutomationFacts:
-    """An automation of Prefect's server; `within_s` is its trigger's."""
+    """An automation of Prefect's server; `within_s` belongs to its trigger."""
 
     name: str
     enabled: bool = True
@@ -59,7 +59,7 @@ class AutomationFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """How flow runs start: a deployment's job variables over its pool's, or the pool's alone (not `deployed`)."""
+    """How flow runs start: the job variables of a deployment over those of its pool, or the pool's alone."""
 
     name: str
     command: str | None = None
@@ -114,7 +114,7 @@ class PrefectFacts:
 
 
 def judge_prefect(facts: PrefectFacts) -> list[Check]:
-    """Judge a server, its automations and a work pool; without an answer, only whether there would be a server."""
+    """Judge a server, its automations and a work pool; without an answer, only whether a server is configured."""
     table = _OF_SERVER if facts.answered else _OF_SERVER[:2]
     return [check for judge in table for check in judge(facts)]
 
@@ -123,7 +123,7 @@ def judge_prefect(facts: PrefectFacts) -> list[Check]:
 
 
 def _server(facts: PrefectFacts) -> Iterator[Check]:
-    """Is there a server that outlives a process, of a version that this client understands?"""
+    """Check that a server outlives single processes, and has a version that this client understands."""
     if facts.url is None:
         seen = "none: each process starts an embedded server, and a crashed run is not started again"
         yield Check("server", "warning", seen, "Start one with ckpt up, and set PREFECT_API_URL as it says.")
@@ -144,7 +144,7 @@ def _server(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _fastapi(facts: PrefectFacts) -> Iterator[Check]:
-    """Would a server that is started from this environment run? The packages of a remote server are unknown."""
+    """Check that a server could be started from this environment; the packages of a remote server are unknown."""
     numbers = _numbers(facts.fastapi_version or "")
     seen = f"{facts.fastapi_version} is installed here"
     if not numbers:
@@ -159,7 +159,7 @@ def _fastapi(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _leases(facts: PrefectFacts) -> Iterator[Check]:
-    """Do concurrency limits survive a restart of the server? By default it keeps them in memory."""
+    """Check that concurrency limits survive a restart of the server: by default it keeps them in memory."""
     storage = _at(facts.settings, "server", "concurrency", "lease_storage")
     if not isinstance(storage, str):
         seen = "the server does not say; PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE on its host"
@@ -177,7 +177,7 @@ def _leases(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _automations(facts: PrefectFacts) -> Iterator[Check]:
-    """Do the automations notice a dead process, and start a crashed run again?"""
+    """Check that the automations notice a dead process, and start a crashed run again."""
     if facts.automations is None:
         yield Check("automations", "not checked", "the server does not say")
         return
@@ -201,7 +201,7 @@ def _automations(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _heartbeat(facts: PrefectFacts) -> Iterator[Check]:
-    """Do flow runs send heartbeats often enough for the automations?"""
+    """Check that flow runs send heartbeats often enough for the automations."""
     within_s = next((rule.within_s for rule in facts.automations or () if rule.name == _ZOMBIES), None)
     jobs = facts.jobs
     if within_s is not None and jobs:
@@ -229,7 +229,7 @@ def _heartbeat(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _pool(facts: PrefectFacts) -> Iterator[Check]:
-    """Does a worker pick up scheduled runs?"""
+    """Check that a worker picks up scheduled runs."""
     pool = facts.pool
     if pool is None:
         yield Check("work pool", "not checked", "the server does not say")
@@ -250,8 +250,8 @@ def _pool(facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _stopping(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
-    """Is a flow run that gets SIGTERM scheduled again? That must be configured."""
-    if pool.type not in ("process", "docker"):  # A Kubernetes worker requests it by itself.
+    """Check that a flow run that gets SIGTERM is scheduled again, which must be configured."""
+    if pool.type not in ("process", "docker"):  # A Kubernetes worker requests it without configuration.
         yield Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
         return
     jobs = [job for job in pool.jobs if not _is_repeated(job)]
@@ -270,7 +270,7 @@ def _stopping(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _threads(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
-    """Do waiting OpenMP threads free their cores? The environment variable that OpenMP reads says it."""
+    """Check that waiting OpenMP threads free their cores, by the environment variable that OpenMP reads."""
     if unset := [job.name for job in pool.jobs if not job.env.get(WAIT_POLICY)]:
         seen = (
             f"{WAIT_POLICY} is not set for {_some(unset)}: threads spin while they wait, and steps may take 5 × as long"
@@ -281,7 +281,7 @@ def _threads(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
 
 
 def _tags(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
-    """Do the automations apply to the deployments? Without automations or deployments, nothing is reported."""
+    """Check that the automations apply to the deployments; report nothing without automations or deployments."""
     deployed = [job for job in pool.jobs if job.deployed and not _is_repeated(job)]
     if not deployed or not any(rule.name in (_ZOMBIES, _RESUMES) for rule in facts.automations or ()):
         return
@@ -317,7 +317,7 @@ def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -
 
 
 def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | None) -> Check:
-    """Judge whether the next save may write, and has room to; `unwritable` is a directory of the run."""
+    """Judge whether the next save can be written and has enough space; `unwritable` is a directory of the run."""
     if unwritable is not None:
         do = "Mount it for writing, or give its directories and files to the user who trains."
         return Check("disk", "wrong", f"{unwritable} cannot be written by this user", do)
@@ -332,7 +332,7 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
 
 
 def judge_drills(drills: Sequence[Drill]) -> Check:
-    """Judge whether the run has been restored in a drill; `drills` is that of its state."""
+    """Judge whether the run has been restored in a drill; `drills` are those of the run's state."""
     if not drills:
         return Check("restore drill", "not checked", "the run was never restored in a drill", "ckpt restore-drill DIR")
     seen = "; ".join(drill_words(drill) for drill in reversed(drills))

@@ -1,4 +1,4 @@
-"""The findings of `measuring.py` about a store, and whether it is fit for checkpoints."""
+"""The findings of `measuring.py` about a store, and the verdict whether it is fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one request takes, in seconds; of `tries`, `failed` were unanswered or refused."""
+    """How long one request takes, in seconds; `failed` of `tries` were unanswered or refused."""
 
     median_s: float
     p90_s: float
@@ -40,7 +40,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk below a local directory: the cost of an fsync, the file system's abilities, and free bytes."""
+    """The disk of a local directory: the cost of an fsync, the file system's abilities, and free bytes."""
 
     fsync: Latency
     o_direct: Ability
@@ -63,20 +63,20 @@ class Findings:
     left: tuple[str, ...] = ()
 
     def save_s(self, size_bytes: int) -> float | None:
-        """Estimate a save in seconds: sending its bytes, a listing, and the commit (a read, a put, a read)."""
+        """Estimate the seconds of a save: send its bytes, list, and commit (a read, a put, a read)."""
         if self.up_bytes_per_s is None:
             return None
         commit_s = [self.latencies[name].median_s for name in ("list", "get", "put", "get") if name in self.latencies]
         return size_bytes / self.up_bytes_per_s + sum(one_s for one_s in commit_s if math.isfinite(one_s))
 
     def restore_s(self, size_bytes: int) -> float | None:
-        """Estimate in seconds how long a restore reads."""
+        """Estimate the seconds for which a restore reads."""
         return None if self.down_bytes_per_s is None else size_bytes / self.down_bytes_per_s
 
 
 @dataclass(frozen=True)
 class StoreVerdict:
-    """The answer: whether the store is fit for checkpoints, and why, in words."""
+    """The verdict: whether the store is fit for checkpoints, and why, in words."""
 
     fit: bool
     words: str

@@ -1,4 +1,4 @@
-"""Check the store of a run directory, its disk and its clock, and this host's memory; changes nothing of a run."""
+"""Check the store of a run directory, its disk and its clock, and this host's memory, without changing a run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 
-# This is not a temporary directory: it has to outlive the process.
+# Not a temporary directory: it must outlive the process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0
-# Enough to see whether the store works; `ckpt doctor-store` measures speed.
+# This much shows whether the store works; `ckpt doctor-store` measures speed.
 _SMALL_BYTES = 1 << 16
-# Every owner writes into these directories, and makes new ones.
+# Every owner writes into these directories, and creates new ones.
 _WRITTEN = ("ledger", "heartbeat")
 
 
@@ -80,7 +80,7 @@ def _proved(store: Store, seen: str, written: dict[str, Any]) -> Check:
 
 
 def _disk(store: Store, run: Run | None) -> Iterator[Check]:
-    """Check, without writing, whether a local run can be written; a directory without a run has just been probed."""
+    """Check, without writing, that a local run can be written; a directory without a run has just been probed."""
     if store.endpoint is not None or not (Path(store.url) / "ledger").is_dir():
         return
     paths = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
@@ -99,7 +99,7 @@ def _clock(endpoint: str | None) -> Iterator[Check]:
 
 
 def _memory(url: str | None, size_bytes: int | None) -> Check:
-    """Check the memory for snapshots of a run whose newest checkpoint has this size; None: it has no checkpoint."""
+    """Check the memory for snapshots of a run whose newest checkpoint has this size; None: no checkpoint."""
     if not _SHARED_MEMORY.is_dir():
         return judge_memory(str(_SHARED_MEMORY), None, None, None)
     status = os.statvfs(_SHARED_MEMORY)
@@ -112,7 +112,7 @@ def _memory(url: str | None, size_bytes: int | None) -> Check:
 
 
 def _held_bytes(url: str) -> int:
-    """Return the bytes of the run's own snapshots on this host; new snapshots will replace them."""
+    """Return the size of the run's own snapshots on this host, which new snapshots will replace."""
     held_bytes = 0
     for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
         if holds(lock, os.fsencode(url)):
@@ -121,7 +121,7 @@ def _held_bytes(url: str) -> int:
 
 
 def holds(path: Path, expected: bytes) -> bool:
-    """Return True if a small file of this user holds these bytes; /dev/shm is shared, so nothing in it is trusted."""
+    """Return True if a small file of this user has these bytes; nothing in /dev/shm is trusted, since it is shared."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
             return file.read(len(expected) + 1) == expected

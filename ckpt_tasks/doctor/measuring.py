@@ -1,4 +1,4 @@
-"""Measure a store: what it can do, how long requests take, and the bandwidth up and down.
+"""Measure a store: what it can do, how long requests take, and the bandwidth in both directions.
 
 Everything is written below `probe/`, which no run uses: a run in the same directory is neither read nor changed. All
 objects are deleted at the end, even after an error. Requests are not retried, so that failures are seen.
@@ -31,12 +31,12 @@ from ckpt_tasks.storage.retrying import RetryingStore
 _TRIES = 30
 _SMALL_BYTES = 4096  # A ledger entry has about this size.
 _LARGE_BYTES = 64 << 20
-_PIECE_BYTES = 16 << 20  # A restore reads this much at once; larger objects are uploaded in several requests.
+_PIECE_BYTES = 16 << 20  # A restore reads this much at once; larger objects need several requests to upload.
 _IN_FLIGHT = 8
 _ROUNDS = 3
-_ENOUGH_S = 10.0  # Stop measuring large objects after this time: on a slow link one round is enough.
+_ENOUGH_S = 10.0  # Stop measuring large objects after this time: one round is enough on a slow link.
 _PATIENCE_S = 10.0
-_ROOM = 16  # This many times the large object must be free: a run in the same directory may need the space.
+_ROOM = 16  # Free space must be this many times the large object: a run in the same directory may need it.
 
 
 class _StoppedError(Exception):
@@ -48,8 +48,8 @@ def measure(
 ) -> Findings:
     """Test and measure a store; `on_progress` gets the name of each test.
 
-    Ctrl-C ends it between two requests; even then it deletes the objects that it wrote, and directories that it created
-    for a local store. Raises ConfigError if the store cannot be used at all.
+    Ctrl-C ends it between two requests; even then it deletes its objects, and directories that it created for a local
+    store. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
@@ -58,18 +58,18 @@ def measure(
             return running.result()
         except KeyboardInterrupt:
             trial.stop.set()
-            # Wait for requests under way, which could otherwise arrive after the deletion; stop a large upload at once.
+            # Wait for requests under way, which could create objects after the deletion; stop a large upload at once.
             with suppress(StoreError):
                 store.drop_unfinished(trial.is_ours)
             raise
 
 
 class _Trial:
-    """One run of all tests, below `place`."""
+    """One run of all tests; all objects are below `place`."""
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # It retries, for answers that are needed.
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # It retries, for answers that the tests need.
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -223,7 +223,7 @@ class _Trial:
         if disk is not None and disk.free_bytes < _ROOM * self._large_bytes:
             self._abilities["large objects"] = Ability(None, f"not tried: only {disk.free_bytes >> 20} MiB are free")
             return None, None
-        # mmap aligns this memory as it does a save's images.
+        # mmap aligns this memory like a save's images.
         body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")
         for piece in _pieces(body):
             piece[:] = os.urandom(piece.nbytes)
@@ -305,7 +305,7 @@ class _Trial:
             raise _StoppedError
 
     def _tidy(self, made: Sequence[Path]) -> tuple[str, ...]:
-        """Delete all written objects, and directories made for them; return the names that could not be deleted."""
+        """Delete all written objects, and created directories; return the names that could not be deleted."""
         self._on_progress("tidying up")
         left = list(self._written)
         for name in self._written:
@@ -317,7 +317,7 @@ class _Trial:
             else:
                 left.remove(name)
         for directory in made:
-            with suppress(OSError):  # Another process has put a file into it.
+            with suppress(OSError):  # Another process has put a file into the directory.
                 directory.rmdir()
         return tuple(left)
 
@@ -333,7 +333,7 @@ def _pieces(body: memoryview) -> list[memoryview]:
 
 
 def _missing(directory: Path) -> list[Path]:
-    """Return the missing directories down to this one, innermost first."""
+    """Return the missing directories on the path to this one, innermost first."""
     return [place for place in (directory, *directory.parents) if not place.exists()]
 
 
@@ -351,7 +351,7 @@ def _fsyncs(path: Path) -> Latency:
 
 
 def _takes_direct(path: Path) -> Ability:
-    """Test whether a file can be written past the page cache."""
+    """Test whether a file can be written without the page cache."""
     if not hasattr(os, "O_DIRECT"):
         return Ability(False, "this system has none")
     try:
@@ -366,7 +366,7 @@ def _takes_direct(path: Path) -> Ability:
 
 
 def _takes_link(path: Path, other: Path) -> Ability:
-    """Test whether a file can get a second name: that is how ledger entries get theirs."""
+    """Test whether a file can get a second name, by which ledger entries get their names."""
     try:
         os.link(path, other)
     except OSError as error:

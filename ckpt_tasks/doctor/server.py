@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 import prefect
-import prefect.context  # Reads the settings: do that now, not in the middle of a check.
+import prefect.context  # The import reads the settings: do that now, not during a check.
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas import filters
 from prefect.client.schemas.objects import StateType, WorkerStatus, WorkPool
@@ -47,7 +47,7 @@ _PATIENCE_S = 4.0
 # The server's limit for one answer.
 _MOST = 200
 _NAMED = 5
-# Three times the interval in the schedule of `watch`.
+# This is three times the interval in the schedule of `watch`.
 _LATEST_LOOK_S = 900.0
 _T = TypeVar("_T")
 
@@ -101,7 +101,7 @@ def ask_server() -> PrefectFacts:
 
 
 def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | None = None) -> Check:
-    """Check that a process works on every flow run, and that `watch` looks at them soon."""
+    """Check that a process works on every flow run, and that `watch` will look at them soon."""
     abandoned = [*find_abandoned(client, tag, limits or Limits())]
     named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
     seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
@@ -159,7 +159,7 @@ def _check_health(url: str) -> tuple[str | None, float | None, float]:
 def _ahead(answer: httpx.Response, began_s: float) -> tuple[float | None, float]:
     ended_s = time.time()
     try:
-        # The date is rounded down to the second: add the mean error.
+        # The date is rounded down to the second, so add half a second.
         theirs_s = parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5
     except (KeyError, ValueError, TypeError, OverflowError):
         return None, 0.0
@@ -181,7 +181,7 @@ def _answer(question: Callable[[], _T]) -> _T | None:
     except ConfigError:
         raise
     except (httpx.HTTPError, PrefectException, ValueError, AttributeError, TypeError, KeyError):
-        return None  # The check is reported as not made; by now the server is known to run.
+        return None  # Report the check as not made; the server is known to run by now.
 
 
 def _why(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The flows in a terminal: one live line, a table at the end, an exit status, and none of Prefect's log."""
+"""The flows in a terminal: one live line, a table at the end, an exit status, without Prefect's log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 class Training:
     """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s.
 
-    `place` is that of rank 0 among ranks that another launcher has started; None without one.
+    `place` is that of rank 0 among ranks that another launcher has started; None without a launcher.
     """
 
     program: str
@@ -65,7 +65,7 @@ class Training:
     place: Place | None = None
 
     def check(self) -> None:
-        """Check without a server: find the program, compare it with the run, and check its parameters.
+        """Check without a server: find the program, compare it with the run's program, and check its parameters.
 
         Raises CkptError. Also makes the fork, if one is requested.
         """
@@ -78,7 +78,7 @@ class Training:
         find_program(self.program, effective_params(factory, recorded_params(self.config), self.params))
 
     def run(self) -> None:
-        """Run the flow: the flow run of the last start where a launcher has started this process again."""
+        """Run the flow, or continue the flow run of the last start if a launcher has started this process again."""
         parameters: dict[str, Any] = {
             "run_key": str(self.config.run_key),
             "total_steps": self.steps,
@@ -116,7 +116,7 @@ class Ended:
 
 
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
-    """Train a run and evaluate its newest checkpoint, shown on the screen; `again` is the command that resumes it.
+    """Train a run and evaluate its newest checkpoint, with output for people; `again` is the command that resumes it.
 
     Raises CkptError: before a server is started, if the error can be known then.
     """
@@ -153,7 +153,7 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
 def evaluate_in_terminal(
     config: CheckpointConfig, program: str, *, stderr: bool = False, suite: str, which: str, **asked: Any
 ) -> Ended:
-    """Evaluate committed checkpoints, shown on the screen; raises CkptError."""
+    """Evaluate committed checkpoints, with output for people; raises CkptError."""
     results: list[EvaluationResult] = []
     out = Screen(stderr=stderr)
     with _exit_status() as status:
@@ -183,7 +183,7 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
 
 
 def _check_owner(config: CheckpointConfig) -> None:
-    """Raise OwnedError if a live process of this system trains the run: before a server is started, not 20 s later."""
+    """Raise OwnedError if a live process of this system trains the run: before a server starts, not 20 s later."""
     patient_until_s = time.monotonic() + _ENDING_S
     while (owner := _live_owner(config)) is not None:
         if time.monotonic() > patient_until_s:
@@ -195,7 +195,7 @@ def _check_owner(config: CheckpointConfig) -> None:
 
 
 def _live_owner(config: CheckpointConfig) -> Owner | None:
-    """Return the owner that holds the run as a flow and certainly lives on this system; None otherwise."""
+    """Return the owner if it is a flow run that certainly lives on this system; None otherwise."""
     try:
         owner = run_of(config).head().state.owner
     except CheckpointNotFoundError:
@@ -219,7 +219,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_password(client: SyncPrefectClient, url: str) -> None:
-    """Raise SiteError if the server asks for a password that the settings lack; it tells everyone its health."""
+    """Raise SiteError if the server needs a password that the settings lack; its health needs no password."""
     try:
         client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
@@ -239,7 +239,7 @@ def _prefect(out: Console) -> Iterator[None]:
     quiet = "level" not in get_current_settings().logging.model_fields_set
     for handler in logging.getLogger().handlers if quiet else ():
         if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records.
-            handler.addFilter(_is_for_people)  # Never remove it: Prefect logs more at exit.
+            handler.addFilter(_is_for_people)  # Never remove it, since Prefect logs more at exit.
     url = get_current_settings().api.url
     if url is None:
         out.print("Starting Prefect's embedded server …", style="dim")
@@ -258,14 +258,14 @@ def _prefect(out: Console) -> Iterator[None]:
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:
-    """Log filter: drop Prefect's own records and our INFO records (restores, saves), which the screen shows itself."""
+    """Drop, as a log filter, Prefect's own records and our INFO records (restores, saves), which the screen shows."""
     if record.name.startswith("ckpt_tasks"):
         return record.levelno > logging.INFO
     return not record.name.startswith(_PREFECT_LOGS)
 
 
 class _Warnings(logging.Handler):
-    """Print the warnings of a flow run, such as failed attempts."""
+    """Prints the warnings of a flow run, such as failed attempts."""
 
     def __init__(self, out: Console):
         super().__init__(logging.WARNING)
@@ -277,7 +277,7 @@ class _Warnings(logging.Handler):
 
 
 class _StoppedError(BaseException):
-    """SIGTERM came outside a flow, or after it."""
+    """SIGTERM came before or after the flow."""
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
@@ -303,7 +303,7 @@ def _exit_status() -> Iterator[list[int]]:
         status[0] = 143
     except CrashError as error:
         raise error.__cause__ or error from error
-    except Abort as error:  # Another process continues, or Prefect's server is away.
+    except Abort as error:  # Another process continues the flow run, or Prefect's server does not answer.
         raise CkptError(str(error)) from error
     except ExceptionGroup as errors:  # Several evaluations have failed.
         raise CkptError(errors.message) from errors

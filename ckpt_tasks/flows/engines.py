@@ -1,4 +1,4 @@
-"""What starts the ranks of a flow, from its parameters."""
+"""Choose what starts the ranks of a flow, from the flow's parameters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckpt_tasks.orchestration.config import check_ranks
 def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
 
-    One rank needs none on this host: None. No cluster is ever started here. Raises ConfigError for what does not fit,
-    without an address, or where Ray is not installed.
+    One rank on this host needs no engine: returns None. No cluster is ever started here. Raises ConfigError for options
+    that do not fit together, without an address, or if Ray is not installed.
     """
     check_ranks(ranks, name, min_ranks)
     if name == "local":

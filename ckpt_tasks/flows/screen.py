@@ -29,7 +29,7 @@ _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "prun
 
 
 class _Unbroken:
-    """A file that takes no more text once its reader has left, and none while its disk is full."""
+    """A file that ignores text once its reader has closed it, or while its disk is full."""
 
     def __init__(self, file: Any):
         self._file = file
@@ -55,9 +55,9 @@ class _Unbroken:
 
 
 class Screen(Console):
-    """A console that prints texts literally: brackets are not markup, and control codes do not move the cursor.
+    """A console that prints texts literally: brackets are no markup, and control codes do not move the cursor.
 
-    It drops text that it cannot write, so that training continues when its reader has left or the disk is full.
+    It drops text that it cannot write, so that training continues if its reader has left or the disk is full.
     """
 
     def __init__(self, *, stderr: bool = False, file: Any = None, **options: Any):
@@ -65,7 +65,7 @@ class Screen(Console):
         super().__init__(file=unbroken, highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Make a text printable; rich calls this for every text, including the cells of tables."""
+        """Make a text printable; rich calls this for every text, including table cells."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
@@ -90,7 +90,7 @@ class _Line:
             self._live.stop()
 
     def _show(self, text: Callable[[float], str], *, last: bool = False) -> None:
-        """Show `text(available width)`; outside a terminal at once only if `last`, else every 10 s."""
+        """Show `text(available width)`; outside a terminal every 10 s, and at once if `last`."""
         if self._live:
             self._live.update(Text(text(self._out.width), no_wrap=True, overflow="ellipsis"))
         elif last or time.monotonic() - self._shown_s >= _PLAIN_EVERY_S:
@@ -99,7 +99,7 @@ class _Line:
 
 
 class LiveLine(_Line):
-    """Show the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
+    """Shows the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
         super().__init__(out, watcher, stays=True)
@@ -109,7 +109,7 @@ class LiveLine(_Line):
         self._last_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
-        """Show a completed step."""
+        """Show the progress of a completed step."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
         if self._pace_s is None:  # The time since the start is not the time of the first step.
@@ -119,7 +119,7 @@ class LiveLine(_Line):
         self._show(lambda width: self.text(progress, width), last=progress.step == self._total)
 
     def text(self, progress: Progress, width: float = math.inf) -> str:
-        """Return the line: step, first metric, speed, time left, the last commit and training's wait for it.
+        """Return the line: step, first metric, speed, time left, the last commit, and how long training waited for it.
 
         A line longer than `width` leaves out the wait.
         """
@@ -144,7 +144,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
         table.add_column(name, justify="right")
     for checkpoint in reversed(newest_first):
         table.add_row(*_cells(checkpoint, metrics))
-    out.print(f"Checkpoints of {config.run_key}", style="italic")  # A table's title would wrap.
+    out.print(f"Checkpoints of {config.run_key}", style="italic")  # A table's title would be wrapped.
     out.print(table)
 
 
@@ -176,7 +176,7 @@ def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResu
 
 
 class EvaluationLine(_Line):
-    """Show the evaluations of the flow in the block: one line that changes on a terminal, else one every 10 s."""
+    """Shows the evaluations of the flow in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console):
         super().__init__(out, evaluation_watcher, stays=False)

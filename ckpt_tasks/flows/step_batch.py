@@ -28,7 +28,7 @@ class BatchResult:
 
 
 def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
-    """Make the task that trains from one step to another; call it, do not submit it, so that signals reach it."""
+    """Make the task that trains from one step to another; call it and do not submit it, so that signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
     def steps(start: int, end: int) -> BatchResult:
@@ -49,7 +49,7 @@ def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: fl
         )
         return done
 
-    name = "steps {start} to {end}"  # Prefect's page of a run drops every dash except ASCII's.
+    name = "steps {start} to {end}"  # Prefect's page of a run shows no dash except ASCII's.
     return attempted_task(
         steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
     )
@@ -58,7 +58,7 @@ def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: fl
 def run_in_batches(
     batch: Task[[int, int], BatchResult], session: ProgramSession, total_steps: int, length: BatchLength
 ) -> Iterator[BatchResult]:
-    """Train to `total_steps`, one task per batch; a batch after a successful one restores nothing."""
+    """Train to `total_steps`, one task per batch; a batch after a successful one needs no restore."""
     position, last = position_of_run(session.config, total_steps), None
     while position < total_steps:
         end = length.end(position, total_steps, step_s=session.step_s, last=last)

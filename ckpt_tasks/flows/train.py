@@ -1,4 +1,4 @@
-"""Train a program as a flow that may be killed anytime: `ckpt train`, or the deployment `train/byte-lm`."""
+"""Train a program as a flow that may be killed at any time: `ckpt train`, or the deployment `train/byte-lm`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ckpt_tasks.session.session import ProgramSession
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The run's position, how many steps this flow run trained, and its last metrics (none if it trained none).
+    """The run's position, how many steps this flow run trained, and its last metrics (empty if it trained none).
 
     `stopped_because` is the reason of an early stop; None without one.
     """
@@ -81,7 +81,7 @@ def train(
     together (docs/RANKS.md): of this host, or with `engine` "ray" of a cluster, `min_ranks` while it has no room.
     """
     keep_log_readers_out()
-    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # A block is in the API.
+    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # The API serves blocks.
         stay_as_decided()
         processes = find_engine(engine, ranks, min_ranks)
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
@@ -89,7 +89,7 @@ def train(
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
     length, trained = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval), 0
     crash_lost_task_runs()
-    with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit
+    with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit.
         logged_with_the_flow_run(),
         delivers_events(),
         crashes_while_the_store_is_away(reached=True),
@@ -99,7 +99,7 @@ def train(
     ):
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)
-        tries = 0 if launched.get() else retries  # A launcher retries.
+        tries = 0 if launched.get() else retries  # The launcher makes the retries.
         batch_task = step_batch(session, retries=tries, retry_delay_seconds=retry_delay_seconds)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
@@ -116,7 +116,7 @@ def train(
 def _session(
     config: CheckpointConfig, program: str, params: dict[str, Any], ranks: int, processes: Engine | None
 ) -> Iterator[ProgramSession]:
-    """Open the session of a program: on one rank in this process, on more in processes of an engine or a launcher."""
+    """Open the session of a program: one rank runs in this process, several in processes of an engine or a launcher."""
     if place := launched.get():
         with crashes_for_its_launcher(), place.lead(config, program, params, flow_run.id) as leading:
             yield leading
@@ -138,9 +138,9 @@ def _begin(
     fork_from: str | None,
     back: tuple[int | None, str | None],
 ) -> dict[str, Any]:
-    """Check the program against the run, which may begin as a fork or go back; return its parameters.
+    """Check the program against the run, which may begin as a fork or roll back; return its parameters.
 
-    `back` is the step to go back to, and the batches to skip.
+    `back` is the step to roll back to, and the batches to skip.
     """
     skip_while_the_run_trains(config)
     factory = find_program(program)

@@ -1,4 +1,4 @@
-"""Verify every checkpoint of a run and prune what its policy no longer keeps: the deployment `upkeep/byte-lm`."""
+"""Verify every checkpoint of a run, and prune what its policy no longer keeps: the deployment `upkeep/byte-lm`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verified:
     faults: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return a summary in one line."""
+        """Summarise the result in one line."""
         good = f"{len(self.steps)} checkpoints are good, {self.size_bytes / 2**20:,.1f} MiB were read"
         return f"{good}; {len(self.faults)} faults: {'; '.join(self.faults)}" if self.faults else good
 
@@ -44,7 +44,7 @@ class Pruned:
 
 
 def verify_run(config: CheckpointConfig) -> Verified:
-    """Verify every checkpoint, ledger entry and evaluation of a run; leave out checkpoints that are pruned meanwhile.
+    """Verify every checkpoint, ledger entry and evaluation of a run, except checkpoints that are pruned meanwhile.
 
     Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run.
     """
@@ -60,7 +60,7 @@ def verify_run(config: CheckpointConfig) -> Verified:
 
 
 def check_good(verified: Verified, run_key: str) -> None:
-    """Raise IntegrityError with every fault, if there is any."""
+    """Raise IntegrityError with every fault, if any."""
     if verified.faults:
         raise IntegrityError(
             f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
@@ -79,9 +79,9 @@ def check_drilled(drill: Drill, run_key: str) -> None:
 
 
 def prune_run(config: CheckpointConfig) -> Pruned | None:
-    """Remove checkpoints that the policy no longer keeps; return None if the run is training, since it prunes itself.
+    """Prune a run by its policy; return None if the run is training, since it prunes itself.
 
-    A run that may be training on another host is left alone, however long it has been silent.
+    A run that may be training on another host is left alone, however old its heartbeat is.
     """
     if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
         return None
@@ -106,7 +106,7 @@ prune = task(name="prune", cache_policy=NO_CACHE, persist_result=False)(prune_ru
 class UpkeepResult:
     """The results of verifying and pruning; `pruned` is None if the run is training, since it prunes itself.
 
-    `drilled` is the restore drill; None if none was asked for.
+    `drilled` is the restore drill; None if none was requested.
     """
 
     run_key: str

@@ -1,1 +1,1 @@
-"""Files of other tools become a run: opened, read without being executed, and taken apart into groups."""
+"""Import files of other tools into a run: open them without executing anything, and split them into groups."""

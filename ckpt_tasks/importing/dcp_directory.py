@@ -1,4 +1,4 @@
-"""A directory that torch's DCP wrote, by any number of ranks: `.metadata`, and files of torch.save, one after another.
+"""A directory that torch's DCP wrote, by any number of ranks: `.metadata`, and files of concatenated torch.save data.
 
 Invariants
 
@@ -33,7 +33,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class _Part(NamedTuple):
-    """Where a part of a value is: its first index in the tensor, the file, and the bytes there."""
+    """A part of a stored tensor: its first index in the tensor, its file, and its bytes there."""
 
     offset: tuple[int, ...]
     file: SourceFile
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class _Slice(SourceFile):
-    """The bytes of one torch.save in memory."""
+    """The bytes of one torch.save in a DCP file, in memory."""
 
     def __init__(self, name: str, data: memoryview):
         self.name, self._data, self.size_bytes = name, data, data.nbytes
@@ -62,7 +62,7 @@ class _Slice(SourceFile):
 
 
 class DcpDirectory(SourceFile):
-    """An open DCP directory: `values` has its tensors and values by DCP's names, `paths` DCP's paths of them.
+    """An open DCP directory: `values` has its tensors and values by DCP's names, `paths` has DCP's paths.
 
     `left` has the values that cannot be read, with the reason. Raises IntegrityError if it contradicts itself.
     """
@@ -76,7 +76,7 @@ class DcpDirectory(SourceFile):
         self._directory = directory
         self.values: dict[str, Any] = {}
         self.left: dict[str, str] = {}
-        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is the address.
+        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is the tensor's address.
         self._values: dict[str, _Part] = {}
         try:
             self._read(read_objects(metadata.read(0, metadata.size_bytes).tobytes()))
@@ -96,7 +96,7 @@ class DcpDirectory(SourceFile):
         return any(file.has_changed() for file in self._files.values())
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor with its values, read from its parts; None if it is not one of these."""
+        """Return a tensor with its values read from its parts; None for a tensor of another source."""
         name, parts = self._tensors.get(tensor.data_ptr(), ("", []))
         if not name or tensor.shape != self.values[name].shape:
             return None
@@ -166,7 +166,7 @@ class DcpDirectory(SourceFile):
 
 
 def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of a tensor."""
+    """Return dtype and shape of a tensor from DCP's metadata."""
     properties = described["properties"].attributes
     dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).name.removeprefix("torch.")
     if dtype not in STORED_DTYPES:
@@ -178,7 +178,7 @@ def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
-    """Return the parts of a tensor; raise IntegrityError if they are not those that its metadata lists."""
+    """Return the parts of a tensor; raise IntegrityError if they are not those listed in the metadata."""
     listed = {tuple(one["offsets"]): math.prod(one["sizes"]) for one in described["chunks"]}
     here = {part.offset or (0,) * len(described["size"]): part for part in parts}
     if (
@@ -190,7 +190,7 @@ def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
 
 
 def _paths(paths: Mapping[Any, Any], most: int) -> dict[str, tuple[str | int, ...]]:
-    """Return DCP's path of each name; raise IntegrityError for one that would make a list of any length."""
+    """Return DCP's path of each name; raise IntegrityError for a path that would make a list of any length."""
     checked = {}
     for name, path in paths.items():
         if not path or not all(isinstance(one, str) or 0 <= one <= most + 1024 for one in path):

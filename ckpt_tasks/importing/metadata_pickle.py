@@ -1,7 +1,7 @@
 """The pickle in the `.metadata` of a DCP checkpoint, read without importing or executing anything.
 
-It names classes of torch. Each object becomes a `Pickled`: the name, the arguments and the attributes. Invariants: what
-is no name of DCP's metadata is refused; only texts, numbers and objects are keys, so that no key is dear to hash.
+It names classes of torch. Each object becomes a `Pickled`: the name, the arguments and the attributes. Invariants: a
+name that DCP's metadata does not use is refused; only texts, numbers and objects are keys, so that hashing stays cheap.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Machine:
         self._memo: list[Any] = []
 
     def step(self, name: str, argument: Any) -> None:
-        """Do what one opcode says."""
+        """Execute one opcode."""
         if name in _PUSHED:
             self.stack.append(argument)
         elif name in _NEW:
@@ -81,7 +81,7 @@ class _Machine:
             self._join(name)
 
     def _join(self, name: str) -> None:
-        """Do what an opcode says that takes items from the stack."""
+        """Execute an opcode that takes items from the stack."""
         stack = self.stack
         if name in _TUPLES:
             stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]

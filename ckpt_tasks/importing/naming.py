@@ -1,8 +1,8 @@
 """Names in foreign files: of tensors, without the prefixes of wrappers, and of an optimizer's parameters.
 
 torch numbers an optimizer's parameters. Numbers get names only if the file has the names, or if there is exactly one
-way to match the optimizer's shapes with the model's parameters in order: moments of a wrong parameter would go
-unnoticed.
+way to match the optimizer's shapes with the model's parameters in order: otherwise moments could silently belong to a
+wrong parameter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ckpt_tasks.objects.names import bare_name
 from ckpt_tasks.tensors.tensors import identity
 
 _DDP = "module."
-_BUFFERS = ("running_mean", "running_var")  # Buffers of torch's norms; they have the shapes of parameters.
+_BUFFERS = ("running_mean", "running_var")  # Buffers of torch's norm layers, with the shapes of parameters.
 
-Modules = Mapping[str, Mapping[str, Any]]  # Maps a group to names and tensors, in the order of the model.
+Modules = Mapping[str, Mapping[str, Any]]  # For each group its tensors by name, in the order of the model.
 Named = tuple[str, tuple[int, ...]]  # A parameter's name and shape.
 
 
@@ -61,7 +61,7 @@ def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[lis
 
 
 def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
-    """Return the name that `capture` gives to the parameter with this name in the file; None if unknown."""
+    """Return the name that `capture` gives to a parameter with this name in the file; None if it is unknown."""
     if not isinstance(name, str):
         return None
     clean = bare_name(name)
@@ -79,9 +79,9 @@ def _known(name: str, tensor: Any) -> Any:
 
 
 def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
-    """Return the possible parameters of a model in its order: tensor identity → (name, shape).
+    """Return the model's possible parameters in its order: tensor identity → (name, shape).
 
-    A tied tensor appears once, under the first of its names in alphabetical order. Known buffers are left out.
+    A tied tensor appears once, under its first name in alphabetical order. Known buffers are left out.
     """
     names: dict[Any, Named] = {}
     for name, tensor in tensors.items():

@@ -2,10 +2,10 @@
 
 Invariants
 
-1. Only the bytes that `pread` returns count: a mapped file that another process cuts would kill the reader (SIGBUS).
-The
-   mapping gives tensors an identity; `copied` reads their bytes.
-2. A zip file has one meaning: one central directory, at the end, with stored records of different names.
+1. Bytes are read by `pread` only: a mapped file that another process cuts would kill the reader (SIGBUS). The mapping
+   only gives tensors an identity; `copied` reads their bytes.
+2. A zip file is refused if it has more than one reading: one central directory, at the end, with stored records of
+   different names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt_tasks.errors import ConfigError, IntegrityError
 
 _MAX_ENTRIES = 1 << 20  # The limit for a zip file: one entry for each tensor.
 _PIECE_BYTES = 8 << 20
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # With this flag, a mapping may be larger than the memory.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # With this flag a mapping may be larger than the memory.
 # The end of a zip file: signature, disks, entries twice, size and begin of the directory, …
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -78,7 +78,7 @@ class SourceFile:
             self._check(name, on_progress)
 
     def record(self, name: str) -> bytes:
-        """Return the bytes of a small record, checked."""
+        """Return the bytes of a small record after checking them."""
         self._check(name, lambda size_bytes: None)
         return self.read(*self._records[name][:2]).tobytes()
 
@@ -109,7 +109,7 @@ class SourceFile:
         return view
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy in memory of a tensor that is a view of this file; None for other tensors."""
+        """Return a copy in memory of a tensor that is a view of this file; None for any other tensor."""
         begin = tensor.data_ptr() - self._mapped.data_ptr() if self._mapped is not None else -1
         if not 0 <= begin < self.size_bytes:
             return None
@@ -152,7 +152,7 @@ class SourceFile:
         return Record(begin, end, entry.CRC)
 
     def _check_end(self) -> None:
-        """Raise IntegrityError unless the file ends with one central directory, which every reader finds."""
+        """Raise IntegrityError if the file does not end with one central directory, which every reader finds."""
         tail = bytes(self.read(max(self.size_bytes - 98, 0), self.size_bytes)).rjust(98, b"\0")
         sign, *disks, here, entries, size, begin, comment = _END.unpack(tail[-22:])
         short, at = (here, entries, size, begin), self.size_bytes - 22

@@ -30,13 +30,13 @@ from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_heade
 
 _MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
 _MAX_INDEX_BYTES = 64 << 20
-_FREE_TEXT_BYTES = 32 << 20  # The limit for texts that values share, beyond the size of the file.
+_FREE_TEXT_BYTES = 32 << 20  # The limit for texts that several values share, beyond the size of the file.
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
 # If several dtypes have the same code, the first one counts: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}\.")
-# In this order: a directory that has its weights twice has them as safetensors, too.
+# The order of preference: a directory may have its weights both as safetensors and in another format.
 _WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
 _OF_TRAINER = re.compile(
     r"(optimizer|scheduler|scaler|rng_state\w*|random_states\w*)\.(pt|pth|bin|pkl)|training_args\.bin"
@@ -44,7 +44,7 @@ _OF_TRAINER = re.compile(
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a safetensors file: torch's name of the dtype, the shape, and the offsets of its bytes in C order."""
+    """A tensor of a safetensors file: torch's name of the dtype, the shape, and where its bytes are, in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of a file or a directory that is to be imported: tensors and values by name.
+    """The contents of a file or a directory to be imported: tensors and values by name.
 
     `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps the names
     of entries that cannot be taken to the reason; `opened` are the files.
@@ -180,7 +180,7 @@ def _shards(directory: Path, index_name: str) -> Source:
         raise IntegrityError(f"the index is malformed: {error!r:.200}", key=index_name) from error
     files = tuple(dict.fromkeys(weight_map.values()))
     for file in files:
-        # A name with a slash could be any file of this machine.
+        # A name with a slash could lead to any file of this machine.
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise IntegrityError(f"the index names {file!r:.200}, which is not a file beside it", key=index_name)
         if not (directory / file).is_file():
@@ -235,11 +235,11 @@ def _about(metadata: dict[str, str], ours: Any) -> tuple[dict[str, str], dict[st
 def _with_views(
     values: dict[str, Any], tied: Mapping[str, str], dtypes: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """Return the values with views in their own dtypes, and tied names; raise IntegrityError if one is not a view."""
+    """Return the values with views in their own dtypes, and tied names; raise IntegrityError if one is no view."""
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:
-            continue  # The tensor is in another shard, or its own file has said so.
+            continue  # The tensor is in another shard, or its own file has described it.
         cut = len(tensor.shape) - len(stored.suffix) if stored else 0
         if stored is None or _DTYPES[stored.code] != tensor.dtype or tensor.shape[max(cut, 0) :] != stored.suffix:
             raise IntegrityError(
@@ -292,14 +292,14 @@ def torch_value(file: SourceFile) -> Any:
     except CkptError as error:
         error.key = error.key or file.name
         raise
-    except Exception as error:  # Foreign bytes make torch raise all kinds of errors.
+    except Exception as error:  # For foreign bytes torch raises all kinds of errors.
         raise IntegrityError(f"the pickle is malformed: {error!r:.300}", key=file.name) from error
     _check_values(value, file)
     return value
 
 
 def _check_values(value: Any, file: SourceFile) -> None:
-    """Raise IntegrityError if there are too many values or too much text; a repeated value counts each time."""
+    """Raise IntegrityError for too many values or too much text; a repeated value counts each time."""
     count, text, waiting = 0, 0, [iter([value])]
     while waiting:
         item = next(waiting[-1], _END)

@@ -1,4 +1,4 @@
-"""Decide which parts of a foreign file become groups of a run, with which kind and name; read and write nothing.
+"""Decide which parts of a foreign file become groups of a run, of which kind and name; read and write nothing.
 
 A file has less information than a checkpoint. Nothing is guessed: an unclear part is left out, with the reason.
 """
@@ -34,7 +34,7 @@ _LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
 
 
 class Taken(NamedTuple):
-    """A group that is taken: its name, its name in the file, its kind, its size, and a note on how it was read."""
+    """An imported group: its name, its name in the file, its kind, its size, and a note on how it was read."""
 
     group: str
     name: str
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Taking:
-    """Groups in the form of a manifest, their tensors by full key, and the reasons for everything that is left."""
+    """The groups in the form of a manifest, their tensors by full key, and the reasons for all parts left out."""
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | SourceTensor] = field(default_factory=dict)
@@ -111,8 +111,8 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
 
 
 def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a group of the random streams of a process just seeded with 0, and its tensors: no file has them."""
-    numpy = np.random.RandomState(0)  # A process has a generator of this kind.
+    """Return a group of the random streams of a process seeded with 0, and its tensors: no file has any streams."""
+    numpy = np.random.RandomState(0)  # A process has a NumPy stream of this kind.
     streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
     tensors = TensorSet(None)
     tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
@@ -138,7 +138,7 @@ def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
 
 
 def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Part]:
-    """Return the groups that an export of ours names, without those that it describes wrongly."""
+    """Return the groups that an export of ours names, except those that it describes wrongly."""
     parts = []
     for name, kind in about["kinds"].items():
         value, parameters = values.get(name), about["parameters"].get(name)
@@ -176,7 +176,7 @@ def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str
 
 
 def _group_name(key: str) -> str | None:
-    """Return the group for a name in a file: "model_state_dict" is model; None if there is none."""
+    """Return the group's name for a name in a file, such as model for "model_state_dict"; None if none is valid."""
     name = _MODEL if key == "state_dict" else key.removesuffix(_SUFFIX)
     name = re.sub(r"^[^A-Za-z]+", "", re.sub(r"[^A-Za-z0-9_]", "_", name))[:64]
     name = "rng_state" if name == RNG else name
@@ -225,7 +225,7 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
 
 
 def _only_weights(parts: list[_Part]) -> _Part | None:
-    """Return the part of a file that has only weights, without a name for them; None for any other file."""
+    """Return the part for a file that has only weights, which have no common name; None for any other file."""
     return parts[0] if len(parts) == 1 and not parts[0].name else None
 
 
@@ -250,7 +250,7 @@ def _is_weights(value: Any) -> bool:
 
 
 def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
-    """Return True if a dict is an object's state (a schedule's, a scaler's), not a user's own dict."""
+    """Return True if a dict is an object's state (a schedule's, a scaler's), and not the user's own dict."""
     return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
 
 
@@ -266,24 +266,24 @@ def _is_optimizer(value: Any) -> bool:
 
 
 class _Taker:
-    """Turn parts into groups; modules come first, since they name an optimizer's parameters."""
+    """Turns parts into groups; modules come first, since they name an optimizer's parameters."""
 
     def __init__(self, left: dict[str, str]):
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
         self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts share one dict
         self._keys: dict[int, str] = {}  # Keys of safetensors tensors, by id().
-        self._modules: dict[str, dict[str, Any]] = {}  # Maps a group to its tensors by clean name, in order.
+        self._modules: dict[str, dict[str, Any]] = {}  # For each group, its tensors by clean name, in order.
 
     def add(self, part: _Part) -> None:
-        """Take one part, or record why it cannot be taken."""
+        """Import one part, or record why that is impossible."""
         name = part.name or part.group
         try:
             tree, note = self._tree(part)
             encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
         except UnsupportedStateError as error:
             where = f" (at {error.key})" if error.key not in (None, part.group) else ""
-            self.taking.left[name] = error.message + where  # The hint is meant for a state, not for a file.
+            self.taking.left[name] = error.message + where  # The error's hint concerns a state, not a file.
             return
         self.taking.groups[part.group] = encoded
         keys = {ref.key for ref in tensor_refs(tree)}
@@ -291,7 +291,7 @@ class _Taker:
         self.taking.taken.append(Taken(part.group, part.name, part.kind, len(keys), size_bytes, note))
 
     def add_streams(self) -> None:
-        """Add random streams."""
+        """Add a group of random streams."""
         self.taking.groups[RNG], tensors = seeded_streams()
         self.taking.tensors |= tensors
 
@@ -303,7 +303,7 @@ class _Taker:
         return self._packed(part.value, part.group), ""
 
     def _packed(self, value: Any, path: str) -> Any:
-        # Try it first: if the whole cannot be packed, self._set keeps no tensor of it.
+        # Try with another set first: if the value cannot be packed, self._set keeps none of its tensors.
         pack(value, path, TensorSet(None))
         return pack(value, path, self._set)
 
@@ -368,5 +368,5 @@ class _Taker:
                 "on_cpu": None,
             }
 
-        packed(TensorSet(None))  # Try it first: if the whole cannot be packed, self._set keeps no tensor of it.
+        packed(TensorSet(None))  # As in `pack`: try with another set first.
         return packed(self._set), note

@@ -1,9 +1,9 @@
-"""The pickle in a foreign torch.save file, in time and memory linear in the file.
+"""Read the pickle of a foreign torch.save file, in time and memory linear in the file.
 
 Invariants
 
 1. Nothing in the pickle is imported or executed: it can name what torch.save names for tensors and plain values, no
-more.
+   more.
 2. The cost of a step is known before the step runs. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to
    hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler lets them.
 
@@ -35,7 +35,7 @@ StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 
 
 class _Call(NamedTuple):
-    """A function that a pickle may call, and the types of its arguments; without types, it makes a tensor."""
+    """A function that a pickle may call, and the types of its arguments; if they are missing, it makes a tensor."""
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None
@@ -69,7 +69,7 @@ _NAMED: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _Call(_utils._rebuild_sparse_tensor, reads=True),
     "torch._utils._rebuild_nested_tensor": _Call(_utils._rebuild_nested_tensor, reads=True),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(lambda data, dtype, *_: data.to(dtype)),
-    "torch.Tensor": torch.Tensor,  # This is a type, and is not called.
+    "torch.Tensor": torch.Tensor,  # A type, which is not called.
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }
@@ -110,7 +110,7 @@ def _full(name: str) -> str:
 
 
 def _named(name: str) -> Any:
-    """Return the object that a name stands for; None for a name that torch.save does not write."""
+    """Return the object for a name in a pickle; None for a name that torch.save does not write."""
     last = name.removeprefix("torch.")
     value = vars(torch).get(last)
     if isinstance(value, type) and issubclass(value, TypedStorage):
@@ -128,8 +128,8 @@ class _Machine:
         self._known = known
         self._storage_of = storage_of
         self._left = 2 * size_bytes + _FREE_STEPS
-        self._sizes: dict[int, tuple[int, int]] = {}  # By a tuple's id: the number of values in it, and its depth.
-        self._hashes: Counter[tuple[int, int]] = Counter()  # Counts the keys of a container with the same hash.
+        self._sizes: dict[int, tuple[int, int]] = {}  # For each tuple's id: the number of values in it, and its depth.
+        self._hashes: Counter[tuple[int, int]] = Counter()  # Counts keys with equal hashes in each container.
 
     def step(self, name: str, argument: Any) -> None:
         """Execute one opcode."""
@@ -199,7 +199,7 @@ class _Machine:
                 into[key] = value
 
     def _hash(self, into: Any, keys: Iterable[Any]) -> None:
-        """Count the cost of hashing keys before they are hashed, and refuse too many with one hash."""
+        """Add the cost of hashing keys before they are hashed; refuse too many keys with one hash."""
         for key in keys:
             self._spend(self._sizes.get(id(key), (1, 0))[0] if type(key) is tuple else 1)
             number = hash(key)
@@ -221,7 +221,7 @@ class _Machine:
         return call.function(*args)
 
     def _storage(self, kind: str, type_: Any, key: str, location: str, elements: int) -> TypedStorage:
-        # The text of other types could be endless.
+        # A value of another type could have an endless text.
         if kind != "storage" or type(key) is not str or type(elements) is not int:
             raise ValueError("it refers to something that is no storage")
         dtype = torch.uint8 if type_ is torch.UntypedStorage else type_.dtype

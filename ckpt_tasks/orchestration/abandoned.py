@@ -1,7 +1,7 @@
-"""Find flow runs on which no process works, and start them again: by their states, which are stored, not by events.
+"""Find flow runs on which no process works, and start them again; uses their stored states instead of events.
 
-A worker leaves out a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone,
-and in later waits of any kind; only leaving a final state ends that (3.8.8, their issue 22847). So such a flow run is
+A worker ignores a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone, and
+also in later waits of any kind; only leaving a final state ends that (3.8.8, their issue 22847). So such a flow run is
 marked as crashed before it is started again.
 """
 
@@ -28,14 +28,14 @@ from prefect.states import AwaitingRetry, Crashed
 
 from ckpt_tasks.orchestration.early_stop import RESUMED
 
-_MOST_UNBEGUN = 10  # A flow run that never begins is resumed this often.
+_MOST_UNBEGUN = 10  # A flow run that never begins is resumed at most this often.
 _PAGE = 200  # The server's limit for one answer.
-_SKEW = timedelta(minutes=1)  # A time further in the future was written before the clock was set back.
+_SKEW = timedelta(minutes=1)  # A later time was written before the clock was set back.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """After how many seconds a flow run counts as abandoned, and how often it is started."""
+    """After how many seconds a flow run counts as abandoned, and how often it may be started."""
 
     crashed_s: float = 120.0
     silent_s: float = 300.0
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Abandoned:
-    """An abandoned flow run: no process works on it. Also how that is known, and what to do.
+    """An abandoned flow run, on which no process works; how that is known, and what to do.
 
     "resume": it has crashed. "crash", "cancel": its process is gone. "worker": no worker takes it.
     """
@@ -56,7 +56,7 @@ class Abandoned:
 
 
 def find_abandoned(client: SyncPrefectClient, tag: str, limits: Limits) -> Iterator[Abandoned]:
-    """Yield the abandoned flow runs with `tag`; of crashed ones those of the last day."""
+    """Yield the abandoned flow runs with `tag`; of the crashed ones, only those of the last day."""
     look = _Look(client, tag, limits)
     yield from look.crashed()
     yield from look.started()
@@ -135,9 +135,9 @@ class _Look:
 
 
 def start_again(client: SyncPrefectClient, run_id: UUID, why: str) -> bool:
-    """Schedule an abandoned flow run, as crashed; return False if the server refuses it.
+    """Schedule an abandoned flow run as if it had crashed; return False if the server refuses.
 
-    Does nothing and returns False if it waits, has ended otherwise, or only a person may start it.
+    Does nothing and returns False if the flow run waits, has ended otherwise, or may only be started by a person.
     """
     state = client.read_flow_run(run_id).state
     if state is None or state.type not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING):

@@ -1,6 +1,6 @@
 """A flow run's artifacts on Prefect's pages while it trains: its progress, its checkpoints and its report.
 
-They never stop training. If Prefect or the store does not answer, one warning says so. A request to Prefect is sent
+They never stop training. If Prefect or the store does not answer, one warning is logged. A request to Prefect is sent
 once, with a timeout of 5 s. After a failure nothing is published for a minute or more.
 """
 
@@ -45,7 +45,7 @@ _REPORT_EVERY_S = 120.0
 _REPORT_PART = 1 / 2000  # Reports take at most this share of the time: 15 ms of a batch of 30 s.
 _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
-# How long a completed run tries to update its pages, and how often: they stay as its end leaves them.
+# A completed run tries for 8 s, every 2 s, to update its pages, because nothing updates them later.
 _LAST_S, _AGAIN_S = 8.0, 2.0
 _MOST_ENTRIES = 1_000  # The pages read so many ledger entries; `ckpt report` reads more.
 _BATCHES_MEASURED = 8
@@ -53,9 +53,9 @@ _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy answered instead
 
 
 class RunPages:
-    """Keep a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints", "<run>-report".
+    """Keeps a flow run's artifacts up to date: "<run>-progress", "<run>-checkpoints", "<run>-report".
 
-    A run on many ranks has "<run>-ranks" too: the gangs of this process, a line each (`gangs`).
+    A run on many ranks also has "<run>-ranks": one line for each gang of this process (`gangs`).
 
     Each artifact is created once per flow run, even if that is started again, and then updated: the progress at most
     every 5 s, the others at most every 2 min. All are updated at the end of the block, unless a signal or an error of
@@ -97,7 +97,7 @@ class RunPages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # A process that must stop has little time left, and a failing store would only cost another wait.
+            # A process that must stop has little time left, and a failing store would cost another wait.
             if error is None or (isinstance(error, Exception) and not isinstance(error, StoreError)):
                 until_s = time.monotonic() + (_LAST_S if error is None else 0.0)
                 while not self._try(self._publish, last=True) and time.monotonic() < until_s:
@@ -183,7 +183,7 @@ class RunPages:
         return " · ".join(parts)
 
     def _fates(self, head: Head) -> dict[str, str]:
-        """Return by manifest digest why the policy keeps each checkpoint, or that the next prune removes it."""
+        """Return, by manifest digest, why the policy keeps a checkpoint, or that the next prune removes it."""
         verdicts = plan_prune(head.state, self._ckpt.config.retention_policy)
         return {
             v.manifest_digest: ", ".join(v.reasons) if v.keep else f"until the next prune: {v.reasons[0]}"
@@ -191,7 +191,7 @@ class RunPages:
         }
 
     def _put(self, name: str, kind: str, data: Any, description: str) -> None:
-        """Create the artifact "<run>-<name>" of this flow run, or update it."""
+        """Create or update the artifact "<run>-<name>" of this flow run."""
         if name in self._ids:
             self._client.update_artifact(self._ids[name], ArtifactUpdate(data=data, description=description))
             return
@@ -211,7 +211,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # After an error of the run itself, Prefect has all that can be read.
+            return isinstance(error, CkptError)  # Prefect answered; the run's own error is shown anyway.
         self._pause_s = _PAUSE_S
         return True
 

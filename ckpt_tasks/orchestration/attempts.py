@@ -1,11 +1,11 @@
 """Hooks around every attempt of a task: restore before it, commit after it, discard its changes when it fails.
 
-The hooks run inside the attempt, in its thread: if a hook fails, the attempt fails, and Prefect retries it.
-Prefect's own state hooks cannot do this: they swallow exceptions, and run a second time on a crash.
+The hooks run inside the attempt, in its thread: if a hook fails, the attempt fails, and Prefect retries it. Prefect's
+own state hooks cannot do this: they swallow exceptions, and run a second time on a crash.
 
 Invariants
 
-1. A task's body runs only when the live state is the state of the session's position.
+1. A task's body runs only if the live state is that of the session's position.
 2. An attempt succeeds only after the state that it produced is committed.
 3. The first body of a run begins only after a checkpoint exists, so that a retry can restore.
 """
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]
 
-# After these errors a retry would fail in the same way, or must not happen.
+# A retry after one of these errors would fail in the same way, or must not happen.
 PERMANENT = (
     ConfigError,
     StateError,
@@ -64,7 +64,7 @@ _MOST_RETRIES = 50  # Prefect's limit for a list of delays
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt, as a hook sees it: its number (from 1), the completed steps, and why the previous attempt failed.
+    """What a hook gets: the attempt's number (from 1), the completed steps, and why the previous attempt failed.
 
     `failure` is None if the previous attempt did not fail in this process. `after_failure` gets the failure of the
     attempt that just failed.
@@ -77,7 +77,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptHooks:
-    """Your own functions around every attempt of a resumable task; if one raises, the attempt fails.
+    """A user's functions around every attempt of a resumable task; if one raises, the attempt fails.
 
     `before_attempt` is called after the restore, `after_attempt` after the commit, and `after_failure` after a failed
     attempt was discarded and recorded.
@@ -89,7 +89,7 @@ class AttemptHooks:
 
 
 class Attempts:
-    """Run a task's body between the hooks, attempt by attempt.
+    """Runs a task's body between the hooks, attempt by attempt.
 
     If `counted`, an attempt is one step when its body reported no step through `ckpt.step()`.
     """
@@ -103,7 +103,7 @@ class Attempts:
         self._streams = OwnStreams()
 
     def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Make one attempt on training's random streams; raises what the body, a hook, a restore or a save raises.
+        """Make one attempt with training's random streams; raises what the body, a hook, a restore or a save raises.
 
         Raises NoProgressError after `max_stalled` starts and failures in a row without a new committed step.
         """
@@ -126,7 +126,7 @@ class Attempts:
             self._failed(attempt, f"{type(error).__name__}: {error}", error)
             raise
         except BaseException:
-            self.session.clean = False  # The interruption may have come in the middle of a step.
+            self.session.clean = False  # An interruption may leave a step half done.
             raise
         return result
 
@@ -167,7 +167,7 @@ class Attempts:
         if not isinstance(error, OwnerError):  # A fenced process must not write, not even its failure.
             self._note(attempt, why, error)
         _call(self._hooks.after_failure, replace(attempt, position=self.session.position, failure=why))
-        self.session.hold_signals(False)  # The next attempt may be a minute away, and until then nothing trains.
+        self.session.hold_signals(False)  # The next attempt may be a minute away, and nothing trains until then.
 
     def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
         try:
@@ -250,7 +250,7 @@ def attempted_task(
 
 
 def _retry_condition(of_user: RetryCondition | None) -> RetryCondition:
-    """Return a plain function that allows a retry if our condition and the user's both allow it."""
+    """Return a plain function that allows a retry if both our condition and the user's allow it."""
     if of_user is None:
         return _allow_retry
     if not _is_plain(of_user):
@@ -270,7 +270,7 @@ def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 
 def is_retryable(error: object) -> bool:
-    """Return whether a retry may help: not after a `PERMANENT` error, unless its next restore `rolls_back`."""
+    """Return whether a retry may help: not after a `PERMANENT` error, unless the error `rolls_back`."""
     causes = [*_causes(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 
@@ -279,7 +279,7 @@ _SESSIONS: WeakKeyDictionary[Checkpointer, StateSession] = WeakKeyDictionary()
 
 
 def _session_of(ckpt: Checkpointer, state: dict[str, Any]) -> StateSession:
-    """Return the session that all tasks of a Checkpointer share: when one task fails, the next task must restore."""
+    """Return the session that all tasks of a Checkpointer share: if one task fails, the next one must restore."""
     session = _SESSIONS.get(ckpt)
     if session is None:
         session = _SESSIONS[ckpt] = StateSession(ckpt, state)
@@ -306,7 +306,7 @@ def _attempt_number() -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
+    """Yield an error, and the errors that caused it."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:

@@ -1,8 +1,8 @@
 """Blocks, stored on Prefect's server: places for checkpoints with their credentials, and clusters that train.
 
-A `CheckpointStore` is block://NAME/PATH wherever a checkpoint directory is expected (docs/decisions/0022). Parameters,
-logs and the ledger hold the block's name or its URL; its secrets go only from Prefect's server to the store's client.
-Prefect's server and its workers import this module when they start, so it must not import torch.
+A `CheckpointStore` can be named as block://NAME/PATH wherever a checkpoint directory is expected (docs/decisions/0022).
+Parameters, logs and the ledger hold the block's name or its URL; its secrets only pass from Prefect's server to the
+store's client. Prefect's server and its workers import this module when they start, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1f
 class CheckpointStore(Block):
     """Name a place for checkpoints and its credentials; raises ConfigError, never with a secret in its message.
 
-    `secrets` are merged over `storage_options` when the store is opened, and win.
+    `secrets` are merged over `storage_options` when the store is opened, and replace equal options.
     """
 
     # Validation errors must not show a secret, and a misspelled field is an error.
@@ -81,7 +81,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
         return values
 
     def block_initialization(self) -> None:
-        """Check the place and the options after validation, when Prefect calls this; raises ConfigError."""
+        """Check the location and the options when Prefect calls this after validation; raises ConfigError."""
         for where in secret_options(self.storage_options):
             raise ConfigError(f"{where} holds a secret that everyone can read", hint="Put it under secrets.")
         scheme, separator, path = self.url.partition("://")
@@ -122,7 +122,7 @@ def resolve(path: str, run_key: str | None) -> Location:
 
 
 class RayCluster(Block):
-    """Name a Ray cluster that trains programs with many ranks; what each rank takes of it, and its environment."""
+    """A Ray cluster that trains programs on many ranks: its name, the resources of each rank, and its environment."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -146,7 +146,7 @@ class RayCluster(Block):
 
     @classmethod
     def named(cls, place: str) -> Self:
-        """Return the block of block://NAME. Raises ConfigError if there is none, StoreError without a server."""
+        """Return the block of block://NAME. Raises ConfigError if it does not exist, StoreError without a server."""
         return _read(cls, place.removeprefix("block://"), "address=…")
 
 
@@ -166,7 +166,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
 
         start_embedded_server()
     try:
-        # Block.load would return a coroutine in a running event loop, and sends an event for every read.
+        # Block.load would return a coroutine in a running event loop, and send an event for every read.
         with get_client(sync_client=True) as client:
             document = client.read_block_document_by_name(name, slug)
     except ObjectNotFound as error:
@@ -182,7 +182,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
             hint="Check PREFECT_API_URL, and that the server runs there: `ckpt doctor`.",
         )
         unread.transient = api_is_away(error)
-        raise unread from None  # The client's message may hold a password of that URL.
+        raise unread from None  # The client's message may contain a password of that URL.
     try:
         return kind.model_validate(document.data)
     except ValidationError as error:
@@ -190,7 +190,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options, including nested ones; those in `over` win."""
+    """Merge options, including nested ones; those in `over` replace others."""
     both = {**options, **over}
     for key in options.keys() & over.keys():
         if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):

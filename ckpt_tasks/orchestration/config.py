@@ -1,4 +1,4 @@
-"""From a flow's parameters: the run's directory, its position, and the end of the next batch."""
+"""Derive from a flow's parameters the run's directory, its position, and the end of the next batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt_tasks.storage.secrets import secret_options
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 _log = logging.getLogger("ckpt_tasks")
-_FIRST_STEPS = 10  # Before the first batch no step has been timed.
-_GROWTH = 8  # A batch is at most this many times the last one: the first steps after a start are slow.
+_FIRST_STEPS = 10  # No step has been timed before the first batch.
+_GROWTH = 8  # A batch is at most this many times as long as the last: the first steps after a start are slow.
 
 
 def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
@@ -27,7 +27,7 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
         )
     for where in secret_options(config.location.storage_options):
         _log.warning("%s is a secret, and Prefect stores a flow's parameters in plain text: use block://NAME.", where)
-    keyed = replace(config, run_key=run_key)  # This checks the key, before it becomes part of a path.
+    keyed = replace(config, run_key=run_key)  # This checks the key before it becomes part of a path.
     location = config.location
     return replace(keyed, checkpoint_dir=replace(location, url=location.url.replace("{run_key}", run_key)))
 
@@ -35,8 +35,8 @@ def config_of_run(config: CheckpointConfig, run_key: str) -> CheckpointConfig:
 def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     """Return the step from which the run continues: 0 without a checkpoint, `total_steps` or more if it is complete.
 
-    The ledger decides; Prefect's results lack the steps of other processes. If a checkpoint completes the run, it must
-    be good: it is verified here, because no restore will read it. Raises RunMismatchError.
+    The ledger decides, since Prefect's results lack the steps of other processes. A checkpoint that completes the run
+    is verified here, because no restore will read it. Raises RunMismatchError.
     """
     try:
         run = run_of(config)
@@ -49,7 +49,7 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
 
 
 def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None) -> None:
-    """Raise ConfigError if a number of ranks, or the engine that starts them, is none, or if they do not fit."""
+    """Raise ConfigError if the number of ranks, or their engine, is invalid, or if they do not fit together."""
     for name, value in {"ranks": ranks, "min_ranks": ranks if min_ranks is None else min_ranks}.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} must be a whole number from 1 on, not {value!r:.80}")
@@ -63,7 +63,7 @@ def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLength:
-    """Set the length of step-batches: `steps`, or as many steps as take `seconds`.
+    """The length of step-batches: `steps`, or as many steps as take `seconds`.
 
     A batch ends at a multiple of its length, even after a stop within a batch. A length from `seconds` is a multiple of
     `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.

@@ -1,11 +1,11 @@
 """Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
 
 An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
-batch ends; an automation then misses them, marks the flow run as crashed, and starts it: then it is suspended again. If
-a person cancels a crashed flow run just before an automation resumes it, it is cancelled again.
+batch ends; after that an automation misses them, marks the flow run as crashed, and starts it: then it is suspended
+again. If a person cancels a crashed flow run just before an automation resumes it, it is cancelled again.
 
-The ledger holds every evaluation; older entries have those of pruned checkpoints. A note sums up the entries before it,
-so that a process reads a few hundred entries at most.
+The ledger holds every evaluation; older entries have those of pruned checkpoints. A note summarises the entries before
+it, so that a process reads at most a few hundred entries.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ckpt_tasks.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.session.session import TrainedRun
 
-# The state message of a flow run that was resumed automatically.
+# The state message of an automatically resumed flow run.
 RESUMED = "Crashed: it goes on from its newest good checkpoint."
 
 _NOTE = "early_stop"
-_NOTE_EVERY = 256  # Write a note after this many ledger entries, to save the next process from reading them.
+_NOTE_EVERY = 256  # Write a note after this many ledger entries, so that the next process need not read them.
 
 
 def stay_as_decided() -> None:
-    """Suspend or cancel the current flow run again, if a person had decided so and it was started automatically.
+    """Suspend or cancel the current flow run again if a person had decided so and it was started automatically.
 
-    Suspended: it was marked as crashed since then. Cancelled: it had crashed, and was resumed although cancelled. Does
-    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment. Otherwise raises
-    Prefect's Pause or Abort, which end this process.
+    A suspended flow run was marked as crashed meanwhile; a cancelled one had crashed, and was resumed although
+    cancelled. Does nothing if a person resumed or retried it, which leaves other states, or if it has no deployment.
+    Otherwise raises Prefect's Pause or Abort, which end this process.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return
@@ -65,7 +65,7 @@ def _states() -> list[State[Any]]:
 
 
 class EarlyStopping:
-    """Watch the evaluations of a run that this process owns; without a `rule`, do nothing.
+    """Watches the evaluations of a run that this process owns; without a `rule` it does nothing.
 
     `why` is the reason for the stop; None if the run was not stopped.
     """
@@ -96,7 +96,7 @@ class EarlyStopping:
     def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
         if self._stop is not None and not any(state.state_details.pause_key == self._pause_key for state in _states()):
-            # The earlier process could not suspend the flow run.
+            # The earlier process stopped before it could suspend the flow run.
             self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"
             return True
         self._stop = None
@@ -136,7 +136,7 @@ class EarlyStopping:
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:
-        """Read new ledger entries, newest first, down to those that the newest note sums up."""
+        """Read new ledger entries, newest first, down to those that the newest note summarises."""
         if self._history is None:
             self._history = run_of(self._ckpt.config).history
         next_n = self._history.head().next_n
@@ -152,7 +152,7 @@ class EarlyStopping:
                 summed_up = {int(step): float(value) for step, value in entry.event["values"]}
                 self._resumed_at, self._noted_n = int(entry.event["let_go_on_at"]), entry.n
                 self._stop = entry.event if _stops(entry, flow_run.id) else None
-                end = max(end, int(entry.event["until"]))  # The note sums up the entries below `until`.
+                end = max(end, int(entry.event["until"]))  # The note summarises the entries below `until`.
         self._values = {**(self._values if summed_up is None else summed_up), **newer}
         self._next_n = next_n
 
@@ -168,7 +168,7 @@ def _stops(entry: Entry, flow_run_id: str | None) -> bool:
 
 
 def _measured(entry: Entry, rule: EarlyStop) -> Mapping[int, float]:
-    """Return the metric's value by step from an evaluation's entry; empty for another suite or metric."""
+    """Return the metric's value by step from an evaluation's entry; empty if it is of another suite or metric."""
     evaluation = entry.state.evaluations[-1] if entry.state.evaluations else None
     if evaluation is None or evaluation.suite != rule.suite or rule.metric not in evaluation.metrics:
         return {}

@@ -25,14 +25,14 @@ from prefect.settings import get_current_settings
 from ckpt_tasks.checkpoint.interrupt import stop_signals
 from ckpt_tasks.process.processes import fill_standard_descriptors, start_thread
 
-# Prefect's own 20 s are too short for a busy machine, and for the first start with its new database.
+# Prefect's own 20 s are too short for a busy machine, and for the first start, which creates the database.
 _PATIENCE_S = 120
 
 _LOOK_EVERY_S = 0.02
 
-_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # The second is for its clients.
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # For the server, and for its clients.
 
-# Wait until this process or the server has ended, then end the server. Use descriptors: a process id may be reused.
+# Wait until this process or the server has ended, then end the server. Use descriptors: a process id can be reused.
 _WATCH = """
 import os, select, signal, sys
 server = os.pidfd_open(int(sys.argv[2]))
@@ -50,7 +50,7 @@ except ProcessLookupError:
 def start_embedded_server() -> bool:
     """Start Prefect's embedded server if the settings ask for one; Prefect finds it, and stops it at exit.
 
-    It has a password of its own, in the environment of this process. Ctrl-C does not reach the server. It writes to
+    It has its own password, in the environment of this process. Ctrl-C does not reach the server. It writes to
     `embedded-server.log` in Prefect's home. On Linux it ends with this process, even after SIGKILL. Call this in the
     main thread. Returns whether a server was started.
     """
@@ -76,7 +76,7 @@ def _ask_for_a_password() -> None:
 
 @contextmanager
 def _watched(server: SubprocessASGIServer) -> Iterator[None]:
-    """Watch the server's process as soon as it exists: this process may be killed while the server starts."""
+    """Watch the server's process from its start on, since this process may be killed while the server starts."""
     started = threading.Event()
     thread = start_thread(_watch, server, started, name="ckpt-server")
     try:
@@ -89,7 +89,7 @@ def _watched(server: SubprocessASGIServer) -> Iterator[None]:
 def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
     watched, last = None, not hasattr(os, "pidfd_open")
     while not last:
-        # Look once more after the start: if the port is taken, another process has it.
+        # Check again after the start: if the port is taken, another process has it.
         last = started.wait(_LOOK_EVERY_S)
         process = server.server_process
         if process is not None and process is not watched:
@@ -101,7 +101,7 @@ def _watch(server: SubprocessASGIServer, started: threading.Event) -> None:
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C, and what a scheduler sends, for child processes that the block starts: they keep the mask."""
+    """Block Ctrl-C and a scheduler's signals for child processes that the block starts: they inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *stop_signals()})
     try:
         yield
@@ -111,10 +111,10 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Write the output of child processes that the block starts to a file; Prefect offers no other way."""
+    """Redirect the output of child processes that the block starts to a file; Prefect offers no other way."""
     fill_standard_descriptors()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError):  # The reader has left, or the disk is full.
+        with suppress(OSError):  # The reader has closed the pipe, or the disk is full.
             stream.flush()
     saved = os.dup(1), os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,4 +1,4 @@
-"""End a flow run that another process continues: quietly if that process owns the run, crashed if a store is away.
+"""End a flow run: without a new state if another process of it owns the run, as crashed if a store does not answer.
 
 Prefect may start a flow run twice: a preempted one before its old process has ended, a resumed one while the pause is
 still under way, a crashed one that two watchers report. The ledger lets one of these processes train. If the other one
@@ -38,7 +38,7 @@ from ckpt_tasks.storage.answers import answer_of, is_expired
 
 @contextmanager
 def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None) -> Iterator[None]:
-    """Leave the flow run's state alone if another process of the same flow run has taken over the run.
+    """Leave the flow run's state unchanged if another process of the same flow run has taken over the run.
 
     The block then ends with Prefect's Abort, which sets no state. Any other OwnerError passes through.
     """
@@ -63,7 +63,7 @@ def end_flow_run(state: State[Any]) -> None:
 
 
 def skip_while_the_run_trains(config: CheckpointConfig) -> None:
-    """Cancel a flow run that a schedule has started, as "Skipped", while another flow run trains the run."""
+    """Cancel a scheduled flow run as "Skipped" while another flow run trains the run."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled:
@@ -99,9 +99,9 @@ class CrashError(BaseException):
 def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
     """End a deployment's flow run as crashed if the block fails because the store is overloaded or does not answer.
 
-    `reached`: the store has answered this process before. If not, the first start of a flow run fails: its endpoint may
-    be misspelled. An error that a person must fix (expired credentials, a full store) fails too, and so does a flow run
-    without a deployment, which no automation resumes.
+    `reached`: the store has answered this process before. If not, the first start of a flow run fails, since its
+    endpoint may be misspelled. An error that a person must fix (expired credentials, a full store) fails too, and so
+    does a flow run without a deployment, which no automation resumes.
     """
     try:
         yield
@@ -115,7 +115,7 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
 def crashes_while_the_api_is_away() -> Iterator[None]:
     """End a deployment's flow run as crashed if the block fails because Prefect's API is overloaded or does not answer.
 
-    Even the first start crashes: a worker started the process, so the API's address is right.
+    Even the first start counts as crashed: a worker started the process, so the API's address is right.
     """
     try:
         yield
@@ -127,9 +127,9 @@ def crashes_while_the_api_is_away() -> Iterator[None]:
 
 @contextmanager
 def crashes_for_its_launcher() -> Iterator[None]:
-    """End the flow run as crashed if the block fails: a launcher starts its process again, and it goes on then.
+    """End the flow run as crashed if the block fails, since a launcher will start its process again and continue it.
 
-    An error that no new start can mend passes through.
+    An error that a new start cannot repair passes through.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""An evaluation: lease a checkpoint, restore its model into a fresh program, evaluate, record the result beside it.
+"""Evaluate a checkpoint: lease it, restore its model into a fresh program, evaluate, record the result beside it.
 
 Only the ledger says which checkpoints have been evaluated; an event or a schedule only says when to check. So a
 repeated event changes nothing, and the next check replaces a lost event.
@@ -34,11 +34,11 @@ from ckpt_tasks.state.groups import flat
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.streams import OwnStreams
 
-# Called with the numbers of finished and known evaluations; the thread that runs the flow sets it.
+# Called with the numbers of finished and known evaluations; set in the thread that runs the flow.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None
 )
-_ROUND = 16  # New commits are looked up before each round of this many checkpoints.
+_ROUND = 16  # Before each round of this many checkpoints, look for new commits.
 _LOOK_S = 0.5
 _RELEASED_S = 120.0  # A preempted flow run has usually started again by then.
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
@@ -69,7 +69,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """How a run's checkpoints are evaluated: plain values only, so that the task can run in any process."""
+    """How a run's checkpoints are evaluated, in plain values only, so that the task can run in any process."""
 
     run_key: str
     location: Location
@@ -79,7 +79,7 @@ class Evaluator:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self) -> Run:
-        """Open the run; raises CheckpointNotFoundError and RunMismatchError."""
+        """Open the run to evaluate; raises CheckpointNotFoundError and RunMismatchError."""
         return open_run(self.location, self.run_key)
 
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
@@ -114,7 +114,7 @@ class Evaluator:
 
 
 class Rounds:
-    """Find pending checkpoints in rounds: at most `limit` in all, until none was pending for `follow_s` seconds."""
+    """Finds pending checkpoints in rounds: at most `limit` in all, until none was pending for `follow_s` seconds."""
 
     def __init__(self, limit: int | None, follow_s: float):
         if limit is not None and limit < 1:
@@ -128,7 +128,7 @@ class Rounds:
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
         """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails.
 
-        Ends earlier once the owner has released the run: its next start begins another flow run that follows.
+        Ends earlier if the owner has released the run: its next start starts another flow run to follow it.
         """
         until_s, held, trained = time.monotonic() + self._follow_s, False, False
         while self._limit is None or len(self.tried) < self._limit:
@@ -137,7 +137,7 @@ class Rounds:
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
             before, held = held, state.owner is not None and not state.owner.released
-            # New checkpoints came while this flow run followed the run.
+            # New checkpoints came while this flow run was following the run.
             trained = trained or held or (bool(pending) and bool(self.tried))
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
@@ -152,7 +152,7 @@ class Rounds:
 
 
 def choose(run: Run, which: int | str) -> Checkpoint | None:
-    """Return the checkpoint that `which` names, as in `Run.find` or by its identity; None if that identity is gone."""
+    """Return the checkpoint that `which` names: as in `Run.find`, or by identity; None if that identity is gone."""
     if isinstance(which, str) and _IDENTITY.fullmatch(which):
         return next((each for each in run.checkpoints() if each.manifest_digest == which), None)
     return run.find(which)
@@ -182,7 +182,7 @@ def evaluate_checkpoint(
         metrics = _measure(run, checkpoint, program, built_with, suite)
         new = run.record_evaluation(checkpoint, suite, metrics)
     if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):
-        return recorded  # Another evaluator was faster.
+        return recorded  # Another evaluator has recorded it meanwhile.
     return _result(checkpoint, suite, metrics, "recorded" if new else "known")
 
 
@@ -195,7 +195,7 @@ def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> Evaluat
 
 
 def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
-    """Evaluate on separate random streams, which begin the same way in every process."""
+    """Evaluate with separate random streams, which begin in the same state in every process."""
     keep_threads_out_of_streams()
     keep_log_readers_out()
     with _COMPUTE_LOCK, OwnStreams().inside():
@@ -237,7 +237,7 @@ class Promotion:
             )
 
     def of_best(self, looked_at: Sequence[EvaluationResult]) -> None:
-        """Call the function with the best checkpoint, leased, if it is in `looked_at`; raise the function's error."""
+        """Call the function with the leased best checkpoint if it is in `looked_at`; raise the function's error."""
         run, results = self.evaluator.open(), {result.manifest_digest: result for result in looked_at}
         try:
             best = run.find("best")

@@ -42,7 +42,7 @@ _NOT_IN_KEYS = re.compile(r"[\s\0#?&%\"'<>\[\]{}|\\^`]")
 def announce(
     ckpt: TrainedRun, run_key: str, *, program: str | None = None, params: Mapping[str, Any] | None = None
 ) -> None:
-    """Send an event for every commit, failed save and restore of this Checkpointer; call it in the flow.
+    """Send an event for every commit, failed save and restore of this Checkpointer; call it within the flow.
 
     The events belong to the caller's flow run. `program` and `params` go into the events, for evaluations.
     """
@@ -91,7 +91,7 @@ def announce_evaluation(
 
 @contextmanager
 def delivers_events() -> Iterator[None]:
-    """At the end of the block wait for Prefect's server to take its events, at most 20 s; drop the rest, and say so.
+    """At the end of the block wait at most 20 s until Prefect's server has the events; drop the rest with a warning.
 
     Otherwise the end of the process would deliver one after another, and take 7 s for each if the server is gone.
     Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server does
@@ -123,7 +123,7 @@ def delivers_events() -> Iterator[None]:
 
 @contextmanager
 def client_without_retries(timeout_s: float) -> Iterator[SyncPrefectClient]:
-    """Yield a client of Prefect's server that waits this long for an answer: with retries it could be a minute."""
+    """Yield a client of Prefect's server that waits this long for an answer; with retries it could take a minute."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         get_client(httpx_settings={"timeout": timeout_s}, sync_client=True) as client,

@@ -1,4 +1,4 @@
-"""Keep Prefect apart from training: its threads from the random streams, its state from forked processes.
+"""Separate Prefect from training: its threads from the random streams, its state from forked processes.
 
 Prefect's event client pings its server every 20 s from a thread. It draws the payload with `random.getrandbits`, from
 the random stream of the process, which is part of training's state (found with Prefect 3.8.8 and websockets 16.1).
@@ -18,11 +18,11 @@ from functools import cache
 from typing import Any
 
 _LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # It has the module's functions, and a separate stream.
+_OWN = random.Random()  # It has the functions of the module, but its own stream.
 
 
 def keep_threads_out_of_streams() -> None:
-    """Give the loaded modules of Prefect and websockets that use Python's `random` a separate generator."""
+    """Give the loaded modules of Prefect and websockets that use Python's `random` a generator of their own."""
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] in _LIBRARIES and vars(module).get("random") is random:
             module.random = _OWN  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def keep_threads_out_of_streams() -> None:
 
 @cache
 def keep_prefect_out_of_forks() -> None:
-    """Remove the exit hooks of Prefect's services in every child that is forked from now on; the parent runs them."""
+    """Remove the exit hooks of Prefect's services in every child that is forked from now on; the parent keeps them."""
     os.register_at_fork(after_in_child=_forget_exit_hooks)
 
 
@@ -41,8 +41,8 @@ def _forget_exit_hooks() -> None:
 
 
 def is_prefects(hook: Any) -> bool:
-    """Return True if a hook at the interpreter's exit calls a method of Prefect's, in any wrapping."""
-    # Use __class__, not type(): Prefect's services may be behind proxies.
+    """Return True if a hook at the interpreter's exit calls a method of Prefect's, however it is wrapped."""
+    # Use __class__ instead of type(): Prefect's services may be behind proxies.
     owners = [getattr(function, "__self__", None) for function in _functions_of(hook)]
     return any(
         str(getattr(getattr(owner, "__class__", None), "__module__", "")).startswith("prefect.") for owner in owners

@@ -1,4 +1,4 @@
-"""The duties of a flow run's start for Prefect's pages: end lost task runs, leave runs to a follower, forward the log.
+"""What a flow run does at its start for Prefect's pages: end lost task runs, avoid a second follower, forward the log.
 
 A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """
@@ -43,7 +43,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 def crash_lost_task_runs() -> int:
-    """Mark task runs as crashed that earlier starts of this flow run left unfinished; return their number.
+    """Mark unfinished task runs of earlier starts of this flow run as crashed; return their number.
 
     If Prefect's API does not answer, log a warning and return 0: the pages must not stop training.
     """
@@ -80,9 +80,9 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 
 
 def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -> FlowRun | None:
-    """Return the flow run of the run's last owner, ready to be run again; None if it has ended, or is another.
+    """Return the flow run of the run's last owner, to be run again; None if it has ended, or if this is it.
 
-    One that has crashed, or whose process is gone, has not ended. The ledger names it, so that nothing else has to.
+    A flow run that has crashed, or whose process is gone, has not ended. The ledger names it, so nothing else has to.
     """
     with suppress(CheckpointNotFoundError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
         owner = run_of(config).head().state.owner
@@ -121,7 +121,7 @@ def leave_to_follower(url: str, suite: str) -> None:
                 if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
                     why = f"{run.name} is at work"
                     client.set_flow_run_state(mine.id, Cancelled(name="Skipped", message=why))
-                    client.delete_flow_run(mine.id)  # The row of this flow run would tell nothing.
+                    client.delete_flow_run(mine.id)  # A row of this flow run on the page would show nothing.
                     raise Abort(why)
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("Another flow run may evaluate this run too: %s", error)
@@ -134,7 +134,7 @@ def _evaluated_url(parameters: Mapping[str, Any]) -> str:
 
 @contextmanager
 def logged_with_the_flow_run() -> Iterator[None]:
-    """Also send the records of the logger `ckpt_tasks`, INFO and above, to the flow run's logs.
+    """Also send log records of `ckpt_tasks`, INFO and above, to the flow run's logs.
 
     Prefect's own logging needs a flow run context, and commits happen in a thread without one.
     """

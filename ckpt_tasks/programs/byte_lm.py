@@ -26,7 +26,7 @@ _QUICK_BYTES: Final = 1 << 16
 
 
 class Text(Dataset[Tensor]):
-    """Adjacent windows of the data, each int64 of shape (context + 1,): the inputs, and the targets one byte later."""
+    """Adjacent windows of the data, each int64 of shape (context + 1,): inputs, and targets shifted by one byte."""
 
     def __init__(self, data: bytes, context: int):
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 
 class ByteLM:
-    """Train a byte-level transformer, and measure how well it predicts files that it has not seen.
+    """Trains a byte-level transformer, and measures how well it predicts files that it has not seen.
 
     `data` is a directory (all files in it) or a glob; without it, the standard library's source. `max_bytes` limits how
     much is read. A hash of the names chooses one file in twenty to be held out. `lr` rises over `warmup_steps`, then
@@ -207,8 +207,8 @@ class ByteLM:
 
 
 def use_deterministic_kernels() -> None:
-    """Let a CUDA device compute the same bits every time; some of its fastest kernels add in any order."""
-    # CUDA reads it when a process first multiplies on a device.
+    """Make a CUDA device compute the same bits every time; some of its fastest kernels add in any order."""
+    # CUDA reads it at a process's first matrix product on a device.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -234,7 +234,7 @@ def _files(data: str | None) -> Iterator[tuple[str, Path]]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = []
         for folder, inner, names in os.walk(root):
-            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders that stay in this list.
+            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders left in this list.
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
     elif glob.has_magic(data):
         parts = Path(data).parts

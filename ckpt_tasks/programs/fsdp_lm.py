@@ -1,4 +1,4 @@
-"""The byte-level language model on many ranks with FSDP2, under Prefect or in a loop of its own.
+"""The byte-level language model on many ranks with FSDP2, under Prefect or in a loop without it.
 
 Kill it at any moment, then start it again with the same or another number of ranks, and it continues::
 
@@ -29,7 +29,7 @@ log = logging.getLogger("flows")
 
 
 class FsdpLM:
-    """Train a byte-level transformer whose parameters are sharded over all ranks; a single process has it whole.
+    """Train a byte-level transformer whose parameters are sharded over all ranks; a single process has all of them.
 
     `batch_size` is that of each rank. Losses are in nats per byte, of this rank's batch.
     """
@@ -77,7 +77,7 @@ class FsdpLM:
 
 
 def main() -> None:
-    """Train up to `--steps`, from the newest checkpoint in `--checkpoint-dir`."""
+    """Train until step `--steps`, from the newest checkpoint in `--checkpoint-dir`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="the last step")
     parser.add_argument("--checkpoint-dir", default="runs/fsdp-lm")

@@ -1,4 +1,4 @@
-"""A two-tower recommender over a million ids, on data that it makes; on one rank or many, under Prefect or in a loop.
+"""A two-tower recommender over a million ids, on synthetic data; on one rank or many, under Prefect or in a loop.
 
 Its users and items are lookup tables, which grow as ids come and are spread over the ranks. Kill it at any moment, then
 start it again with the same or another number of ranks, and it continues::
@@ -22,26 +22,26 @@ from torch.nn import functional
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable
 from ckpt_tasks.tables.rules import Adagrad
 
-TASTES = 64  # Every user has one of these tastes, and every item suits one.
+TASTES = 64  # Every user and every item has one of these tastes.
 _HELD_OUT = 512
-_UNEVEN = 8  # A few users and items come often, and most of them seldom.
+_UNEVEN = 8  # A few users and items are frequent, and most are rare.
 log = logging.getLogger("flows")
 
 
 class Tops(nn.Module):
-    """The tops of both towers: a layer each, which turns rows into vectors of length 1."""
+    """The top layers of both towers, which turn rows into vectors of length 1."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.user, self.item = nn.Linear(dim, dim), nn.Linear(dim, dim)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a vector for each row."""
+        """Return a vector for each row of users, and for each row of items."""
         return functional.normalize(self.user(users), dim=-1), functional.normalize(self.item(items), dim=-1)
 
 
 class TwoTower:
-    """Learn which of a batch's items each user likes. `batch_size` is that of all ranks together."""
+    """Learns which of a batch's items each user likes. `batch_size` is that of all ranks together."""
 
     unit = "pairs"
 
@@ -83,7 +83,7 @@ class TwoTower:
         users, items = self._pairs(0, _HELD_OUT)
         modules = self.users, self.items, self.tops
         for module in modules:
-            module.eval()  # An evaluation adds no row.
+            module.eval()  # In eval mode no row is added.
         try:
             of_user, of_item = self.tops(self.users(users), self.items(items))
         finally:
@@ -93,7 +93,7 @@ class TwoTower:
         return {"heldout_accuracy": better.float().mean().item()}
 
     def _pairs(self, step: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return users, and an item that each of them likes; they follow from the step alone."""
+        """Return users, and an item that each of them likes; both depend on the step alone."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         users = (torch.rand(count, generator=generator) ** _UNEVEN * self._users).long()
         alike = (torch.rand(count, generator=generator) ** _UNEVEN * (self._items // TASTES)).long()
@@ -101,7 +101,7 @@ class TwoTower:
 
 
 def main() -> None:
-    """Train up to `--steps`, from the newest checkpoint in `--checkpoint-dir`."""
+    """Train until step `--steps`, from the newest checkpoint in `--checkpoint-dir`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="the last step")
     parser.add_argument("--checkpoint-dir", default="runs/two-tower")

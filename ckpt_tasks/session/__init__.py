@@ -1,1 +1,1 @@
-"""Who computes: a session holds the live state between attempts."""
+"""Sessions: they hold the live state of a training between attempts."""

@@ -1,6 +1,6 @@
 """A restore drill: restore a run's checkpoint into its program, in a fresh process of this host, and record the result.
 
-It is a reader: it leases the checkpoint, and takes nothing from a process that trains. The process is started as
+A drill only reads: it leases the checkpoint, and does not disturb a process that trains. The process is started as
 `python -m ckpt_tasks.session.drill ORDER ANSWER`: a file with the order, and one for the answer (JSON).
 """
 
@@ -34,9 +34,9 @@ def drill_run(
 ) -> Drill:
     """Restore a checkpoint into a program ("module:Factory"; None: the run's own) in a fresh process; record it.
 
-    What keeps this host from restoring it is the `fault` of the drill: damage, a program that cannot be built or that
-    does not fit, a process that was killed. Raises ConfigError without a program, CheckpointNotFoundError, and
-    StoreError if the store does not answer, ProgramError if `program` cannot be built; then nothing is recorded.
+    The `fault` of the drill says why this host cannot restore it: damage, a program that cannot be built or does not
+    fit, a killed process. Raises ConfigError without a program, CheckpointNotFoundError, and StoreError if the store
+    does not answer, ProgramError if `program` cannot be built; then nothing is recorded.
     """
     run = open_run(location, run_key)
     checkpoint, recorded = run.find(which), run.head().state.program
@@ -53,7 +53,7 @@ def drill_run(
 
 
 def _answer(order: Mapping[str, Any]) -> dict[str, Any]:
-    # The child can import whatever this process can.
+    # The child can import whatever this process can import.
     places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="ckpt-drill-") as place:
         given, answer = Path(place, "order"), Path(place, "answer")
@@ -77,7 +77,7 @@ def _answer(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restored(run: Run, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Build the program and restore all of its state; return how long it took."""
+    """Build the program and restore all of its state; return the seconds for both."""
     params = effective_params(find_program(name), run.head().state.params, None)
     program = build_from_seed(name, params)
     start_s = system().age_s()
@@ -94,7 +94,7 @@ def main(given: str, answer: str) -> None:
         answered = _restored(run, checkpoint, order["program"])
     except Exception as error:  # noqa: BLE001 (the parent raises or records it)
         outage = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-        mistake = order["given"] and isinstance(error, ConfigError)  # Perhaps the user has misspelled it.
+        mistake = order["given"] and isinstance(error, ConfigError)  # The user may have misspelled the name.
         if isinstance(error, CkptError) and (outage or mistake):
             answered = {"error": [type(error).__name__, error.message, error.hint]}
         else:

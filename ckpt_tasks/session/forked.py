@@ -1,4 +1,4 @@
-"""What a flow does to a run beside training it: forks, rollbacks, and the record of program and parameters."""
+"""What a flow does to a run apart from training: forks, rollbacks, and the record of program and parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}
 
 
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
-    """Make the run of `config` a fork of `source` ("DIR@STEP"); do nothing if it is a fork already.
+    """Make the run of `config` a fork of `source` ("DIR@STEP"); do nothing if it is already a fork.
 
     The fork changes those of `params` that differ from the source's recorded ones. Raises ConfigError if the run exists
     and is not a fork, and what `plan_fork` and `run_fork` raise.
@@ -41,7 +41,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
         plan = plan_fork(run, checkpoint, history.store, changed, config.run_key)
         run_fork(run, history.store, plan, single_writer=target.single_writer)
     except StateError:
-        if not _is_forked(history):  # Another process of the same flow run may have been faster.
+        if not _is_forked(history):  # Another process of the same flow run may have made the fork meanwhile.
             raise
 
 
@@ -68,7 +68,7 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
-    """Return the result of `recorded_params`, as the run's owner."""
+    """Return the parameters that `recorded_params` returns, for a run that this process owns."""
     return ckpt.run.head().state.params
 
 
@@ -79,7 +79,7 @@ def check_program(config: CheckpointConfig, program: str) -> None:
 
 
 def record_program(ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
-    """Record the run's program and its parameters, as the owner; write nothing if they are recorded already.
+    """As the owner, record the run's program and its parameters; write nothing if they are recorded already.
 
     Raises RunMismatchError if the run belongs to another program, ConfigError if the parameters are not JSON.
     """

@@ -1,12 +1,12 @@
 """Apply changed parameters of a fork to a state that was restored with the old ones.
 
-A restore brings back the options of optimizers and schedules, so a new learning rate of the program would be lost
-silently. To find what the user changed, the program is built twice, with the old parameters and with the new ones:
-exactly the settings that differ between the two have changed. This decision works on plain values; `settings_of` reads
-them, and `apply_settings` writes them.
+A restore brings back the options of optimizers and schedules, so the program's new learning rate would be lost
+silently. To find what the user changed, the program is built twice, with the old parameters and with the new ones: the
+settings that differ between the two have changed. This decision works on plain values; `settings_of` reads them, and
+`apply_settings` writes them.
 
 Only options of param groups and the state of learning-rate schedules are compared. Everything else in a state (weights,
-moments, counts, positions in the data) is the checkpoint's; the values outside a program's state are new anyway.
+moments, counts, positions in the data) comes from the checkpoint; values outside a program's state are new anyway.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def settings_of(state: Mapping[str, Any]) -> Settings:
 
 
 def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settings:
-    """Return the restored settings, changed in those that differ between a fresh old program and a fresh new one.
+    """Return the restored settings, with changes where a fresh old program and a fresh new one differ.
 
     A learning rate that training has moved is scaled by new/old. Raises StateMismatchError if the two programs have
     other optimizers, schedules or numbers of param groups.
@@ -71,12 +71,12 @@ def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settin
 
 
 def alike(one: Settings, other: Settings) -> bool:
-    """Return True if two fresh programs have the same settings."""
+    """Return True if two fresh programs have equal settings."""
     return not _differ([one.groups, one.schedules], [other.groups, other.schedules])
 
 
 def apply_settings(state: Mapping[str, Any], settings: Settings) -> None:
-    """Set a state's optimizers and schedules to these settings; equal values are not touched."""
+    """Set a state's optimizers and schedules to these settings, except values that are equal already."""
     state, before = flat(state), settings_of(state)
     for name, schedule in settings.schedules.items():
         if _differ(before.schedules[name], schedule):
@@ -117,8 +117,8 @@ def _schedule(restored: Any, old: Any, new: Any) -> Any:
 def _moved(rates: Sequence[Any], bases: Sequence[Any]) -> Any:
     """Return the new learning rate; both tuples hold (restored, fresh old, fresh new).
 
-    A schedule derives the rate from its base, so the ratio of the bases scales it, even if the schedule begins at
-    zero. The restored base is the one that the parent really had.
+    A schedule derives the rate from its base, so the ratio of the bases scales it, even if the schedule begins at zero.
+    The restored base is the one that the parent really had.
     """
     rate, old, new = rates
     base, old_base, new_base = bases
@@ -136,7 +136,7 @@ def _turned(rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _merged(restored: Any, old: Any, new: Any) -> Any:
-    """Return the restored value, or the new one if the fresh ones differ; dicts and lists are merged by item."""
+    """Return the restored value, or the new one if the fresh values differ; dicts and lists are merged by item."""
     kinds, sides = {*map(type, (restored, old, new))}, [dict(children(one)) for one in (restored, old, new)]
     if kinds == {dict} or (kinds == {list} and len({*map(len, sides)}) == 1):
         merged = {key: _merged(*(side.get(key, _ABSENT) for side in sides)) for key in {**sides[0], **sides[2]}}
@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 def _set(live: dict[str, Any], key: str, value: Any) -> None:
     held = live.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, (int, float)):
-        held.fill_(value)  # In place: a CUDA graph may read this tensor.
+        held.fill_(value)  # Set it in place: a CUDA graph may read this tensor.
     else:
         live[key] = copy.deepcopy(value)
 

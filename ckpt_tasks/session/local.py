@@ -1,4 +1,4 @@
-"""Sessions in this process: of a state that the caller made, and of a program that is built on demand."""
+"""Sessions in this process: for a state that the caller made, and for a program that is built on demand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
 class Program(Protocol):
-    """The part that a user brings to the flow: a plain class with a state, one train step and one evaluation.
+    """The user's part of a training: a plain class with a state, one train step and one evaluation.
 
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
     on the next data; it returns metrics, among them how much data it used, under the name in `unit` if the program has
@@ -98,7 +98,7 @@ def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
 
 
 class StateSession:
-    """Hold a state that the caller made; the next restore overwrites a failed attempt's values."""
+    """Holds a state that the caller made; the next restore overwrites the values of a failed attempt."""
 
     def __init__(self, ckpt: Checkpointer, state: dict[str, Any]):
         self.ckpt = ckpt
@@ -125,14 +125,14 @@ class StateSession:
         self.ckpt.record_failure(**fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or deliver them, including a pending one."""
         hold_signals(self.ckpt, hold)
 
     def restore(self) -> int:
         """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
-            self.ckpt.wait()  # A snapshot from memory may be the first one: then no rank saves another.
+            self.ckpt.wait()  # It may be a snapshot from memory: then no rank saves another.
             if not self.ckpt.checkpoints():
                 self.ckpt.save(step, self.state)
         self.clean = True
@@ -143,11 +143,11 @@ class StateSession:
         self.ckpt.wait()
         last = self.ckpt.last_commit
         if last is None or last.step != step:
-            # step() has already saved if a save was due.
+            # step() has already saved the state if a save was due.
             self.ckpt.save(step, self.state, metrics=self._metrics, interim=step == self.ckpt.position)
 
     def discard(self) -> None:
-        """Discard the live values, and the gradients."""
+        """Discard the gradients; the next restore overwrites the live values."""
         self.clean = False
         for value in objects_of(self.state):
             if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
@@ -156,7 +156,7 @@ class StateSession:
 
 
 class LocalSession(StateSession):
-    """Hold a program's live state; build the program on first use, and again after a failure."""
+    """Holds a program's live state; builds the program on first use, and again after a failure."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any] | None = None):
         super().__init__(ckpt, {})
@@ -184,7 +184,7 @@ class LocalSession(StateSession):
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the last steps, without saves; None before the first step."""
+        """The median seconds of the last steps, without saves; None before the first step."""
         return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
 
     @property
@@ -200,7 +200,7 @@ class LocalSession(StateSession):
     def restore(self) -> int:
         """Restore as any session does, and record the program and its parameters.
 
-        If this is the checkpoint from which the run was forked, changed parameters are applied to optimizers and
+        If this is the checkpoint from which the run was forked, changed parameters are applied to its optimizers and
         schedules; raises StateMismatchError if they do not fit. At any other checkpoint, raises ConfigError if a
         changed parameter sets values that a restore brings back: the change would be lost.
         """
@@ -216,7 +216,7 @@ class LocalSession(StateSession):
         return step
 
     def run(self, until: int) -> None:
-        """Train from the position to step `until`, reporting every step to the Checkpointer and to the watcher."""
+        """Train from the position to step `until`; report every step to the Checkpointer and to the watcher."""
         program, watch = self.program, watcher.get()
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
@@ -237,7 +237,7 @@ class LocalSession(StateSession):
         self.clean = False
         self._program = None
         self._metrics = None
-        gc.collect()  # Modules and optimizers refer to each other: without this their memory is not freed yet.
+        gc.collect()  # Modules and optimizers refer to each other, which would delay the release of their memory.
         torch.cuda.empty_cache()
 
     def _change(self, before: Mapping[str, Any]) -> None:
@@ -258,7 +258,7 @@ class LocalSession(StateSession):
             old = self._settings_with(own)
         except ProgramError:
             if recorded is None:
-                return  # No flow began the run: its parameters are unknown.
+                return  # No flow started the run: its parameters are unknown.
             raise
         assert self._fresh is not None
         if not alike(old, self._fresh):
@@ -299,7 +299,7 @@ def _check_methods(name: str, program: Any) -> None:
 
 
 def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Callable[..., Any]:
-    """Import "package.module:attribute" and return it; raise `error` if there is none.
+    """Import "package.module:attribute" and return the attribute; raise `error` if there is none.
 
     `what` and `kind` describe the attribute in the message. The working directory is searched first, as with `python
     -m`.
@@ -307,7 +307,7 @@ def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Ca
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
-    # A console script and Prefect's engine do not have the working directory on the path.
+    # The path of a console script and of Prefect's engine lacks the working directory.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())
     try:

@@ -1,9 +1,9 @@
 """The parameters with which a program is built: those of the flow, and those recorded in the run's ledger.
 
 Anyone who can write to the run's directory can write its ledger, and a factory may open files that its parameters name.
-So the flow's parameters win, and a recorded one is used only if the factory's signature has its name and its value
-cannot name a file: a number, a boolean, null, or a list of these. If a program needs other recorded parameters, it
-lists their names in an attribute `recorded_params`.
+So the flow's parameters take precedence, and a recorded one is used only if the factory's signature has its name and
+its value cannot name a file: a number, a boolean, null, or a list of these. If a program needs other recorded
+parameters, it lists their names in an attribute `recorded_params`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("ckpt_tasks")
 def effective_params(
     factory: Callable[..., Any], recorded: Mapping[str, Any] | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the parameters with which to build a program: the given ones, and the recorded ones for all others.
+    """Return the parameters with which to build a program: the given ones, and recorded values for all others.
 
     Raises ProgramError if a recorded parameter must not reach `factory`: without it the program would be different.
     """
@@ -37,9 +37,9 @@ def effective_params(
 
 
 def params_before(factory: Callable[..., Any], recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the old program, to compare it with the one that is built with `given`.
+    """Return the parameters of the old program, to compare it with the program that is built with `given`.
 
-    If a recorded value must not reach the factory, that of `given` replaces it, with a warning.
+    A recorded value that must not reach the factory is replaced by that of `given`, with a warning.
     """
     held = {name: given[name] for name in _refused(factory, recorded) if name in given}
     if changed := sorted(name for name in held if recorded[name] != held[name]):
@@ -66,10 +66,10 @@ def _refused(factory: Callable[..., Any], recorded: Mapping[str, Any]) -> dict[s
 
 
 def _declared(factory: Callable[..., Any]) -> set[str]:
-    """Return the parameters that can be given by name; names that only `**` takes do not count."""
+    """Return the parameters that can be given by name; names that only `**` accepts do not count."""
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # A builtin without a signature.
+    except ValueError:  # A builtin may have no signature.
         return set()
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name for parameter in parameters if parameter.kind in by_name}

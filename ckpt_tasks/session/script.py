@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ckpt_tasks.errors import ConfigError
 
-HOOK = "__ckpt__"  # The rewritten source calls it by this name.
+HOOK = "__ckpt__"  # The rewritten source calls the hook by this name.
 _AROUND = ("enumerate", "tqdm", "trange")
 _HINT = (
     "Write into the script: loader, epochs = resumable({run!r}, loader, range(N), model=model, optimizer=optimizer), "
@@ -27,7 +27,7 @@ Scope = ast.Module | ast.FunctionDef
 
 @dataclass
 class TrainingLoop:
-    """The loop over epochs, the loop over batches, which scope each is in, and the name of the loader around both."""
+    """The loop over epochs, the loop over batches, the scope of each, and the name of the loader in it."""
 
     epochs: ast.For
     around: Scope
@@ -42,12 +42,12 @@ def resumable_source(tree: ast.Module, run: str) -> None:
 
 
 def hint(run: str) -> str:
-    """Say what to write into a script that is refused."""
+    """Return what to write into a script that is refused."""
     return _HINT.format(run=run)
 
 
 def find_training_loop(tree: ast.Module, run: str) -> TrainingLoop:
-    """Find the one loop over epochs in which a loader's batches are trained on; raise ConfigError if it is not sure."""
+    """Find the only loop over epochs that trains on a loader's batches; raise ConfigError if that is uncertain."""
 
     def refuse(why: str, at: ast.AST | None = None) -> NoReturn:
         line = f"line {at.lineno}: " if isinstance(at, ast.stmt | ast.expr) else ""
@@ -81,7 +81,7 @@ def find_training_loop(tree: ast.Module, run: str) -> TrainingLoop:
 
 
 def _loops(node: ast.AST) -> list[ast.For]:
-    """The `for` loops below a node, not those of functions in it."""
+    """Return the `for` loops below a node, except those of functions in it."""
     return [one for one in _below(node) if isinstance(one, ast.For)]
 
 
@@ -93,13 +93,13 @@ def _below(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _trains(loop: ast.For) -> bool:
-    """Whether a loop's own body has a backward pass, and no loop in it has."""
+    """Return True if a loop's own body has a backward pass, and no loop in it has one."""
     has = any(isinstance(one, ast.Attribute) and one.attr == "backward" for one in _below(loop))
     return has and not any(map(_trains, _loops(loop)))
 
 
 def _peeled(node: ast.expr) -> ast.expr:
-    """What an expression iterates, without the enumerate and tqdm around it."""
+    """Return what an expression iterates over, without enumerate and tqdm around it."""
     while isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in _AROUND:
         node = node.args[0]
     return node
@@ -116,7 +116,7 @@ def _calls(loop: ast.AST, functions: Mapping[str, ast.FunctionDef]) -> list[ast.
 
 
 def _given(call: ast.Call, function: ast.FunctionDef, name: str) -> str:
-    """The name in the call of what a function has as `name`; "" if that is no name."""
+    """Return the name that a call passes for the parameter `name` of a function; "" if it passes no name."""
     parameters = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     if name not in parameters:
         return name if name and name not in _stored(function) else ""
@@ -126,13 +126,13 @@ def _given(call: ast.Call, function: ast.FunctionDef, name: str) -> str:
 
 
 def _stored(node: ast.AST, before: int = sys.maxsize) -> set[str]:
-    """The names that are assigned below a node, before a line."""
+    """Return the names that are assigned below a node, before a line."""
     names = [one for one in _below(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
     return {one.id for one in names if one.lineno < before}
 
 
 def _ends(loop: ast.For) -> Iterator[ast.stmt]:
-    """The statements that leave a loop early."""
+    """Return the statements that leave a loop early."""
     waiting: list[ast.AST] = [*loop.body]
     while waiting:
         node = waiting.pop()
@@ -173,14 +173,14 @@ def _uses(node: ast.AST, *, sure: bool) -> Iterator[tuple[str, str]]:
 
 
 def _root(node: ast.AST) -> str:
-    """Return the name whose value holds what an expression names: "history" of `history[0].losses`."""
+    """Return the name of the variable that holds the value of an expression: "history" for `history[0].losses`."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _carried(loop: ast.For, known: set[str]) -> tuple[list[str], list[str]]:
-    """The names of those known that a loop sets for its next round, and those whose values it changes."""
+    """Return which known names a loop sets for its next round, and which it changes in value."""
     first: dict[str, str] = {}
     changes: set[str] = set()
     sets: set[str] = set()
@@ -196,7 +196,7 @@ def _carried(loop: ast.For, known: set[str]) -> tuple[list[str], list[str]]:
 
 
 def _rewrite(tree: ast.Module, loop: TrainingLoop) -> None:
-    """Put the calls of the hook around the two loops, and behind the backward pass."""
+    """Insert the calls of the hook around the two loops, and after the backward pass."""
     known = _stored(loop.around, loop.epochs.lineno) | _parameters(loop.around)
     sets, changes = _carried(loop.epochs, known)
     names = ", ".join(sets)
@@ -227,14 +227,14 @@ def _rewrite(tree: ast.Module, loop: TrainingLoop) -> None:
 
 
 def _handed_on(node: ast.AST) -> set[str]:
-    """The names that are arguments of calls below a node: what is called may change their values."""
+    """Return the names that are arguments of calls below a node: the called functions may change their values."""
     calls = [one for one in _below(node) if isinstance(one, ast.Call)]
     given = [one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords))]
     return {one.id for one in given if isinstance(one, ast.Name)}
 
 
 def _of_functions(tree: ast.Module, loop: ast.For) -> list[str]:
-    """The global names that functions set or change which a loop calls, also by way of others."""
+    """Return the global names set or changed by functions that a loop calls, directly or indirectly."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     waiting: list[ast.AST] = [functions[ast.unparse(call.func)] for call in _calls(loop, functions)]
     reached: list[ast.AST] = []
@@ -258,7 +258,7 @@ def _parameters(scope: ast.AST) -> set[str]:
 
 
 def _loss_of(node: ast.AST) -> str:
-    """The name of the tensor of which a statement computes the gradients; "" for any other statement."""
+    """Return the name of the tensor whose gradients a statement computes; "" for any other statement."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return ""
     call = node.value
@@ -279,7 +279,7 @@ def _replace(loop: ast.For, node: ast.expr, text: str) -> None:
 
 
 def _insert(node: ast.AST, before: Mapping[int, str], after: Mapping[int, str]) -> None:
-    """Insert source before and after the statements of these identities, with their lines."""
+    """Insert source before and after the statements with these identities, with the statements' line numbers."""
     for name, value in ast.iter_fields(node):
         if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
             new: list[ast.stmt] = []

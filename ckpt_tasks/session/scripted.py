@@ -1,4 +1,4 @@
-"""Run an unchanged script so that its training is resumable: the rewritten source calls the hook in this module."""
+"""Run an unchanged script so that its training is resumable: the rewritten source calls the hook of this module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VALUES = (int, float, str, bytes, type(None), tuple, *_CONTAINERS)
 def run_script(script: Path, arguments: Iterable[str], config: CheckpointConfig, say: Callable[[str], None]) -> None:
     """Run a script as `python SCRIPT ARGUMENTS` would, with its training resumable.
 
-    `say` is told once what the state has. Raises ConfigError for a script whose loop is not understood, before it runs.
+    `say` gets a text on the state. Raises ConfigError for a script whose loop is not understood, before it runs.
     """
     source = script.read_text(encoding="utf-8")
     tree = ast.parse(source, str(script))
@@ -46,11 +46,11 @@ def run_script(script: Path, arguments: Iterable[str], config: CheckpointConfig,
 
 
 class _Carried:
-    """What the loops carry in variables, as an object of the state."""
+    """The variables that the loops carry over, as an object of the state."""
 
     def __init__(self) -> None:
         self.saved: dict[str, dict[str, Any]] = {}
-        self.handed_back = True  # False while the variables have not got what was restored, which may be saved again.
+        self.handed_back = True  # False until the variables have their restored values, which may be saved before.
         self.loops: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class _Carried:
 
 
 class _Hook:
-    """What the rewritten script calls."""
+    """The hook that the rewritten script calls."""
 
     def __init__(self, config: CheckpointConfig, script: Path, say: Callable[[str], None]):
         self.epochs: Epochs | None = None
@@ -78,7 +78,7 @@ class _Hook:
         self._changed: dict[str, Any] = {}
 
     def sees(self, variables: Mapping[str, Any], changed: Mapping[str, Any], of_functions: list[str]) -> None:
-        """Take from all that the script sees the objects of the state, and what the loop may change in place."""
+        """Find the objects of the state among the script's variables, and what the loop may change in place."""
         self._state = _objects(variables)
         stateful = {*map(id, self._state.values())}
         self._changed = {
@@ -93,7 +93,7 @@ class _Hook:
         }
 
     def begin(self, loader: Any, numbers: Any, names: list[str], values: Callable[[], list[Any]]) -> Any:
-        """Restore the script's variables from the checkpoint; return the loader over which its loop is to iterate.
+        """Restore the script's variables from the checkpoint; return the loader over which its loop must iterate.
 
         `numbers`: the range of the epochs. `names`: the variables that the loop over epochs replaces, of which `values`
         returns the values; the script then sets them to `self.values`.
@@ -131,7 +131,7 @@ class _Hook:
         return int(self._loader.batch)
 
     def within(self, names: list[str], values: Callable[[], list[Any]]) -> list[Any]:
-        """Return the values with which the loop over batches begins; in the middle of an epoch, what was saved."""
+        """Return the values with which the loop over batches begins; in the middle of an epoch, the saved ones."""
 
         def carried() -> dict[str, Any]:
             pairs = zip(names, values(), strict=True)
@@ -143,13 +143,13 @@ class _Hook:
         return [_filled(value, saved[name]) if name in saved else value for name, value in before.items()]
 
     def log(self, **metrics: Any) -> None:
-        """Give the loss of a step, if it is one number."""
+        """Log the loss of a step if it is one number."""
         if self.epochs is not None:
             of_one = {name: value for name, value in metrics.items() if getattr(value, "numel", int)() == 1}
             self.epochs.log(**{name: value.detach() for name, value in of_one.items()})
 
     def _is_own(self, value: Any) -> bool:
-        """Whether a value is an object of a class that the script brings, such as a meter of its losses."""
+        """Return True if a value is an object of a class that the script defines, such as a meter of its losses."""
         module = sys.modules.get(type(value).__module__)
         file = str(getattr(module, "__file__", None) or "")
         has_state = hasattr(value, "state_dict") or not hasattr(value, "__dict__") or isinstance(value, Dataset)
@@ -164,7 +164,7 @@ def _packed(value: Any) -> Any:
 
 
 def _filled(value: Any, saved: Any) -> Any:
-    """Return a saved value; one that others may refer to is changed in place."""
+    """Return a saved value; change a value in place to which others may refer."""
     if isinstance(value, _VALUES) and not isinstance(value, _CONTAINERS):
         return saved
     _fill(value, saved)
@@ -187,7 +187,7 @@ def _fill(value: Any, saved: Any) -> None:
 
 
 def _objects(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects with a state of their own that the variables name, each once."""
+    """Return the distinct objects with a state of their own that the variables name."""
     objects: dict[int, tuple[str, Any]] = {}
     for name, value in variables.items():
         has_state = hasattr(value, "load_state_dict") and hasattr(value, "state_dict") and not isinstance(value, type)

@@ -1,6 +1,6 @@
 """A session: live training state that the flow restores, trains, saves and discards.
 
-This is all that the flow knows of the computing process. `local.py` has the session of one process, whose calls are
+The flow knows nothing else of the processes that compute. `local.py` has the session of one process, whose calls are
 direct; `ckpt_tasks/gang/` has that of many ranks in processes of their own.
 """
 
@@ -31,12 +31,12 @@ class Progress:
 
 Watcher = Callable[[Progress], None]
 
-# Called after every step of the flows that this thread starts; a function cannot be a flow's parameter.
+# Called after every step of the flows that this thread starts, because a flow's parameter cannot be a function.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 
 class TrainedRun(Protocol):
-    """The run that a flow trains, as pages, events and the early stop see it; a Checkpointer is one."""
+    """The run that a flow trains, for pages, events and the early stop; a Checkpointer implements it."""
 
     @property
     def config(self) -> CheckpointConfig:
@@ -57,7 +57,7 @@ class TrainedRun(Protocol):
 
 
 class Session(Protocol):
-    """Hold the live state of one run between attempts.
+    """Holds the live state of one run between attempts.
 
     `clean`: the live state is that of `position`, so no restore is needed.
     """
@@ -84,11 +84,11 @@ class Session(Protocol):
         """Record a failed attempt in the run's history."""
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or deliver them, including a pending one."""
 
 
 class ProgramSession(Session, TrainedRun, Protocol):
-    """Hold a program's live state on one rank or on many."""
+    """Holds a program's live state on one rank or on many."""
 
     @property
     def ranks(self) -> int:
@@ -96,7 +96,7 @@ class ProgramSession(Session, TrainedRun, Protocol):
 
     @property
     def gangs(self) -> Sequence[Mapping[str, str]]:
-        """The gangs of ranks that this process has started, newest first, as rows of texts; none for one rank."""
+        """The gangs of ranks that this process has started, newest first, as rows of texts; empty for one rank."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -104,7 +104,7 @@ class ProgramSession(Session, TrainedRun, Protocol):
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the last steps, without saves; None before the first step."""
+        """The median seconds of the last steps, without saves; None before the first step."""
 
     @property
     def last_commit(self) -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""The example program under the name that older runs know: it is ckpt_tasks/programs/byte_lm.py."""
+"""The example program under the name that older runs know; the code is in ckpt_tasks/programs/byte_lm.py."""
 
 from ckpt_tasks.programs.byte_lm import ByteLM
 
