@@ -363,8 +363,7 @@ class Checkpointer(HeldRun):
     def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
         """Record that training goes back to a checkpoint before a step whose metrics were not finite, or had spiked.
 
-        If an object of the state can skip batches, those from the checkpoint to that step are skipped: they would fail
-        again.
+        If an object of the state can skip batches, the batches up to that step are skipped: they would fail again.
         """
         skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
         rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
