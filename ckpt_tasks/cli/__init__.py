@@ -39,7 +39,7 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Mend": (doctor, doctor_store),
 }
 
-# What the help of each verb ends with.
+# Examples at the end of each verb's help.
 _EXAMPLES = {
     "init": "ckpt init nets",
     "train": "ckpt train my.module:Program --steps 2000 --step-interval 100",
@@ -114,7 +114,7 @@ def _print_script(context: typer.Context, shell: str | None) -> None:
 
 
 class _Verbs(TyperGroup):
-    """A command with verbs, each listed under the heading of its `rich_help_panel`."""
+    """The command with its verbs, each listed under the heading of its `rich_help_panel`."""
 
     def get_params(self, ctx: Any) -> Any:
         # Typer's own flags for completion work only with the current shell, and write into its start-up files.
@@ -216,7 +216,7 @@ def main(*verb: str) -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            # An ASCII terminal must show any name or sign without a traceback.
+            # A terminal that only shows ASCII must show any name or sign without a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()

@@ -1,4 +1,4 @@
-"""What verbs take from the user: a run or a checkpoint, completed by the shell, and options of several verbs.
+"""Arguments of verbs: a run or a checkpoint, completed by the shell, and options that several verbs share.
 
 Run directories and DIR@STEP are completed from local directories: a key press never sends a request to a server. If
 there is nothing to complete, the shell completes file names.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _STEPS_SHOWN = 100
-# A shell splits, expands or runs any other name, so the shell itself completes and quotes such file names.
+# Other names would be split, expanded or run by the shell: leave their completion and quoting to the shell.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 
@@ -53,7 +53,7 @@ def complete_run(incomplete: str) -> list[str]:
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:
-    """Return DIR@STEP for the checkpoints of a run, newest first; run directories if the text has no @ yet."""
+    """Return DIR@STEP for the checkpoints of a run, newest first, or run directories if the text has no @ yet."""
     directory, at, which = incomplete.rpartition("@")
     if not at or not directory or "://" in directory or not os.path.isdir(directory):
         return complete_run(incomplete)
@@ -118,7 +118,7 @@ def parse_target(text: str) -> Target:
 
 
 def written(value: Any) -> str:
-    """Write a parameter's value as --set takes it."""
+    """Write a parameter's value in the form that --set takes."""
     return json.dumps(value)
 
 

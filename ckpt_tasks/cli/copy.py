@@ -286,7 +286,7 @@ def _next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, 
     """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
     place = from_here(url)
     chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
-    steps = str(2 * planned.checkpoint.step)  # The default could be fewer steps than the run has.
+    steps = str(2 * planned.checkpoint.step)  # The default may be fewer steps than the run has.
     training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
     loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
     return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

@@ -233,7 +233,7 @@ def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
 
 @contextmanager
 def _held(config: CheckpointConfig, hint: str) -> Iterator[Checkpointer]:
-    """Own the run in the block; if another process owns it, the error says what to do."""
+    """Own the run during the block; if another process owns it, the error says what to do."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(config) as ckpt:
@@ -294,7 +294,7 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
-    """Prune; return the verdicts, and the bytes of snapshots in memory that it freed."""
+    """Prune the run; return the verdicts, and the bytes of snapshots in memory that the prune freed."""
     with _held(config, "A run that is training prunes itself. --dry-run only looks.") as ckpt:
         return ckpt.prune(), ckpt.freed_bytes
 

@@ -174,7 +174,7 @@ def _number(value: float | None) -> str:
 
 
 def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
-    """Return (suite, metric) in the order of interest: training's first, two of evaluations, training's others."""
+    """Return (suite, metric) by importance: training's first metric, two of evaluations, training's other metrics."""
     from ckpt_tasks.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row.checkpoint.metrics})]
@@ -184,7 +184,7 @@ def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
         for suite in suites
         for name in sort_metrics({name for row in rows for name in row.evaluations.get(suite, {})})
     ]
-    # First one loss of each suite, then the others.
+    # One loss of each suite comes first, then the others.
     best = sorted(evaluated, key=lambda column: "loss" not in column[1])
     return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:], *best[_EVALUATIONS_SHOWN:]]
 
@@ -214,7 +214,7 @@ def _holder(owner: Owner | None) -> str:
 
 _BAD = ("damaged", "unreadable")
 _RUN_STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
-# The columns that can sort, beside metrics; True: the largest value comes first.
+# The columns that can sort, besides metrics; True: the largest value comes first.
 _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),
     "state": (lambda run: run.state, False),

@@ -1,6 +1,6 @@
 """What a verb prints: texts and tables, or JSON; errors in the same form.
 
-The columns of a table are declared once (`Column`): they make both the table of a terminal and the rows of --json.
+The columns of a table are declared once (`Column`), for the table on a terminal and for the rows of --json.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _FILE_COLUMNS = 200  # A file or a pipe has no width, and a wrapped name cannot 
 
 
 class Output:
-    """Print a verb's answer; `fail()` makes the exit status 1."""
+    """Prints a verb's answer; `fail()` makes the exit status 1."""
 
     def __init__(self, as_json: bool):
         self.as_json = as_json
@@ -133,14 +133,14 @@ def title(run: Run, which: str = "") -> list[Any]:
 
 
 def first(lines: Sequence[str], most: int, option: str = "--json") -> list[str]:
-    """Return the first `most` lines; if there are more, a last line counts them and names the `option` for all."""
+    """Return the first `most` lines; if there are more, a last line counts them and names the `option` to see all."""
     more = [f"… and {len(lines) - most} more ({option})"] if len(lines) > most else []
     return [*lines[:most], *more]
 
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turn a full disk below stdout into our error; typer handles a reader that has left."""
+    """Turn the error of a full disk below stdout into ours; typer handles a closed pipe."""
     try:
         yield
     except BrokenPipeError:
@@ -150,7 +150,7 @@ def _writing() -> Iterator[None]:
 
 
 def from_here(path: str) -> str:
-    """Return a path below the working directory as a user would type it there; any other path or URL as it is."""
+    """Return a path below the working directory as a user would type it there; any other path or URL unchanged."""
     place = Path(path)
     return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else path
 
@@ -182,7 +182,7 @@ def output(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
-    """Do the same as `output` for a verb that trains: with training's patience for a store, and the flow's own log."""
+    """Do the same as `output` for a verb that trains: with a training's patience for a store, and the flow's log."""
     out = Output(as_json)
     try:
         yield out
@@ -205,7 +205,7 @@ def _only_our_log() -> Iterator[None]:
 
 
 def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[Any]:
-    """Return the table with as many metrics as fit the screen without breaking a word, at least `fewest`.
+    """Return the table with as many metrics as fit on the screen without breaking a word, at least `fewest`.
 
     `make` returns the table for a number of metrics. A line below names the omitted metrics.
     """
@@ -241,7 +241,7 @@ def row_facts(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, 
 
 
 def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable[[Any], str] | None = None) -> Table:
-    """Make a table in the house's style; `style` styles a row. Foreign control characters are escaped."""
+    """Make a table in the common style; `style` styles a row. Foreign control characters are escaped."""
     made, shown = plain_table(), [one for one in columns if one.heading is not None]
     for one in shown:
         kept = one.numbers or one.whole
@@ -300,7 +300,7 @@ def _print_error(error: CkptError, out: Output) -> None:
         except ConfigError:
             typer.echo(text, err=True)
         return
-    # A SiteError ends with lines of a log.
+    # A SiteError ends with several lines of a log.
     text = str(error) if isinstance(error, SiteError) else printable(str(error))
     console(stderr=True).print(rendered([("error: ", "bold red"), text]), soft_wrap=True)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.report.report import Report
 
 _RETURNS = 8
-# The width of the bar, in characters.
+# The width of the bar in characters.
 _BAR = 36
 
 OutOption = Annotated[
@@ -119,7 +119,7 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# The number of characters that stand for the largest sum.
+# This many characters stand for the largest sum.
 _CURVE_BAR = 28
 _REACH, _ROWS = 8.0, 13
 
@@ -134,12 +134,12 @@ class _Planned:
     overhead_cap: float
     # None if the store has no known limit.
     space: Forecast | None
-    # The user gives this number: the ledger does not hold a run's policy.
+    # The user gives this number: the ledger does not have a run's policy.
     keeps: int | None
 
     @property
     def at(self) -> TradeOff:
-        """The costs of the recommended interval."""
+        """The expected costs of the recommended interval."""
         return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
 
 
@@ -184,7 +184,7 @@ def metrics(
             shown.answer({"file": str(out), "metrics": facts}, [f"{out}: {count(len(facts), 'sample')}"])
         else:
             shown.answer({"metrics": facts}, [f"{count(len(facts), 'sample')} sent"] if otlp else [])
-            if not (as_json or otlp):  # A line of this format does not wrap.
+            if not (as_json or otlp):  # Lines of this format must not wrap.
                 typer.echo(text, nl=False)
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _NOTES_SHOWN = 8
-# The limit of a field of a note in characters: the note of an early stop has every evaluation.
+# The limit for a field of a note, in characters: the note of an early stop has every evaluation.
 _NOTE_LETTERS = 200
 _OBJECTS_SHOWN = 10
 _DIFFERENCES_SHOWN = 24
 _OF_NOTES = ("kind", "note", "at", "n")
-# These entries of an environment have a line each; all others share one line.
+# These entries of an environment have a line each; all other entries share one line.
 _OWN_LINES = ("command", "code", "host", "accelerator")
 
 ObjectsOption = Annotated[bool, option("--all", None, f"list every object, not only the {_OBJECTS_SHOWN} largest")]
@@ -164,7 +164,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Iterator[Any]:
-    """Yield all objects if there are few; of many, the number in each group, and the largest ones."""
+    """Yield all objects if they are few, else the number of objects in each group, and the largest objects."""
     summary, shown = _summary(place, objects), objects
     if not every and len(objects) > summary.row_count + _OBJECTS_SHOWN:
         yield summary
@@ -251,7 +251,7 @@ def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) ->
 
 
 def _metrics(sides: Sides) -> Measured:
-    """Return (A, B) of each metric by name, those of evaluations as suite/metric; None if a side has none."""
+    """Return both values (A, B) of each metric by name, evaluations as suite/metric; None if one is missing."""
     a, b = (
         {
             **checkpoint.metrics,

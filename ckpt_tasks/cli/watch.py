@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.timeline import Moment
     from ckpt_tasks.reading.reading import Run
 
-_FIRST = 256  # The number of entries that the first curve reads.
+_FIRST = 256  # The first curve reads this many entries.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -76,7 +76,7 @@ def _say(event: dict[str, Any], *, as_json: bool) -> None:
 
 
 class _Course:
-    """The known facts of a run; `new` reads the ledger again and returns the events since."""
+    """The known facts of a run; `new` reads the ledger again and returns the events since the last call."""
 
     def __init__(self, run: Run):
         from ckpt_tasks.ledger.config import CheckpointConfig
@@ -138,7 +138,7 @@ class _Course:
         return _event(event)
 
     def _owner(self) -> list[dict[str, Any]]:
-        """Return an event if the owner has fallen silent, or is alive again."""
+        """Return an event if the owner's heartbeat has become old, or is renewed again."""
         from ckpt_tasks.ledger.ownership import identify, why_free
 
         owner = self._head.state.owner

@@ -1,4 +1,4 @@
-"""Random numbers of the data: each batch or sample has its own, which depend on a seed and its place alone."""
+"""Random numbers for data: each batch or sample has its own, which depend only on a seed and its position."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def sample_generator(
 
 @contextmanager
 def own_random_numbers(seed: int, epoch: int, what: str, *holders: Any) -> Iterator[None]:
-    """Seed the global CPU streams and the generators that `holders` hold, for `what` is made of an epoch.
+    """Seed the global CPU streams and the generators in `holders` while the block makes `what` of an epoch.
 
-    At the end their old states are restored. A held generator starts from its own state and the seed together, so its
-    user's seed still matters.
+    At the end their old states are restored. A generator in `holders` starts from its own state and the seed together,
+    so its user's seed still matters.
     """
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     held = {str(id(one)): (one, stream_state(one)) for holder in holders for _, one in held_in(holder, GENERATORS)}

@@ -6,8 +6,8 @@ Invariants, beside those of the sampler:
 2. Nothing here draws from a global random stream or changes one: the data set and `collate_fn` draw from streams that
    begin with each batch and depend on (seed, epoch, batch) alone, in this process and in workers.
 3. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
-   step) is not in a checkpoint of the last batch. After a restore of that checkpoint, `iter` yields nothing once, so
-   that the loop does again what follows the iterator.
+   step) is not in a checkpoint of the last batch. After a restore of that checkpoint, the next `iter` yields nothing,
+   so that the loop repeats what follows the iterator.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ class ResumableLoader(Started):
     `options` are those of DataLoader (`num_workers`, `pin_memory`, `drop_last` and so on). The position moves when a
     batch is handed out. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or
     torch or from generators in their attributes, depend on `seed`, the epoch and the batch alone (and on the seeds of
-    these generators).
-    Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor parallelism
-    the ranks of one model need the same samples: give the data-parallel part of the mesh (`mesh=mesh["dp"]`), or the
-    data-parallel `rank` and `world_size`.
+    these generators). Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With
+    tensor parallelism the ranks of one model need the same samples: give the data-parallel part of the mesh
+    (`mesh=mesh["dp"]`), or the data-parallel `rank` and `world_size`.
 
     The data set may be a stream that has `state_dict()` and `load_state_dict()`, such as one of datasets. Each worker
     reads its part; a resume needs as many workers, and takes `set_epoch(epoch)` to the stream by itself. A worker reads
@@ -108,7 +107,7 @@ class ResumableLoader(Started):
             raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
         self.dataset = dataset
         self.sampler: ResumableSampler | StreamPosition
-        self._loader: Any = None  # Of a stream, the position has the loader.
+        self._loader: Any = None  # For a stream, the position has the loader.
         self._has_place = mesh is not None or world_size is not None
         collate, size = collate_fn or default_collate, batch_size
         self._outline = None
@@ -144,7 +143,7 @@ class ResumableLoader(Started):
         self._ending: int | None = None  # The epoch that has no batch left but has not ended.
         self._ends_again = False
         self._numbered = False  # True if the loop knows the number of its next batch.
-        self._asked = False  # True if the loop knows how many epochs are done.
+        self._asked = False  # True if the loop knows how many epochs are completed.
 
     @property
     def epoch(self) -> int:
@@ -173,7 +172,7 @@ class ResumableLoader(Started):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the epoch's last batch has been handed out, and its iterator has not ended."""
+        """Whether the epoch's last batch has been yielded, but its iterator has not ended."""
         return self._ending is not None
 
     def end_epoch(self) -> None:
@@ -231,7 +230,7 @@ class ResumableLoader(Started):
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched ones."""
         self.sampler.skip_batches(count)
-        self._restored = True  # If the epoch's loop is over, the next `iter` continues after the skipped batches.
+        self._restored = True  # If the epoch's loop has ended, the next `iter` continues after the skipped batches.
 
     def _take_place(self) -> None:
         """Find this rank's part: frameworks start their process group after the loader is made."""
@@ -280,8 +279,8 @@ def check_dealt(state: Mapping[str, Any]) -> None:
 
 
 def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
-    """Return the loops around the statement that begins to iterate the loader; it is the last of them, or there are
-    none.
+    """Return the loops around the statement that begins to iterate over the loader; the loop over the loader is the
+    last.
     """
     caller = iterating and iterating.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith(("tqdm", "ckpt_tasks.checkpoint.")):
@@ -303,7 +302,7 @@ def _counts_anew(loops: list[ast.For | ast.While]) -> bool:
 
 
 def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
-    """Return True if a loop numbers what it iterates by `enumerate`, from 0 on."""
+    """Return True if a loop numbers its items by `enumerate`, from 0 on."""
     calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
     return any(
         ast.unparse(call.func) == "enumerate" and len(call.args) + len(call.keywords) == 1
@@ -313,7 +312,7 @@ def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
 
 
 class _Batches(Dataset[Any]):
-    """Make whole, collated batches, each with its own random streams."""
+    """Makes whole, collated batches, each with its own random streams."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
         self._dataset = dataset
@@ -334,7 +333,7 @@ class _Batches(Dataset[Any]):
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Return True for data that is iterated: torch calls it an iterable-style data set."""
+    """Return True for an iterable-style data set, as torch calls a stream."""
     return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") or hasattr(dataset, "__getitem__"))
 
 

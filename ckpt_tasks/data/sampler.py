@@ -3,7 +3,7 @@
 Invariants
 
 1. The order of an epoch depends on (seed, epoch, size) alone: not on the position, the ranks, the workers or the past.
-2. The position counts the samples that the loop was handed, over all ranks; prefetching in workers does not move it.
+2. The position counts the samples that the loop has received, over all ranks; prefetching in workers does not move it.
 3. The position always has a batch after it: the last batch of an epoch moves it to the start of the next one.
 4. Nothing here draws from a global random stream, or changes one.
 """
@@ -101,7 +101,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
         self.has_mesh = mesh is not None
         self._epoch = self._samples = 0
-        self._loads = 0  # Counts restores and skips: after one, a running iterator starts again.
+        self._loads = 0  # Counts restores and skips: after each, a running iterator starts again.
         self._ids_with_epoch = False
         self._drawn = self._drawn_before = 0  # Batches drawn up to now, and up to the last state_dict.
         self._stands = True  # True while the position has never been moved.
@@ -113,7 +113,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that all ranks together have been handed."""
+        """Samples of this epoch that all ranks together have received."""
         return self._samples
 
     @property
@@ -135,7 +135,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
-        # This is not a generator: it must take the position now, not when the first batch is requested.
+        # This method is no generator: it must take the position now, not when the first batch is requested.
         return self._batches(self._epoch, self._samples)
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -155,7 +155,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
-        self._stands = False  # The caller moves the position with each batch that it hands out.
+        self._stands = False  # The caller moves the position with each batch that it yields.
         generator = torch.Generator()
         generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
         theirs, loader.generator = loader.generator, generator
@@ -174,7 +174,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._ids_with_epoch = True
 
     def advance(self) -> None:
-        """Move the position past the next batch, for a loop that iterates a loader by itself."""
+        """Move the position past the next batch, for a loop that iterates over a loader by itself."""
         self._stands = False
         self._samples += self._taken(self.size - self._samples)
         self._skip_empty_epoch()
@@ -199,7 +199,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it depends on, as plain numbers: the same on every rank."""
-        # Workers prefetch before the first batch is there, and then no more.
+        # Workers prefetch before the first batch is ready, and then draw no more.
         if self._stands and 0 < self._drawn_before < self._drawn:
             self._stands = False  # Warn only once.
             _log.warning(
@@ -250,7 +250,7 @@ class ResumableSampler(Sampler[list[int]]):
         return samples // global_batch if self.drop_last else -(-samples // global_batch)
 
     def _skip_empty_epoch(self) -> None:
-        """Go to the next epoch if this one has no batch left."""
+        """Move to the next epoch if this one has no batch left."""
         if not self._taken(self.size - self._samples):
             self._epoch, self._samples = self._epoch + 1, 0
 

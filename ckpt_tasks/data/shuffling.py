@@ -1,4 +1,4 @@
-"""A shuffle buffer for streams that a resume brings back.
+"""A shuffle buffer for streams whose order a resume can restore.
 
 Sample number n of the stream comes in the order of n + d(n), where d(n) is a number below `size` that depends on (seed,
 epoch, n) alone. So a sample moves by less than `size` places, fewer than `size` samples are held, and what is held is
@@ -21,12 +21,12 @@ from ckpt_tasks.data.libraries import copy_of, return_state, why_inexact
 from ckpt_tasks.data.sampler import check_count
 from ckpt_tasks.errors import StateMismatchError
 
-_STATES = 4  # Keep a state of the stream this many times in a buffer's length.
+_STATES = 4  # Keep this many states of the stream for each buffer's length.
 _START = (-1, -1)
 
 
 class ShuffleBuffer(IterableDataset[Any]):
-    """Shuffle a stream within a buffer of at most `size` samples; its state brings the buffer back.
+    """Shuffle a stream within a buffer of at most `size` samples; a restore of its state refills the buffer.
 
     ::
 
@@ -34,8 +34,8 @@ class ShuffleBuffer(IterableDataset[Any]):
         loader = ResumableLoader(stream, batch_size=32, num_workers=2)
 
     A sample moves by less than `size` places, by a quarter of that on average. Each epoch has another order
-    (`set_epoch`). The state is small: it has a state of the stream and numbers, no samples. After a restore at most
-    2 × `size` samples are read again. Raises ConfigError for a size below 1.
+    (`set_epoch`). The state is small: it has a state of the stream and numbers, no samples. After a restore at most 2 ×
+    `size` samples are read again. Raises ConfigError for a size below 1.
     """
 
     @checked
@@ -43,8 +43,8 @@ class ShuffleBuffer(IterableDataset[Any]):
         check_count("size", size, least=1, most=2**62)
         self.stream, self.size, self.seed = stream, size, seed
         self._epoch = 0
-        self._loaded: Mapping[str, Any] | None = None  # The state where the next `iter` begins.
-        self._last = _START  # The place in the order, and the number, of the last sample that was given.
+        self._loaded: Mapping[str, Any] | None = None  # The state from which the next `iter` begins.
+        self._last = _START  # The place in the order, and the number, of the last sample yielded.
         self._states: deque[tuple[int, Any]] = deque([(0, None)])  # Numbers of samples read, and the stream's states.
 
     def __copy__(self) -> Self:
@@ -59,7 +59,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             tell(epoch)
 
     def why_inexact(self) -> str | None:
-        """Return why a resume cannot bring the samples back: the stream has no state. None if it can."""
+        """Return why a resume cannot restore the samples (the stream has no state); None if it can."""
         return why_inexact(self.stream)
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,7 +74,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             place = (number + mixed((key + number) % 2**64) % self.size, number)
             if place > first:
                 heapq.heappush(held, (place, sample))
-            while held and held[0][0][0] <= number:  # What is read from here on comes behind it.
+            while held and held[0][0][0] <= number:  # Samples read from here on come after it.
                 yield self._give(held)
             if stateful and (number + 1) % every == 0:
                 self._states.append((number + 1, self.stream.state_dict()))
@@ -83,14 +83,14 @@ class ShuffleBuffer(IterableDataset[Any]):
 
     def _give(self, held: list[tuple[tuple[int, int], Any]]) -> Any:
         self._last, sample = heapq.heappop(held)
-        # Samples of the buffer, and later ones, have numbers above this.
+        # Samples in the buffer, and later ones, have higher numbers than this.
         oldest = self._last[0] - self.size
         while len(self._states) > 1 and self._states[1][0] <= oldest + 1:
             self._states.popleft()
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the last sample that was given."""
+        """Return the place after the last sample yielded."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))
         read, state = self._states[0]

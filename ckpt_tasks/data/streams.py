@@ -2,11 +2,11 @@
 
 Invariants
 
-1. A batch that is handed out brings the place where its worker began to read it. The position is the last such place
-   of each worker, so what workers have prefetched does not move it.
-2. Where a resume begins, each worker reads its last batch once more and compares a mark of it. If one differs, no batch
-   is handed out: the stream does not come back as it was.
-3. The next batch is read before one is handed out: the last one of an epoch is known as that.
+1. A yielded batch carries the place where its worker began to read it. The position is the last such place of each
+   worker, so prefetching does not move it.
+2. At a resume, each worker reads its last batch once more and compares a mark of it. If one differs, no batch is
+   yielded, because the stream is not as it was.
+3. The next batch is read before one is yielded, so the last batch of an epoch is known to be the last.
 4. Nothing here draws from a global random stream or changes one; what the stream draws depends on (seed, epoch, worker,
    batch) alone.
 """
@@ -26,11 +26,11 @@ from ckpt_tasks.data.drawing import own_random_numbers
 from ckpt_tasks.data.libraries import copy_of, mark_of, order_of, return_state, way_of, why_inexact
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 
-_ENDED = -1  # The samples of an epoch that has ended, in a state: a stream has no size to tell it by.
+_ENDED = -1  # In a state: the samples of an ended epoch. A stream has no size that would show its end.
 
 
 class StreamPosition:
-    """Hand out the batches of a stream, and continue behind the last one after a restore.
+    """Yield the batches of a stream, and continue after the last yielded one when restored.
 
     It has the methods by which a ResumableLoader moves a ResumableSampler. `make` gives a DataLoader for a data set of
     batches.
@@ -45,10 +45,10 @@ class StreamPosition:
         self._workers = make(batches).num_workers
         self._epoch = self._samples = self._skip = 0
         self.batch = 0  # The number of the next batch of this epoch.
-        self._loads = 0  # Counts restores: after one, a running iterator starts again at the new position.
-        self._turn = 0  # The worker that the next batch comes from.
+        self._loads = 0  # Counts restores: after each, a running iterator starts again at the new position.
+        self._turn = 0  # The worker from which the next batch comes.
         self._places: list[dict[str, Any] | None] = [None] * max(1, self._workers)
-        self._read: _Item | None = None  # The batch that is handed out next, and whether it is the last one.
+        self._read: _Item | None = None  # The batch to yield next, and whether it is the last one.
         self._is_last = False
 
     @property
@@ -58,7 +58,7 @@ class StreamPosition:
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that this rank has been handed."""
+        """Samples of this epoch that this rank has received."""
         return self._samples
 
     @property
@@ -78,7 +78,7 @@ class StreamPosition:
         """Yield the batches from the position to the end of the epoch; `advance` moves the position past each."""
         start = {"turn": self._turn, "places": [*self._places]} if self._samples else None
         if self._loader is None or start or self._batches.start:
-            # Persistent workers have a copy of their own of `start`.
+            # Persistent workers have their own copy of `start`.
             self._batches.start = start
             self._loader = self._make(self._batches)
         self._batches.begin(self._epoch)
@@ -102,7 +102,7 @@ class StreamPosition:
             self._to_epoch(self._epoch + 1)
 
     def skip_batches(self, count: int) -> None:
-        """Skip the next `count` batches, over the end of an epoch too."""
+        """Skip the next `count` batches, also beyond the end of an epoch."""
         self._skip += count
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class StreamPosition:
 
 
 class StreamBatches(IterableDataset[Any]):
-    """Make the batches of a stream, in this process or in each worker; `start` has the places to begin at."""
+    """Makes the batches of a stream, in this process or in each worker; `start` has the places to begin at."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class StreamBatches(IterableDataset[Any]):
         self.stream, self.batch_size, self.seed = stream, batch_size, seed
         self.order = order_of(stream)
         self._drop_last, self._collate, self.replays = drop_last, collate, replay
-        self._epoch = torch.zeros((), dtype=torch.int64)  # Workers that persist read it.
+        self._epoch = torch.zeros((), dtype=torch.int64)  # Persistent workers read it.
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
         self.start: dict[str, Any] | None = None
 
@@ -222,7 +222,7 @@ class StreamBatches(IterableDataset[Any]):
         place = self.start["places"][worker]
         yield _Item(worker, None, 0, reader.return_to(place))
         if worker < self.start["turn"]:
-            yield _Item(worker, None, 0, None)  # Its batch of this round is trained: this takes its turn.
+            yield _Item(worker, None, 0, None)  # Its batch of this round is trained already; this takes its turn.
         yield from reader.batches(place)
 
     def read(self, samples: Iterator[Any], size: int | None) -> list[Any]:
@@ -236,17 +236,17 @@ class StreamBatches(IterableDataset[Any]):
 
 
 class _Reader:
-    """Read one worker's part of a stream in one epoch."""
+    """Reads one worker's part of a stream in one epoch."""
 
     def __init__(self, of: StreamBatches, worker: int, epoch: int, stream: Any):
         self._of, self._worker, self._epoch, self._stream = of, worker, epoch, stream
         if callable(tell := getattr(stream, "set_epoch", None)):
             tell(epoch)
         self._samples: Iterator[Any] | None = None
-        self.mark = ""  # A mark of the last batch; where the epoch is read again, of all batches up to it.
+        self.mark = ""  # A mark of the last batch, or of all batches up to it if the epoch is read again.
 
     def return_to(self, place: Mapping[str, Any] | None) -> str | None:
-        """Read up to a place, its last batch once more; return the name of this batch if it differs from then."""
+        """Read up to a place, and its last batch once more; return the name of this batch if it differs from before."""
         if place is None:
             return None
         number = place["batch"]
@@ -259,7 +259,7 @@ class _Reader:
         return None if self.mark == place["mark"] else self._name(number)
 
     def batches(self, place: Mapping[str, Any] | None) -> Iterator[_Item]:
-        """Yield the batches behind a place, to the end of the epoch."""
+        """Yield the batches after a place, to the end of the epoch."""
         number = 0 if place is None else place["batch"] + 1
         samples_before = 0 if place is None else place["samples"]
         while True:
@@ -300,7 +300,7 @@ class _Reader:
 
 
 class _Item(NamedTuple):
-    """What a worker gives: a batch and the place where it begins; without a place, what differs after a return."""
+    """What a worker yields: a batch and the place where it begins; without a place, a difference after a restore."""
 
     worker: int
     place: dict[str, Any] | None

@@ -1,1 +1,1 @@
-"""A gang: the ranks of one training, in processes that one agent starts, orders and ends."""
+"""A gang: the ranks of one training, in processes that one agent starts, commands and ends."""

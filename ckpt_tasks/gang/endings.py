@@ -1,4 +1,4 @@
-"""How the processes of ranks have ended, in words."""
+"""Describe in words how the processes of ranks have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_NAMED = 3
 
 
 def endings_of(ranks: Sequence[RankProcess]) -> str:
-    """Say how ranks have ended: lost nodes with all their ranks first, then rank by rank."""
+    """Describe how ranks have ended: lost nodes with all their ranks first, then rank by rank."""
     nodes: dict[tuple[str, str], list[str]] = {}
     for rank in ranks:
         if rank.lost:
@@ -24,7 +24,7 @@ def endings_of(ranks: Sequence[RankProcess]) -> str:
 
 
 def _ending_of(rank: RankProcess) -> str:
-    """Say how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
+    """Describe how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
     why = ": the memory of its cgroup was exhausted" if rank.out_of_memory else ""
     return f"rank {rank.rank} {_ending(rank)}{why}"
 
@@ -43,14 +43,14 @@ def _ending(rank: RankProcess) -> str:
 
 
 def table_of(ranks: Sequence[RankProcess]) -> str:
-    """Return a table of the ranks before the agent ends them; of many similar ranks only the first rows."""
+    """Return a table of the ranks before the agent ends them; many similar ranks are shown by the first rows."""
     rows = [f"{rank.rank:4}  {rank.pid:7}  {rank.step:9}  {_ending(rank)}" for rank in ranks[:_MOST_ROWS]]
     more = [f"and {len(ranks) - _MOST_ROWS} more"] if len(ranks) > _MOST_ROWS else []
     return "\n".join(["rank  process  last step", *rows, *more])
 
 
 def _some(words: Sequence[str]) -> str:
-    """Join what is said of several ranks."""
+    """Join the texts about several ranks."""
     return "; ".join(
         [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
     )
@@ -60,7 +60,7 @@ def oom_kills() -> int:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError, ValueError):
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        # The path as the host names it, or as within a container.
+        # The path as the host names it, or as it is within a container.
         for place in (f"/sys/fs/cgroup{own}", "/sys/fs/cgroup"):
             events = Path(place, "memory.events")
             if events.exists():

@@ -1,4 +1,4 @@
-"""The interface between a gang's session and the engine that runs its ranks; `processes.py` has that of one host."""
+"""The interface between a gang's session and the engine that runs its ranks; one host's engine is `processes.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_tasks.gang.messages import Begin, Message
 
 @dataclass(eq=False)
 class RankProcess:
-    """A rank's process: its last step, how it has ended (None: unknown), and its condition at the last look.
+    """A rank's process: its last step, how it has ended (None: unknown), and its condition when last checked.
 
     `host` is the address of its node, "" for the agent's own, and `lost` says why that cannot be reached any more;
     `written` are the stacks that the rank has written.
@@ -32,29 +32,29 @@ Heard = list[tuple[RankProcess, Message | None]]
 
 
 class Engine(Protocol):
-    """The processes of up to one gang at a time."""
+    """Starts, reaches and ends the processes of one gang at a time."""
 
     @property
     def ranks(self) -> Sequence[RankProcess]:
         """The ranks of the gang, in their order; empty if there is no gang."""
 
     def prepare(self) -> None:
-        """Prepare whatever makes a start slow, without waiting for it."""
+        """Prepare the slow part of a start, without waiting for it."""
 
     def start(self, begin: Begin) -> int:
         """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
 
     def has_more(self) -> bool:
-        """Return whether a gang that is started now has more ranks; what that takes begins to start."""
+        """Return whether a gang started now would have more ranks; begin to prepare what these ranks need."""
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
-        """Send a message to some ranks; `hear` finds out which ranks have ended."""
+        """Send a message to some ranks; only `hear` shows which ranks have ended."""
 
     def hear(self, timeout_s: float) -> Heard:
         """Return messages since the last call, and None for each rank that has ended; wait at most `timeout_s`."""
 
     def hear_causes(self) -> Heard:
-        """Return messages that may explain why ranks have just failed: other ranks have ended."""
+        """Return messages that may explain why ranks have just failed, such as the end of other ranks."""
 
     def look(self) -> None:
         """Find out how ranks have ended, which are stopped, and which stacks they have written."""
@@ -66,7 +66,7 @@ class Engine(Protocol):
         """Wait until every rank has ended by itself."""
 
     def kill(self) -> None:
-        """Kill every rank, and return when all reachable ranks have ended."""
+        """Kill every rank; return when all reachable ranks have ended."""
 
     def close(self) -> None:
         """Kill the ranks, and the processes that `prepare` has started."""

@@ -1,4 +1,4 @@
-"""The fork server: a process that has imported torch once, and becomes a rank by each fork, within milliseconds.
+"""The fork server: a process that imports torch once, and forks a new rank within milliseconds.
 
 Invariants
 
@@ -41,7 +41,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> NoReturn:
-        """Fork ranks, and tell the agent which of them have ended, until the agent ends."""
+        """Fork ranks, and tell the agent which ones have ended, until the agent ends."""
         while True:
             ready, _, _ = select.select([self._agent, self._woken], [], [])
             if self._woken in ready:
@@ -97,14 +97,14 @@ class _Server:
                 self._say("ended", rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
     def _say(self, what: str, rank: int, number: int) -> None:
-        with suppress(OSError):  # The agent has ended: the next look at its socket says so.
+        with suppress(OSError):  # The agent has ended: the next read of its socket shows it.
             self._agent.sendall(json.dumps([what, rank, number]).encode() + b"\n")
 
 
 def main(descriptor: int, *, bound: bool) -> NoReturn:
-    """Import what ranks need, then serve the agent at the other end of a socket; `bound` to the thread that started it.
+    """Import what ranks need, then serve the agent by a socket; if `bound`, end with the thread that started it.
 
-    A thread may end before its process does: only a thread that lasts can be a parent.
+    A thread may end before its process does, so only a thread that lasts can be the parent.
     """
     if bound:
         dies_with_parent()

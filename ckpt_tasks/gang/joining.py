@@ -1,7 +1,7 @@
-"""How ranks that a launcher has started meet: in the c10d store at MASTER_ADDR, under a name of this start alone.
+"""How ranks that a launcher has started meet: in the c10d store at MASTER_ADDR, under a name that only this start has.
 
-torchrun restarts ranks with the store of the start before, which still has all of its words (torch 2.13): a rank would
-connect to processes that are gone. TORCHELASTIC_RESTART_COUNT does not tell: each agent has its own.
+torchrun gives restarted ranks the store of the previous start, with all of its words (torch 2.13): a rank could connect
+to processes that are gone. TORCHELASTIC_RESTART_COUNT does not help: each agent counts for itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
         store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not list it
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return StoreExchange(store, rank, size, "orders", timeout_s)
-    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # torch's, and a variable that is not set
+    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # From torch, or for a missing variable.
         raise RankError(
             f"rank {rank} does not reach the others: {error!s:.300}",
             hint="The launcher sets MASTER_ADDR and MASTER_PORT, where rank 0 is to be reached.",
@@ -39,7 +39,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
 
 
 def take_device(local_rank: int, local_size: int) -> str:
-    """Take this rank's device if each rank of the host has one; return torch's backend: NCCL then, else Gloo."""
+    """Use this rank's device if each rank of the host has one; return torch's backend: NCCL then, else Gloo."""
     if torch.cuda.device_count() < local_size:
         return "gloo"
     torch.cuda.set_device(local_rank)

@@ -1,9 +1,9 @@
-"""A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, the others follow it.
+"""A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, other ranks follow it.
 
-Every rank is a process with the same command line. Before rank 0 restores, trains or saves it posts the order, and the
+Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts the order, and the
 others do the same. Each has its own Checkpointer, as in a torchrun script; they agree on signals by their horizon.
 
-No rank is started here. Where one has failed every process ends, and the launcher starts all of them again.
+No rank is started here. If a rank fails, every process ends, and the launcher starts all of them again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a launcher has put this process: rank `rank` of `size`, and `local_rank` of those of its host."""
+    """The place that a launcher gave to this process: rank `rank` of `size`, and `local_rank` on its host."""
 
     rank: int
     size: int
@@ -77,15 +77,15 @@ class Place:
                 give_up(ckpt)
                 orders.failed(error, session.position)
                 raise
-            except BaseException:  # A signal reaches the others too, unless it came between two orders.
+            except BaseException:  # A signal reaches the others as well, unless it comes between two orders.
                 orders.give("close")
                 raise
             orders.give("close")
             orders.close(_CLOSE_S)
-        dist.destroy_process_group()  # One process evaluates.
+        dist.destroy_process_group()  # Only one process evaluates.
 
     def dismiss(self, config: CheckpointConfig) -> None:
-        """Let the other ranks end, where rank 0 has nothing to train."""
+        """Let the other ranks end if rank 0 has nothing to train."""
         orders = self._join(config)
         orders.give("close")
         orders.close(_CLOSE_S)
@@ -121,7 +121,7 @@ class Place:
             if order.name == "close":
                 orders.close(_CLOSE_S)
                 return
-            if session is None:  # By now rank 0 has made the fork, if the run is one.
+            if session is None:  # By now rank 0 has made the fork, if the run is a fork.
                 recorded = recorded_params(ckpt.config)
                 session = LocalSession(ckpt, program, effective_params(find_program(program), recorded, params))
             if order.name == "restore":
@@ -136,7 +136,7 @@ class Place:
         return Orders(join(self.rank, self.size, self.local_rank, self.local_size, config.flush_timeout_s))
 
 
-# The place of this process, for the flow that it runs: a flow's parameters are the same on every start.
+# The place of this process, for the flow that it runs, since a flow's parameters are the same at every start.
 launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
 
 
@@ -175,7 +175,7 @@ class _Leading(LocalSession):
 
 
 class _Patience:
-    """How long a rank that is told to end waits for an order: with the next step all ranks end together."""
+    """How long a rank that was told to end waits for an order: all ranks then end together after the next step."""
 
     def __init__(self, ckpt: Checkpointer):
         self._ckpt = ckpt

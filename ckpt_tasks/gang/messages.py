@@ -1,4 +1,4 @@
-"""The messages between the agent of a gang and its ranks: typed values, a line of JSON each; nothing is pickled."""
+"""The messages between a gang's agent and its ranks: typed values, one line of JSON each; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MOST_TRACEBACK = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A message; every field is JSON data."""
+    """Base of all messages; every field is JSON data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """To a rank, first: what it trains, and where all `size` ranks meet (port 0: not known yet).
+    """To a rank, as the first message: what it trains, and where all `size` ranks meet (port 0: not known yet).
 
-    `local_size` of them are on its host, from `first_rank` on.
+    `local_size` of the ranks are on its host, from `first_rank` on.
     """
 
     size: int
@@ -65,10 +65,10 @@ class Stop(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Message):
-    """From a rank: the order is carried out; `stopped` by this signal before its end.
+    """From a rank: the order was carried out, or `stopped` early by this signal.
 
-    `busy` is the part of the time in which its main thread has computed, and not waited; `source` is what a restore has
-    read.
+    `busy` is the share of the time in which its main thread has computed instead of waiting; `source` is where a
+    restore has read.
     """
 
     position: int
@@ -82,19 +82,19 @@ class Done(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped(Message):
-    """From a rank: steps that it has completed since its last such message; rank 0 sends all, others only the last."""
+    """From a rank: the steps completed since its last such message; rank 0 sends all, the others only the last."""
 
     steps: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(Message):
-    """From a rank: its store has taken or delivered bytes, in the last second."""
+    """From a rank: within the last second its store has taken or delivered bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Message):
-    """From rank 0: an event for the listeners of its Checkpointer."""
+    """From rank 0: an event for the listeners of the session."""
 
     event: str
     value: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Failed(Message):
 
     error: str
     ours: bool
-    answer: tuple[int | None, str]  # The answer of a store, if it caused the exception.
+    answer: tuple[int | None, str]  # The answer of a store, if that caused the exception.
     trace: str
     at_s: float
     step: int
@@ -129,7 +129,7 @@ class Failed(Message):
         return cls(error=said, ours=ours, answer=answer_of(error), trace=trace, at_s=time.monotonic(), step=step)
 
     def exception(self, rank: int) -> CkptError:
-        """Return the exception to raise in the agent: one of ours unchanged, any other as a RankError."""
+        """Return the exception to raise in the agent: our own errors unchanged, any other as a RankError."""
         error: CkptError = RankError(f"rank {rank} failed after step {self.step}: {self.error}")
         if self.ours:
             try:
@@ -142,7 +142,7 @@ class Failed(Message):
 
 
 class _Answer(Exception):  # noqa: N818 (not raised: the cause of an error)
-    """A store's answer to a rank, as `answer_of` reads it."""
+    """A store's answer to a rank, in the form that `answer_of` reads."""
 
     def __init__(self, status: int | None, code: str):
         super().__init__(f"the store answered {status} {code}")
@@ -164,17 +164,17 @@ class Channel:
         self._rest = b""
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for."""
+        """Return the descriptor, for use in select()."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send a message; do nothing if the other end is closed, which `receive` finds out."""
+        """Send a message; do nothing if the other end is closed, since `receive` will notice that."""
         line = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
         with self._sending, suppress(OSError):
             self._socket.sendall(line)
 
     def receive(self) -> list[Message]:
-        """Wait for messages and return those that have come; none if the other end is closed."""
+        """Wait for messages and return them; return none if the other end is closed."""
         while not self.closed:
             try:
                 data = self._socket.recv(_BLOCK_BYTES)
@@ -187,7 +187,7 @@ class Channel:
         return []
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the channel."""
         self.closed = True
         self._socket.close()
 
@@ -216,7 +216,7 @@ def read_config(fields: Mapping[str, Any]) -> CheckpointConfig:
 
 
 def write_progress(progress: Progress) -> dict[str, Any]:
-    """Return a step as JSON data."""
+    """Return the progress of a step as JSON data."""
     return {**vars(progress), "commit": checkpoint_item(progress.commit) if progress.commit else None}
 
 
@@ -227,7 +227,7 @@ def read_progress(fields: Mapping[str, Any]) -> Progress:
 
 
 def read_report(fields: Mapping[str, Any]) -> RestoreReport:
-    """Read a restore's report, in which JSON has lists for tuples."""
+    """Read the report of a restore, in which JSON has turned tuples into lists."""
     report: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }

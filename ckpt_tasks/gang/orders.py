@@ -1,10 +1,10 @@
-"""The orders that rank 0 gives to ranks of a launcher, and the error of the first rank that fails, in their store.
+"""The orders of rank 0 to a launcher's ranks, and the first rank's failure, exchanged by the c10d store.
 
 Invariants
 
-1. Strangers can write into the store. A rank takes from it which order comes next and up to which step: no name that
-   is imported, no parameter, no path.
-2. Once a rank has failed, the process of every other one ends within moments: a rank that waits for it, in gloo or for
+1. Strangers can write into the store. So a rank takes from it only the next order and its step: no name to import, no
+   parameter, no path.
+2. Once a rank has failed, the process of every other rank ends within moments: a rank that waits for it, in gloo or for
    an order, would wait for minutes.
 """
 
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 class Orders:
-    """A channel for the orders that rank 0 gives and the other ranks take; `size` is the number of ranks on it."""
+    """The channel by which rank 0 gives orders to the other ranks; `size` is the number of ranks."""
 
     def __init__(self, exchange: StoreExchange):
         self.size = exchange.size
@@ -58,7 +58,7 @@ class Orders:
         self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())
 
     def take(self, is_over: Callable[[], bool]) -> Given | None:
-        """Wait for the next order, in another rank; return None once `is_over` returns True.
+        """Wait for the next order, in a rank other than 0; return None once `is_over` returns True.
 
         Raises StoreError if rank 0 has ended, StateError for an order that is none.
         """
@@ -84,22 +84,22 @@ class Orders:
             self._over.set()
 
     def close(self, timeout_s: float) -> None:
-        """Meet at the end of the orders: the process that holds the store may end next."""
-        with suppress(StoreError):  # If a rank has ended meanwhile, its launcher sees that.
+        """Meet after the last order: the process that holds the store may end next."""
+        with suppress(StoreError):  # If a rank has ended meanwhile, its launcher notices.
             self._exchange.agree("closed", b"", lambda words: b"", timeout_s)
             self._exchange.drain(timeout_s)
 
     def watch(self, end_waits: Callable[[], None]) -> None:
-        """End this process soon after another rank has failed, or the store is gone; the main thread may end it first.
+        """End this process soon after another rank has failed, or the store is gone; the main thread may be faster.
 
         `end_waits` ends waits for other ranks.
         """
         start_thread(self._watch, end_waits, name="ckpt-orders")
 
     def failed(self, error: BaseException, step: int) -> BaseException:
-        """Tell the other ranks that this one has failed, unless another one has; return the error of the first.
+        """Tell the other ranks that this one has failed, unless another one failed first; return the first error.
 
-        Where a rank has ended without a word, what fails in the others says nothing of it: then it is named.
+        If a rank has ended without a message, the errors of the others do not show that: then that rank is named.
         """
         first = self._first(error)
         if first is None:
@@ -107,7 +107,7 @@ class Orders:
         return first or error
 
     def end_process(self, error: BaseException) -> None:
-        """Show an error, and end this process at once: at exit, threads would wait for the other ranks."""
+        """Show an error and end this process at once, since at exit threads would wait for the other ranks."""
         self._over.set()
         shown = f"error: {error}" if isinstance(error, CkptError) else "".join(traceback.format_exception(error))
         with suppress(OSError, ValueError):
@@ -117,11 +117,11 @@ class Orders:
         os._exit(1)
 
     def _post(self, failed: Failed) -> None:
-        with suppress(StoreError):  # If rank 0 is gone, all ranks see that.
+        with suppress(StoreError):  # If rank 0 is gone, all ranks notice.
             self._exchange.post("failed", json.dumps([self._exchange.rank, asdict(failed)]).encode())
 
     def _first(self, error: BaseException) -> CkptError | None:
-        """Return another rank's failure, or its end, if that may be the cause of `error`; else None."""
+        """Return another rank's failure or end, if that may be the cause of `error`; else None."""
         if isinstance(error, CkptError) and not isinstance(error, StoreError):
             return None
         end_s = time.monotonic() + _CAUSE_S
@@ -148,7 +148,7 @@ class Orders:
         if why is not None:
             end_waits()
             if not self._over.wait(_GRACE_S if self._exchange.first else 0):
-                self.end_process(why)  # The main thread may hang in gloo, so it cannot say why.
+                self.end_process(why)  # The main thread may hang in gloo, so it cannot report the error.
 
 
 def _store_has_ended() -> RankError:
@@ -156,7 +156,7 @@ def _store_has_ended() -> RankError:
 
 
 def _read(word: bytes) -> CkptError:
-    """Return the exception of the first rank that has failed."""
+    """Read the exception of the first rank that has failed."""
     try:
         rank, said = parse_json(word)
         status, code = said["answer"]

@@ -1,4 +1,4 @@
-"""Whether a program trains one model on all ranks: two equal trainings on one rank each are not a training on two."""
+"""Check that a program trains one model on all ranks: two equal trainings on one rank each are no training on two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_tasks.state.groups import ByRank, objects_of
 
 
 def check_parallel(program: Any, ranks: int) -> None:
-    """Raise ConfigError unless a program holds a DistributedDataParallel, FSDP or a DTensor, in its state or beside it.
+    """Raise ConfigError if a program has no DistributedDataParallel, FSDP or DTensor, in its state or beside it.
 
     A state with `ByRank` shows that the program knows its ranks.
     """

@@ -1,4 +1,4 @@
-"""The processes of a gang, as its agent sees them: start them, receive from them, notice their end, end them.
+"""The processes of a gang, handled by their agent: start them, receive from them, notice their end, end them.
 
 Invariants
 
@@ -70,7 +70,7 @@ class _Server:
 
 
 class Gang:
-    """The ranks of one host: all of a gang, or those of one of its nodes; an `Engine`. `close` ends all of it."""
+    """The ranks of one host: a whole gang, or those on one of its nodes; an `Engine`. `close` ends all processes."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -78,7 +78,7 @@ class Gang:
         self._oom_kills = 0
 
     def prepare(self) -> None:
-        """Start the fork server, if there is none; do not wait until it has imported torch."""
+        """Start the fork server, if it does not run; do not wait until it has imported torch."""
         if self._server is not None and self._server.process.poll() is None:
             return
         self._end_server()
@@ -93,12 +93,12 @@ class Gang:
         self._server = _Server(process, ours)
 
     def await_server(self) -> None:
-        """Wait until the fork server has imported torch; there is no rank."""
+        """Wait until the fork server has imported torch; call it while there are no ranks."""
         self._ask("reap", 0, [])
         self._answer("gone", _START_S)
 
     def start(self, begin: Begin) -> int:
-        """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server does not.
+        """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server fails.
 
         Rank 0 listens only at its `host`: on the given port, or on any (0).
         """
@@ -124,7 +124,7 @@ class Gang:
             self.ranks[-1].pid = self._answer("forked", _START_S)
 
     def has_more(self) -> bool:
-        """Return False: a host has as many ranks as it was asked for."""
+        """Return False: on one host all requested ranks are started."""
         return False
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
@@ -151,11 +151,11 @@ class Gang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Return the messages of the next moments: a rank's end comes before the failures that it causes."""
+        """Return the messages of the next moments: a rank's end is reported before the failures that it causes."""
         return self.hear(_CAUSES_S)
 
     def look(self) -> None:
-        """Look at every rank; wait for the status of those that have ended."""
+        """Check every rank; wait for the exit status of those that have ended."""
         end_s = time.monotonic() + _STATUS_S
         while self._server is not None and any(rank.channel.closed and rank.status is None for rank in self.ranks):
             left_s = end_s - time.monotonic()
@@ -166,14 +166,14 @@ class Gang:
             rank.out_of_memory = rank.status == -signal.SIGKILL and oom_kills() > self._oom_kills
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every running rank write its stacks; a stopped one would write them when it is continued."""
+        """Have every running rank write its stacks; a stopped one would write them when it continues."""
         self.look()
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR1)
         end_s, before, running = time.monotonic() + timeout_s, None, [r for r in self.ranks if not r.is_stopped]
         while time.monotonic() < end_s and not (all(rank.written for rank in running) and before == _written(running)):
-            # A file that has not grown since the last look is complete.
+            # A file that has not grown since the last check is complete.
             before = _written(running)
             time.sleep(_CAUSES_S)
             self.look()
@@ -184,7 +184,7 @@ class Gang:
             return
         for rank in self.ranks:
             if rank.pid and rank.status is None:
-                # The rank is a zombie until the fork server is asked, or it is gone with the fork server.
+                # The rank is a zombie that the fork server has not reaped yet, or it ended with the fork server.
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         try:
@@ -212,7 +212,7 @@ class Gang:
     def _ask(self, what: str, rank: int, descriptors: list[int]) -> None:
         if self._server is None:
             raise RankError("the fork server of the ranks is gone")
-        with suppress(OSError):  # The fork server is gone: there will be no answer.
+        with suppress(OSError):  # The fork server is gone and will not answer.
             socket.send_fds(self._server.end, [json.dumps([what, rank]).encode()], descriptors)
 
     def _answer(self, what: str, timeout_s: float) -> int:
@@ -227,7 +227,7 @@ class Gang:
         return server.said.pop()[2]
 
     def _listen(self) -> bool:
-        """Receive from the fork server; return False if it has ended, and all ranks with it."""
+        """Receive from the fork server; return False if it has ended, and with it all ranks."""
         server = self._server
         assert server is not None
         try:

@@ -48,7 +48,7 @@ from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.port import watching
 
-STACKS = signal.SIGUSR1  # At this signal a rank writes the stacks of its threads.
+STACKS = signal.SIGUSR1  # On this signal a rank writes the stacks of its threads.
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
 _MOVED_EVERY_S = 1.0
@@ -57,20 +57,20 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class StoppedError(BaseException):
-    """A signal was delivered: the step is committed, and the run released."""
+    """A signal was delivered: the step is committed, and the run is released."""
 
 
 def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise StoppedError with a signal's number, as its handler."""
+    """Raise StoppedError with a signal's number; used as a signal handler."""
     raise StoppedError(number)
 
 
 def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = None) -> None:
-    """Run a rank until the agent ends it; `listening_fd` is the socket at which rank 0 lets the others meet."""
+    """Run a rank until the agent ends it; `listening_fd` is the socket where rank 0 lets the others meet."""
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACKS, stacks_fd, all_threads=True)
     channel = Channel(socket.socket(fileno=agent_fd))
-    os.register_at_fork(after_in_child=channel.close)  # A DataLoader's worker must not keep this rank alive.
+    os.register_at_fork(after_in_child=channel.close)  # Otherwise a DataLoader's worker would keep this rank alive.
     _Rank(rank, channel).be(listening_fd)
 
 
@@ -83,7 +83,7 @@ class _Rank:
         self._told_s = self._moved_s = 0.0
 
     def be(self, listening_fd: int | None) -> None:
-        """Carry out orders; send an exception to the agent, which then kills this process."""
+        """Carry out orders; after an exception tell the agent, which then kills this process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The agent handles a terminal's Ctrl-C.
         signal.signal(signal.SIGTERM, raise_stopped)
         [begin, *more] = self._channel.receive()
@@ -107,7 +107,7 @@ class _Rank:
         self._channel.send(Done(position=0))
 
     def _serve(self, session: LocalSession, size: int) -> None:
-        """Carry out orders until the order to close; raises StoppedError then if the memory is to be kept."""
+        """Carry out orders until the order to close; then raise StoppedError if the memory must be kept."""
         carried_out: dict[str, Callable[..., object]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
@@ -126,7 +126,7 @@ class _Rank:
             except StoppedError as stop:
                 stopped = int(stop.args[0])
             except BaseException as error:  # noqa: BLE001 (told to the agent)
-                # Fail here: the end of the Checkpointer's block would wait for the other ranks.
+                # Fail here, since the end of the Checkpointer's block would wait for the other ranks.
                 self._fail(error, session.position)
             self._tell_steps()
             commit, report = session.last_commit, session.ckpt.last_restore
@@ -157,11 +157,11 @@ class _Rank:
                 signal.pause()
 
     def _listen(self, messages: list[Any]) -> None:
-        """Receive orders, in a thread of its own, which ends this process when the agent has ended."""
+        """Receive orders in a separate thread, which ends this process when the agent has ended."""
         while not self._channel.closed:
             for message in messages:
                 if isinstance(message, Stop):
-                    # Send SIGTERM to the main thread, so that a call blocked there is interrupted and the handler runs.
+                    # Send SIGTERM to the main thread: that interrupts a blocked call there, and the handler runs.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 else:
                     self._orders.put(message)
@@ -169,7 +169,7 @@ class _Rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _watch(self, progress: Progress) -> None:
-        """Tell the agent of completed steps, at most every 50 ms."""
+        """Tell the agent about completed steps, at most every 50 ms."""
         if self._rank != 0:
             self._steps.clear()
         self._steps.append(write_progress(progress))
@@ -182,7 +182,7 @@ class _Rank:
         self._steps, self._told_s = [], time.monotonic()
 
     def _moved(self) -> None:
-        """Tell the agent that a slow store is no hang, in whichever thread waits for it."""
+        """Tell the agent that the store makes progress, whichever thread waits for it: then this rank is no hang."""
         if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
             self._moved_s = time.monotonic()
             self._channel.send(Moved())
@@ -199,7 +199,7 @@ class _Rank:
 
 
 class _Forward(logging.Handler):
-    """Send this rank's log to the agent; all ranks but 0 add their number."""
+    """Sends this rank's log to the agent; all ranks except 0 add their number."""
 
     def __init__(self, rank: int, channel: Channel):
         super().__init__()
@@ -207,7 +207,7 @@ class _Forward(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record; in a forked child the channel is closed."""
+        """Send a record; do nothing in a forked child, where the channel is closed."""
         if not self._channel.closed:
             text = self._prefix + self.format(record)
             self._channel.send(Logged(logger=record.name, level=record.levelno, text=text))
@@ -219,7 +219,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     place = {"RANK": rank, "WORLD_SIZE": begin.size, **local, "MASTER_ADDR": begin.host, "MASTER_PORT": begin.port}
     os.environ |= {name: str(value) for name, value in place.items()}
     if interface := _interface_of(begin.host):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # A host's name may stand for another interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # A host's name may belong to another interface.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     backend = take_device(rank - begin.first_rank, begin.local_size)

@@ -1,4 +1,4 @@
-"""The ranks of a gang on several hosts: a Ray actor on each node holds the ranks of its node, as the agent of one host.
+"""The ranks of a gang on several hosts: on each node a Ray actor runs its ranks, like the agent of one host.
 
 Invariants
 
@@ -33,23 +33,23 @@ from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.process.processes import start_thread
 
 _POLL_S = 0.2  # An agent answers within this time, whatever it waits for.
-_ANSWER_S = 30.0  # A node that says nothing for this long is lost.
-_START_S = 300.0  # On a busy machine the import of torch takes long.
+_ANSWER_S = 30.0  # A node that is silent for this long is lost.
+_START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_DOUBT_S = 60.0  # Ray needs up to 30 s to find out that a node is lost
+_DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
 _log = logging.getLogger("ckpt_tasks")
 
 
 class _Agent:
-    """A node's actor. One thread calls `tell`, and one other thread all other methods: they need no lock."""
+    """A node's actor. One thread calls `tell`, and another thread all other methods, so they need no lock."""
 
     def __init__(self, devices: int, threads: int) -> None:
         if not devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not asked for may be in use by others.
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not requested may be in use by others.
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's.
         start_thread(_end_with, os.getppid(), name="ckpt-raylet")
         self._gang = Gang()
-        self._gang.prepare()  # Do it in the main thread, to which the fork server is bound.
+        self._gang.prepare()  # The fork server is bound to the thread that starts it: use the main thread.
 
     def start(self, begin: Begin) -> tuple[int, list[int]]:
         port = self._gang.start(begin)
@@ -75,15 +75,15 @@ class _Agent:
         self._gang.prepare()
 
     def warm(self) -> None:
-        """Answer when a start takes no import of torch any more."""
+        """Answer once a start no longer needs to import torch."""
         self._gang.await_server()
 
     def answer(self) -> None:
-        """Answer: all that was asked before is done."""
+        """Answer when all earlier calls are done."""
 
 
 def _end_with(raylet: int) -> None:
-    """End this process with its raylet: Ray forgets an actor that was stopped while that ended."""
+    """End this process with its raylet: if the actor was stopped when the raylet ended, Ray forgets it."""
     while os.getppid() == raylet:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def _end_with(raylet: int) -> None:
 class _Node:
     id: str
     address: str
-    room: int  # The number of ranks that it can take.
+    room: int  # The number of ranks that fit on the node.
     agent: Any
     ready: Any  # This reference is ready when the agent has started.
     ranks: list[RankProcess] = field(default_factory=list)
@@ -108,8 +108,8 @@ class _Node:
 class RayGang:
     """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
 
-    A rank takes `resources` of its node: one GPU, or one CPU where the cluster has no GPU. A gang has up to `size`
-    ranks, and `least` at least; nodes that had ranks before come first, so that they find their memory.
+    A rank takes `resources` of its node: one GPU, or one CPU if the cluster has no GPU. A gang has at most `size` and
+    at least `least` ranks; nodes that had ranks before come first, so that ranks find their memory.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RayGang:
         self._size, self._least, self._address = size, least, address
         self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
         self._nodes: list[_Node] = []
-        self._doubted: dict[str, float] = {}  # The time at which each node was lost.
+        self._doubted: dict[str, float] = {}  # When each node was lost.
         self._connected = False
 
     @property
@@ -132,7 +132,7 @@ class RayGang:
         return [rank for node in self._nodes for rank in node.ranks]
 
     def prepare(self) -> None:
-        """Connect to the cluster, and let an agent start on each node that has room."""
+        """Connect to the cluster, and start an agent on each node with room for ranks."""
         self._connect()
         held = {node.id: node for node in self._nodes}
         for node_id, (address, room) in self._plan().items():
@@ -149,7 +149,7 @@ class RayGang:
         return min(room, self._size) > len(self.ranks)
 
     def start(self, begin: Begin) -> int:
-        """Start the ranks on the nodes that there are; return the port on rank 0's node. Raises RankError."""
+        """Start the ranks on the available nodes; return the port on rank 0's node. Raises RankError."""
         self._gather()
         size, port, starting = min(self._size, sum(node.room for node in self._nodes)), 0, []
         first, address = 0, self._nodes[0].address
@@ -160,7 +160,7 @@ class RayGang:
             own = replace(begin, size=size, first_rank=first, local_size=count, host=address, port=port)
             node.ranks = [RankProcess(rank, 0, node.address) for rank in range(first, first + count)]
             starting.append((node, node.agent.start.remote(own)))
-            if first == 0:  # Rank 0 must listen before the others are told its address.
+            if first == 0:  # Rank 0 must listen before the others get its address.
                 port = next((port for _, (port, _) in self._answers(starting, _START_S)), 0)
             first += count
         for node, (_, pids) in self._answers(starting, _START_S):
@@ -200,12 +200,12 @@ class RayGang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Ask every node whether it is there: ranks fail at once because of a lost one."""
+        """Check every node, since ranks fail at once if another one is lost."""
         self._ask("answer", timeout_s=_ANSWER_S)
         return self.hear(_POLL_S)
 
     def look(self) -> None:
-        """Ask every node for its ranks."""
+        """Check the ranks of every node."""
         self._look(None, _ANSWER_S)
 
     def write_stacks(self, timeout_s: float) -> None:
@@ -218,18 +218,18 @@ class RayGang:
                 vars(rank).update(state)
 
     def await_end(self, timeout_s: float) -> None:
-        """Wait until every rank that can be reached has ended by itself."""
+        """Wait until every reachable rank has ended by itself."""
         self._ask("await_end", timeout_s, timeout_s=timeout_s + _ANSWER_S)
 
     def kill(self) -> None:
-        """Kill the ranks of every node that can be reached; give the others up."""
+        """Kill the ranks of every reachable node; give the other nodes up."""
         self._ask("kill", timeout_s=_ANSWER_S)
         for node in self._nodes:
             node.ranks, node.hearing = [], None
         self._give_up_lost()
 
     def close(self) -> None:
-        """End everything, and the connection if it is this object's own."""
+        """End everything, including the connection if this object has made it."""
         if not ray.is_initialized():
             return
         self.kill()
@@ -245,19 +245,19 @@ class RayGang:
             ours = signal.getsignal(signal.SIGTERM)
             host, _, port = self._address.rpartition(":")
             try:
-                if port.isdecimal() and "/" not in host:  # Ray itself asks a head that is gone for minutes.
+                if port.isdecimal() and "/" not in host:  # Ray itself would try to reach a missing head for minutes.
                     socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
                 ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
             except (OSError, RuntimeError, ValueError) as error:
                 raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
             if in_main:
-                signal.signal(signal.SIGTERM, ours)  # Ray's own would end this process before the ranks have committed
+                signal.signal(signal.SIGTERM, ours)  # Ray's handler would end this process before the ranks commit.
             self._connected = True
         if not self._resources:
             self._resources = {"GPU" if ray.cluster_resources().get("GPU") else "CPU": 1}
 
     def _plan(self) -> dict[str, tuple[str, int]]:
-        """Return node → its address and how many ranks it shall have, nodes with an agent first."""
+        """Return for each node its address and number of ranks; nodes with an agent come first."""
         held = {node.id: node.room for node in self._nodes if not node.lost}
         free, now_s, rooms = available_resources_per_node(), time.monotonic(), {}
         for each in ray.nodes():
@@ -265,7 +265,7 @@ class RayGang:
             if not each["Alive"] or now_s - self._doubted.get(node_id, -_DOUBT_S) < _DOUBT_S:
                 continue
             all_of_it, left = (self._count(of) for of in (each["Resources"], free.get(node_id, {})))
-            # What an agent has just taken may be counted as free for a moment.
+            # For a moment the cluster may count as free what an agent has just taken.
             rooms[node_id] = (each["NodeManagerAddress"], min(all_of_it, held.get(node_id, 0) + left))
         order = [*held, *sorted(rooms.keys() - held.keys(), key=lambda node_id: (-rooms[node_id][1], rooms[node_id]))]
         plan, left_over = {}, self._size
@@ -293,7 +293,7 @@ class RayGang:
         return _Node(node_id, address, room, agent, agent.warm.remote())
 
     def _gather(self) -> None:
-        """Wait until there are agents for as many ranks as there is room for, `least` at least."""
+        """Wait until there are agents for as many ranks as fit, at least for `least`."""
         end_s = time.monotonic() + _ROOM_S
         while True:
             self.prepare()
@@ -326,7 +326,7 @@ class RayGang:
         return [*self._answers([(node, getattr(node.agent, method).remote(*arguments)) for node in asking], timeout_s)]
 
     def _answers(self, asked: Sequence[tuple[_Node, Any]], timeout_s: float) -> Iterator[tuple[_Node, Any]]:
-        """Yield what nodes answer; one whose agent has ended or failed, or does not answer in time, is lost then."""
+        """Yield the answers of nodes; a node is lost if its agent has ended, fails or does not answer in time."""
         end_s = time.monotonic() + timeout_s
         for node, answer in asked:
             try:

@@ -1,4 +1,4 @@
-"""What pages show of the gangs that one process has started: a row of texts for each gang, not for each rank."""
+"""What pages show of the gangs of one process: a row of texts for each gang, not for each rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S
 
 
 class GangRows:
-    """The rows, newest first; `slowest` is the rank that works most of the time, while the others wait for it."""
+    """The rows, newest first; `slowest` is the rank that works the longest, while the others wait for it."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, str]] = []
 
     def began(self, ranks: Sequence[RankProcess], host: str, done: Mapping[int, Done]) -> str:
-        """Begin the row of a gang that has restored; return in words where it is and what it has restored."""
+        """Begin the row of a gang that has restored; return in words where it runs and what it has restored."""
         hosts: dict[str, list[int]] = {}
         for rank in ranks:
             hosts.setdefault(rank.host or host, []).append(rank.rank)
@@ -35,14 +35,14 @@ class GangRows:
         return f"{len(ranks)} ranks ({where}), {f'restored from {source}' if source else 'a new run'}"
 
     def trained(self, done: Mapping[int, Done]) -> None:
-        """Name the slowest rank of a batch, with the part of the batch's time in which it worked."""
+        """Name the slowest rank of a batch, with the share of the batch's time in which it worked."""
         slowest = max(done, key=lambda rank: done[rank].busy)
         first = self.rows[0]["steps"].partition(" ")[0]
         share = f"rank {slowest} works {done[slowest].busy:.0%} of the time"
         self.rows[0] |= {"steps": f"{first} to {done[slowest].position:,}", "slowest rank": share}
 
     def ended(self, error: BaseException) -> None:
-        """Say by what a gang has ended, and in which line of the program."""
+        """Record what ended a gang, and in which line of the program."""
         if self.rows and not self.rows[0]["ended by"]:
             places = [*_PLACE.finditer("\n".join(getattr(error, "__notes__", [])))]
             at = f" ({places[-1]['file']}:{places[-1]['line']} in {places[-1]['name']})" if places else ""

@@ -1,4 +1,4 @@
-"""The session of a gang: a program on many ranks, driven by the flow's process, which holds no state and no ownership.
+"""The session of a gang: a program on many ranks, driven by the flow's process, which has no state and no ownership.
 
 An order to all ranks is a message over socket pairs; each rank is a `LocalSession`. The first failure ends the gang:
 gloo lets the remaining ranks wait for a dead one. The next restore starts a new gang.
@@ -54,14 +54,14 @@ from ckpt_tasks.session.session import Progress, watcher
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0
-# This many times as long as a step: a restore and a save, whose ranks watch each other, and a rank's first step, which
-# may compile the model.
+# A restore, a save (ranks watch each other in both) and a rank's first step, which may compile the model, may take this
+# many times as long as a step.
 _LONGER = 3
 _log = logging.getLogger("ckpt_tasks")
 
 
 class GangSession:
-    """Hold a program's live state in `ranks` processes of this host; a `ProgramSession`.
+    """Holds a program's live state in `ranks` processes; a `ProgramSession`.
 
     As a context manager it holds SIGTERM and Ctrl-C back, as a Checkpointer does, and leaves no process behind. A rank
     that completes no step for `flush_timeout_s` counts as hung; its first step may take three times as long.
@@ -100,8 +100,8 @@ class GangSession:
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._rows = GangRows()
-        self._done: Mapping[int, Done] = {}  # What the ranks have answered to the last order.
-        # The failed steps that the next ranks must learn of: the ranks that saw them are gone.
+        self._done: Mapping[int, Done] = {}  # The answers of the ranks to the last order.
+        # The failed steps that the next ranks must know: the ranks that saw them are gone.
         self._back = GoingBack()
         self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
 
@@ -129,7 +129,7 @@ class GangSession:
 
     @property
     def ranks(self) -> int:
-        """How many ranks train: fewer than were asked for where an engine has no room for all."""
+        """The number of ranks that train: fewer than requested if the engine has no room for all."""
         return len(self._gang.ranks) or self._begin.size
 
     @property
@@ -148,7 +148,7 @@ class GangSession:
         return self._opened().head()
 
     def listen(self, listener: Listener) -> None:
-        """Call a listener after every commit, failed save and restore from now on, while an order is carried out."""
+        """Call a listener after every commit, failed save and restore from now on; during orders only."""
         self._listeners.append(listener)
 
     def note(self, what: str, **fields: Any) -> None:
@@ -156,7 +156,7 @@ class GangSession:
         self._carry_out("note", self._gang.ranks[:1], what=what, fields=fields)
 
     def restore(self) -> int:
-        """Restore the newest good checkpoint in every rank; without a gang, start one. See `LocalSession`."""
+        """Restore the newest good checkpoint in every rank; start a gang if there is none. See `LocalSession`."""
         try:
             if self._gang.ranks and self._gang.has_more():
                 self._end(keep=True)
@@ -164,7 +164,7 @@ class GangSession:
                 self._start()
             self._order("restore", back=vars(self._back))
             self._back.went_back(self.position)
-            if self._gang.ranks:  # A signal whose handler returns has ended them.
+            if self._gang.ranks:  # A signal whose handler returns has ended the ranks.
                 on = self._rows.began(self._gang.ranks, gethostname(), self._done)
                 self.note("gang", step=self.position, on=on)
         except OwnedError as error:
@@ -182,7 +182,7 @@ class GangSession:
     def save(self, step: int) -> None:
         """Commit the live state as `step`, if that is not committed yet.
 
-        If there is room for more ranks then, the next batch begins with a restore in all of them.
+        If there is now room for more ranks, the next batch begins with a restore in all of them.
         """
         self._order("save", step=step)
         self.clean = not self._gang.has_more()
@@ -194,12 +194,12 @@ class GangSession:
         self._gang.prepare()
 
     def record_failure(self, **fields: Any) -> None:
-        """Record a failed attempt in the run's history, which this process takes for that, and release the run."""
+        """Take the run over to record a failed attempt in its history, and release the run."""
         with self._taken() as ckpt:
             ckpt.note("failure", **fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or let them through, including a pending one."""
+        """Hold SIGTERM and Ctrl-C back until the next step, or deliver them, including a pending one."""
         if hold:
             self._let_through()
             self._interrupt.install()
@@ -212,33 +212,33 @@ class GangSession:
         self._owner_pid = self._gang.ranks[0].pid
 
     def _order(self, name: str, **arguments: Any) -> None:
-        """Have all ranks carry out an order, and then deliver a pending signal; if its handler returns, continue."""
+        """Have all ranks carry out an order, then deliver a pending signal; if its handler returns, continue."""
         while self._carry_out(name, self._gang.ranks, **arguments):
             self._interrupt.deliver()  # The ranks have committed and released the run.
-        if name != "run":  # A signal that came too late for the last steps waits for the save of these steps.
+        if name != "run":  # If a signal came too late for the last steps, these steps are saved first.
             self._let_through()
 
     def _let_through(self) -> None:
-        """Release the run and deliver a pending signal; nothing has been trained since the last commit."""
+        """Release the run and deliver a pending signal; nothing was trained since the last commit."""
         if self._interrupt.pending is not None:
             self.clean = False
             self._end(keep=True)
             self._interrupt.deliver()
 
     def _end(self, *, keep: bool) -> None:
-        """Have the ranks commit what is under way, release the run, and end."""
+        """Have the ranks commit saves under way, release the run, and end."""
         if self._gang.ranks:
             self._carry_out("close", self._gang.ranks, keep=keep)
             self._gang.await_end(_EXIT_S)
             self._gang.kill()
 
     def _carry_out(self, name: str, ranks: Sequence[RankProcess], **arguments: Any) -> bool:
-        """Have ranks carry out an order; return True if a signal has stopped it. Raises an error of any rank."""
+        """Have ranks carry out an order; return True if a signal stopped it. Raises an error of any rank."""
         done: dict[int, Done] = {}
         try:
             self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
-        # Even for a signal: the ranks are in the middle of a step.
+        # Also after a signal: the ranks are in the middle of a step.
         except BaseException as error:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0, error.began)
@@ -253,11 +253,11 @@ class GangSession:
         self.last_commit = read_checkpoint(first.commit) if first.commit else None
         stopped = next((each.stopped for each in done.values() if each.stopped), None)
         if stopped and self._interrupt.pending is None:
-            self._interrupt.pending = stopped  # Someone else told a rank to end.
+            self._interrupt.pending = stopped  # Another process told a rank to end.
         return stopped is not None
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
-        """Receive from the ranks until each is `done`; `moved_s` has the time of each rank's last sign of progress."""
+        """Receive from the ranks until each is `done`; `moved_s` has the time of each rank's last progress."""
         stopping, deadline_s = False, self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
@@ -265,11 +265,11 @@ class GangSession:
                 stopping = True
             heard = self._gang.hear(_LOOK_S)
             if any(isinstance(message, Failed) for _, message in heard):
-                # If a rank fails because another one has ended, the error must say so.
+                # If a rank fails because another one has ended, the error must name that one.
                 heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if isinstance(message, Moved):  # The others may wait for this rank.
+                if isinstance(message, Moved):  # The others may be waiting for this rank.
                     moved_s = dict.fromkeys(moved_s, time.monotonic())
                 elif not isinstance(message, Logged):  # A thread may log while the training hangs.
                     moved_s[rank.rank] = time.monotonic()
@@ -290,7 +290,7 @@ class GangSession:
         return not any(rank.is_stopped for rank in self._gang.ranks)
 
     def _check(self, heard: Heard) -> None:
-        """Raise if a rank has ended or failed: raise the first failure, since others follow from it."""
+        """Raise if a rank has ended or failed: raise the first failure, which causes the others."""
         ended = {rank.rank: rank for rank, message in heard if message is None}
         if ended:
             self._gang.look()
@@ -331,7 +331,7 @@ class GangSession:
             watch(progress)
 
     def _hung(self, silent: list[int], silent_s: float) -> RankError:
-        """Log the stacks of the running ranks, and return the error."""
+        """Log the stacks of the running ranks, and return the error for a hang."""
         self._gang.write_stacks(_STACKS_S)
         stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
         for rank in self._gang.ranks:
@@ -358,7 +358,7 @@ class GangSession:
             pass
 
     def _taken(self) -> Checkpointer:
-        """Take the run over from rank 0 of a gang that has ended, so that it is released at the end of a block.
+        """Take the run over from rank 0 of an ended gang, so that it is released at the end of the block.
 
         Raises StateError if rank 0 does not own the run.
         """
@@ -371,7 +371,7 @@ class GangSession:
             or self._gang.ranks
         ):
             raise StateError("the ranks that have ended do not hold the run directory")
-        # These directories are the ranks' own, and the next gang needs them.
+        # These directories belong to the ranks, and the next gang needs their contents.
         config = replace(self.config, memory_dir=None, local_dir=None)
         ckpt = Checkpointer(config, take_over=True, flow_run_id=self._flow_run_id)
         ckpt.acquire()

@@ -1,4 +1,4 @@
-"""Named arrays of other frameworks as a part of a state: tensors that share their memory, and back.
+"""Arrays of other frameworks in a state: as tensors that share the arrays' memory, and back.
 
 A dtype that torch lacks (of ml_dtypes: int4, float8_e4m3 and others of one byte) is kept as bytes beside its name.
 """
@@ -20,10 +20,10 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Writable:
-    """Show the memory of a read-only array as writable: torch takes no other, and a save only reads it."""
+    """Shows the memory of a read-only array as writable, as torch requires; a save only reads it."""
 
     def __init__(self, array: Array):
-        self._array = array  # Keeps the memory alive.
+        self._array = array  # This keeps the memory alive.
         shown = array.__array_interface__
         self.__array_interface__ = {**shown, "data": (shown["data"][0], False)}
 
@@ -44,7 +44,7 @@ def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
 
 
 def array_of(saved: Any) -> Array:
-    """Return an array that shares the memory of what `tensor_of` has returned."""
+    """Return an array that shares the memory of a result of `tensor_of`."""
     name, tensor = (saved["dtype"], saved["data"]) if isinstance(saved, Mapping) else (DTYPES[saved.dtype], saved)
     dtype = np.dtype(name)
     if not _is_of_ml_dtypes(dtype):
@@ -53,13 +53,13 @@ def array_of(saved: Any) -> Array:
 
 
 def _is_of_ml_dtypes(dtype: np.dtype[Any]) -> bool:
-    return dtype.isbuiltin == 2  # A dtype that a package has added to NumPy's; every framework imports ml_dtypes.
+    return dtype.isbuiltin == 2  # A package has added this dtype to NumPy's; every framework imports ml_dtypes.
 
 
 def compared(
     saved: Mapping[str, Any], live: Iterable[str], what: str, *, different: Iterable[str] = (), hint: str | None = None
 ) -> None:
-    """Raise StateMismatchError if a checkpoint has other names than the program, or if something is `different`."""
+    """Raise StateMismatchError if the names in a checkpoint and in the program differ, or if an item is `different`."""
     here = {*live}
     missing, unexpected, different = sorted(here - saved.keys()), sorted(saved.keys() - here), tuple(different)
     if missing or unexpected or different:
@@ -73,6 +73,6 @@ def compared(
 
 
 def difference(name: str, array: Any, live: Any) -> str | None:
-    """Return how shape or dtype of an array differ from the program's; None if they do not."""
+    """Return how an array's shape or dtype differs from the program's; None if they are equal."""
     here, there = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (live, array))
     return None if here == there else f"{name}: {here[1]}{[*here[0]]} here, {there[1]}{[*there[0]]} in the checkpoint"

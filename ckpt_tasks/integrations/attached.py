@@ -1,4 +1,4 @@
-"""The common parts of the adapters: numbers of a log, and each rank's values."""
+"""Shared parts of the adapters: the numbers of a log, and values of which each rank has its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[s
 
 
 def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
-    """Return the values of all ranks, in their order: the same list in each rank, since all save the same state."""
+    """Return the values of all ranks, in their order: every rank gets the same list, since all save the same state."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     of_ranks = [None] * distributed.get_world_size()

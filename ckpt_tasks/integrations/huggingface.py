@@ -64,8 +64,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._progress = TrainerProgress(self)
         self._resumed = False
         self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint.
-        self._streams: Any = None  # A restore sets it, the first step clears it.
-        self._loader: Any = None  # Training draws from this loader.
+        self._streams: Any = None  # Set by a restore, cleared by the first step.
+        self._loader: Any = None  # Training draws batches from this loader.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
@@ -90,19 +90,19 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            # accelerate wraps the optimizer in a second train().
+            # In a second train() accelerate wraps the optimizer.
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
         if self._base_source is not None:
             state |= without_base(self.model, self._base_source)
-            state.pop("adapters", None)  # They are in `trainer`.
+            state.pop("adapters", None)  # `trainer` saves them.
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
         if hasattr(getattr(self.model, "base_model", None), "rankallocator"):
             state["ranks"] = AdaLoraRanks(self.model)
-        if getattr(self.args, "sync_ref_model", False):  # TRL moves it towards the model.
+        if getattr(self.args, "sync_ref_model", False):  # TRL moves the reference model towards the model.
             state["ref_model"] = self.accelerator.unwrap_model(self.ref_model)
         self._ckpt_state = with_extra(state, self._own_state)
         self.ckpt.restore(self._ckpt_state)
@@ -120,7 +120,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         return begin
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Remember the loader that training draws from, whichever code made it."""
+        """Remember the loader from which training draws, whichever code made it."""
         self._loader = dataloader
         return super().set_initial_training_values(args, dataloader)
 
@@ -129,7 +129,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         if self._resumed:
             self._schedule.apply()
-            # A new schedule sets the optimizer to its own first learning rate.
+            # A new schedule sets the optimizer to its own first learning rate: undo that.
             for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
                 group.update(options)
         return prepared
@@ -168,11 +168,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         super().log(logs, *args, **kwargs)
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
         if self.accelerator.scaler is not None and not math.isfinite(logs.get("grad_norm", 0.0)):
-            # `optimizer_step_was_skipped` does not show it: a fused optimizer is called, and skips the step itself.
+            # `optimizer_step_was_skipped` does not show this: a fused optimizer is called, and skips the step itself.
             del self._progress.logged["grad_norm"]
 
     def _finalize_training(self, *args: Any) -> Any:
-        if self._streams is not None:  # No step was left to train.
+        if self._streams is not None:  # No step remained to train.
             self._progress.at_first_step()
             self._streams = None
         if self.state.global_step > self.ckpt.position:
@@ -224,7 +224,7 @@ class _Loader:
         self._loader = loader
         self.has_state = getattr(loader, "use_stateful_dataloader", False)
         *_, sampler = samplers_of(loader)
-        # accelerate gives workers the first epoch's order before it sets the sampler that has a seed.
+        # accelerate gives workers the first epoch's order before it sets the seeded sampler.
         is_seeded = isinstance(sampler, SeedableRandomSampler) and not loader.num_workers
         if isinstance(sampler, RandomSampler) and not (self.has_state and is_seeded):
             raise ConfigError(
@@ -248,7 +248,7 @@ class _Loader:
 
 
 class _Accumulation:
-    """The position of an Accelerator in the accumulation of gradients."""
+    """The position of an Accelerator within the accumulation of gradients."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator

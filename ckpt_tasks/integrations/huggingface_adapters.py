@@ -1,4 +1,4 @@
-"""What adapters of PEFT keep outside of their model's state, and models whose frozen base is not stored at all."""
+"""The state of PEFT adapters that is not in the model's state, and models whose frozen base is not stored."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class AdapterConfigs:
     def state_dict(self) -> dict[str, Any]:
         """Return the text of adapter_config.json by adapter, as PEFT's save_pretrained writes it."""
         configs = getattr(self._model, "peft_config", {})
-        if self._texts.keys() != configs.keys():  # A configuration does not change while it trains.
+        if self._texts.keys() != configs.keys():  # A configuration does not change during training.
             self._texts = {name: _text(config, self._model) for name, config in configs.items()}
         return {"peft_adapters": self._texts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the model's own: its adapters were made by them."""
+        """Do nothing: the model's own configurations have made its adapters."""
 
 
 def _text(config: Any, model: Any) -> str:
@@ -45,7 +45,7 @@ def _text(config: Any, model: Any) -> str:
     own.inference_mode = True
     base = model.get_base_model()
     own.base_model_name_or_path = own.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-    if own.task_type is None:  # AutoPeftModel finds the base model's class by it.
+    if own.task_type is None:  # AutoPeftModel needs it to find the base model's class.
         own.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     return json.dumps(own.to_dict(), indent=2, sort_keys=True, default=sorted)
 
@@ -75,7 +75,7 @@ class AdaLoraRanks:
 
 @checked
 def without_base(model: nn.Module, source: str) -> dict[str, Any]:
-    """Return the state of a model whose frozen base is not stored: `source` names it, a digest checks it at a restore.
+    """Return the state of a model without its frozen base: `source` names the base, and a restore checks its digest.
 
     ``state = {**without_base(model, "org/name@revision"), "optimizer": optimizer}``. The base is every tensor of the
     state_dict that takes no gradient and belongs to no adapter of PEFT. Call it when adapters are made and layers are
@@ -98,7 +98,7 @@ def without_base(model: nn.Module, source: str) -> dict[str, Any]:
 
 
 class _WithoutBase(nn.Module):
-    """The same module, by another class: its state_dict lacks the base."""
+    """The same module under another class, whose state_dict lacks the base."""
 
     def __init__(self, model: nn.Module, base: set[str]):
         self.__dict__ = model.__dict__
@@ -115,11 +115,11 @@ class _WithoutBase(nn.Module):
         model, _ = _VIEWED[self]
         return model.load_state_dict(
             state_dict, strict=False
-        )  # A restore has compared the names. The base is no target.
+        )  # A restore has compared the names. The base gets no values.
 
 
 class _Base:
-    """The tensors that are not stored, by where they come from and the digest of their bytes."""
+    """The tensors that are not stored: their source, and the digest of their bytes."""
 
     def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]):
         digest = Digest()

@@ -1,7 +1,7 @@
-"""Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and arguments of the start.
+"""Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and the arguments of the start.
 
 The position is a number of samples of an epoch, so that another batch size continues at the same sample. Trainer draws
-the order of an epoch when the epoch begins. So the random streams and the samplers' own generators of that moment are
+the order of an epoch when the epoch begins. So the random streams and the samplers' own generators at that moment are
 saved, too, and restored before Trainer skips the samples that were trained.
 """
 
@@ -46,7 +46,7 @@ _SEED = "data_seed, or seed"
 
 
 class Later:
-    """A stateful object in place of one that does not exist yet: it keeps a restored state until then.
+    """Stands for a stateful object that does not exist yet, and keeps its restored state until then.
 
     It also returns this state, since a restore from memory saves to storage at once.
     """
@@ -97,7 +97,7 @@ class TrainerProgress(Started):
         self.logged: dict[str, Any] = {}
 
     def begin(self, loader: Any, epoch_steps: int) -> None:
-        """Record the arguments with which this training is started; `loader` is the one that it trains from."""
+        """Record the arguments with which this training starts; `loader` is the one that it draws batches from."""
         trainer, args = self._trainer, self._trainer.args
         self._samplers = [*samplers_of(loader)]
         self._epoch_steps = epoch_steps if has_length(loader) else math.inf
@@ -115,7 +115,7 @@ class TrainerProgress(Started):
             self._started[_SEED] = self._samplers[-1].initial_seed
 
     def begin_epoch(self, epoch: int, skipped: int) -> None:
-        """Make Trainer draw the epoch's order as before; call it before the first batch is drawn.
+        """Make Trainer draw the epoch's order as it did before; call this before the first batch is drawn.
 
         Records the step at which the epoch began, since a stream does not know its length.
         """
@@ -150,7 +150,7 @@ class TrainerProgress(Started):
         self._given = state
 
     def apply(self) -> tuple[int, int]:
-        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches that are done.
+        """Restore Trainer's counters; return the epoch to begin with, and the number of its batches already trained.
 
         Raises ConfigError if another number of ranks has saved them, or if the epoch's order depends on a batch size
         that has changed.
@@ -184,7 +184,7 @@ class TrainerProgress(Started):
         return sys.maxsize, 0
 
     def _fitted(self, steps: int) -> int:
-        """Return how many steps of this start's batch size are done in an epoch in which the run has made `steps`."""
+        """Return how many steps of the current batch size correspond to `steps` that the run made in an epoch."""
         now: int = self._started[_BATCH]
         was: int = self._was(_BATCH)
         if was == now or not steps:
@@ -203,7 +203,7 @@ class TrainerProgress(Started):
         return steps * was // now
 
     def _set_length(self, epoch: int, steps: int) -> None:
-        """Count the run's steps and the remaining ones, if the epochs of this start have another number of steps."""
+        """Adapt the run's steps and the remaining ones if epochs now have another number of steps."""
         state, args = self._trainer.state, self._trainer.args
         changed = any(self._was(name) != self._started.get(name) for name in (_BATCH, "data"))
         if changed and args.max_steps <= 0:
@@ -211,12 +211,12 @@ class TrainerProgress(Started):
             state.max_steps = state.global_step + max(int(left), 0)
 
     def _was(self, name: str) -> Any:
-        """Return an argument of the run's first start; this start's value if the checkpoint lacks it."""
+        """Return an argument of the run's first start, or the current one if the checkpoint lacks it."""
         assert self._given is not None
         return self._given.get("started", {}).get(name, self._started.get(name))
 
     def at_first_step(self) -> None:
-        """Restore the sums that Trainer resets when it begins."""
+        """Restore the sums that Trainer resets at its start."""
         given, self._given = self._own(), None
         for name, value in given["sums"].items():
             setattr(self._trainer, name, value)

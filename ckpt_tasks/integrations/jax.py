@@ -1,7 +1,7 @@
-"""JAX: a pytree of arrays as a part of a state, for Checkpointer in any loop.
+"""JAX: a pytree of arrays in a state, for Checkpointer in any loop.
 
-Arrays are saved from their own memory, shard by shard where they are sharded, and stored whole under their paths in the
-tree: any other number of devices restores them. A restore makes new arrays, in the shardings of the program's.
+Arrays are saved from their own memory (sharded ones shard by shard), and stored whole under their paths in the tree:
+any other number of devices can restore them. A restore makes new arrays with the shardings of the program's arrays.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class JaxState:
 
     def __init__(self, value: Any):
         self.value = value
-        self._hosts: dict[str, Array] = {}  # The memory in which sharded arrays are put together.
+        self._hosts: dict[str, Array] = {}  # The memory in which sharded arrays are assembled.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leaves by their paths, those of one device in the memory that they have."""
+        """Return the leaves by their paths; arrays on one device keep their memory."""
         return {name: self._taken(name, leaf) for name, leaf in _named(self.value).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the tree by one of the saved values."""
+        """Replace the tree by a tree of the saved values."""
         live = _named(self.value)
         made = {name: _made(saved, live.get(name)) for name, saved in state_dict.items()}
         both = [(name, made[name], live[name]) for name in live if name in made]
@@ -103,7 +103,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _made(saved: Any, live: Any) -> Any:
-    """Make the leaf of a saved value, on the devices of the program's."""
+    """Make the leaf for a saved value, on the devices of the program's leaf."""
     if isinstance(saved, Mapping) and "key" in saved:
         return _placed(jax.random.wrap_key_data(jnp.asarray(array_of(saved["data"])), impl=saved["key"]), live)
     if isinstance(saved, Mapping) and "weak" in saved:
@@ -116,6 +116,6 @@ def _made(saved: Any, live: Any) -> Any:
 
 
 def _placed(value: Any, live: Any) -> jax.Array:
-    """Return the values in the program's sharding; on the default device, as new arrays are, if it has none."""
+    """Return the values with the program's sharding, or without one on the default device, like new arrays."""
     placed: jax.Array = jax.device_put(value, live.sharding if isinstance(live, jax.Array) and live.committed else None)
     return placed

@@ -4,9 +4,8 @@ A checkpoint of step k is taken when the next batch begins: what the end of an e
 change the learning rate, the seeds of its loaders) is then part of it. Random streams and the sums of an epoch's
 metrics are restored at the same point, since Keras draws numbers and resets metrics before it.
 
-`fit` counts the batches of an epoch from 0. So in a resumed epoch the data hands out its next batch in place of each
-batch that is trained already, and the step function passes over them: they cost no time, and the other callbacks see
-the right numbers.
+`fit` counts the batches of an epoch from 0. So in a resumed epoch the data repeats its next batch for each batch that
+is already trained, and the step function skips them: they cost no time, and other callbacks see the right numbers.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class CkptCallback(keras.callbacks.Callback):
         self._logs: dict[str, Any] = {}
         self._step = 0
         self._train_function: Any = None
-        self._streams: Any = None  # A restore sets it, the first batch that is trained clears it.
+        self._streams: Any = None  # Set by a restore, cleared by the first batch that is trained.
         self._in_block = False
 
     def __enter__(self) -> Self:
@@ -88,7 +87,7 @@ class CkptCallback(keras.callbacks.Callback):
 
     @property
     def data(self) -> Any:
-        """The training data for `fit`: whole epochs, of which a restore passes over what is trained."""
+        """The training data for `fit`: whole epochs, of which a restore skips the trained part."""
         if BACKEND != "tensorflow":
             return self._torch_loader()
         from ckpt_tasks.integrations.tensorflow import dataset_of
@@ -99,16 +98,16 @@ class CkptCallback(keras.callbacks.Callback):
         like: Any = self._loader._loader
         names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
         options = {name: getattr(like, name) for name in (*names, "prefetch_factor", "persistent_workers")}
-        # Workers are seeded by a generator of their own, since Keras makes more iterators than epochs.
+        # Keras makes more iterators than epochs, so seed workers by a separate generator.
         options["generator"] = torch.Generator()
         return DataLoader(_Once(like.dataset), batch_sampler=self._batches, **options)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restore: now the model and its optimizer have their variables, and nothing has been trained."""
+        """Restore: the model and its optimizer have their variables by now, and nothing has been trained yet."""
         self._end()  # An error may have ended the last `fit`.
         self.ckpt = Checkpointer(self.config)
         model = self.model
-        if BACKEND == "tensorflow":  # There Keras makes the variables of metrics with the first step.
+        if BACKEND == "tensorflow":  # With TensorFlow, Keras makes the variables of metrics in the first step.
             model._symbolic_build(data_batch=next(iter(self._torch_loader())))
         metrics = Variables(lambda: named(model.metrics_variables), model)
         self._state = with_extra({**state_of(model), "metrics": metrics, "data": self._position}, self._extra)
@@ -120,7 +119,7 @@ class CkptCallback(keras.callbacks.Callback):
             self.ckpt.__enter__()
 
     def _pass_over(self) -> None:
-        """Continue in the middle of an epoch."""
+        """Skip the trained batches of an epoch, to continue in its middle."""
         sampler, model = self._loader.sampler, self.model
         self._batches.passed, together = self._done, model.steps_per_execution
         if self._done % together:
@@ -138,11 +137,11 @@ class CkptCallback(keras.callbacks.Callback):
         self._done = len(self._batches) - len(self._sampler)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Forget where `fit` began, or the next one would begin there, too."""
+        """Forget where `fit` began: the next epoch must not begin there, too."""
         self.model._initial_epoch = None
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report the previous step, which is complete; or restore what Keras has changed since."""
+        """Report the previous step, which is complete; or restore what Keras has changed since the restore."""
         assert self.ckpt is not None
         if self._streams is None:
             if self._step > self.ckpt.position:
@@ -188,7 +187,7 @@ class CkptCallback(keras.callbacks.Callback):
 
 
 def _skip_next(together: int) -> Callable[[Any], Any]:
-    """Return a step function that passes over its batches."""
+    """Return a step function that skips its batches."""
 
     def skip(batches: Any) -> Any:
         for _ in range(together):
@@ -198,7 +197,7 @@ def _skip_next(together: int) -> Callable[[Any], Any]:
     return skip
 
 
-# Keras's step functions are given an iterator, and on JAX the state; on torch the batches themselves.
+# Keras's step functions get an iterator (on JAX also the state); on torch they get the batches.
 _SKIP: Mapping[str, Callable[[int], Callable[..., Any]]] = {
     "torch": lambda together: lambda batches: {},
     "tensorflow": _skip_next,
@@ -207,7 +206,7 @@ _SKIP: Mapping[str, Callable[[int], Callable[..., Any]]] = {
 
 
 class _Position(Started):
-    """The position of a loader; Keras iterates, so the loader itself cannot leave batches out."""
+    """The position of a loader; Keras iterates, so the loader itself cannot skip batches."""
 
     effects = ResumableLoader.effects
 
@@ -222,7 +221,7 @@ class _Position(Started):
 
 
 class _Batches(Sampler[list[int]]):
-    """The batches of a whole epoch, from the position on; the first of them stands for each one that is `passed`."""
+    """The batches of a whole epoch, from the position on; the first one stands for each one that is `passed`."""
 
     def __init__(self, sampler: ResumableSampler):
         self._sampler = sampler
@@ -238,7 +237,7 @@ class _Batches(Sampler[list[int]]):
 
 
 class _Once(Dataset[Any]):
-    """Make a batch once if it is asked for several times in succession."""
+    """Makes a batch once, even if it is requested several times in succession."""
 
     def __init__(self, batches: Any):
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Keras: the variables of a model and its optimizer as parts of a state, and the seeds that Keras draws from."""
+"""Keras: the variables of a model and its optimizer in a state, and the seeds from which Keras draws."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def state_of(model: keras.Model) -> dict[str, Any]:
 
 
 class Variables:
-    """Variables of Keras as a part of a state, by their paths; `of` returns them, `model` is the one that `fit` trains.
+    """Keras variables in a state, by their paths; `of` returns them, `model` is the model that `fit` trains.
 
-    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras has put into names may differ: a
-    process that makes a model twice counts on.
+    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras adds to names may differ, since they
+    count on if a process makes a model twice.
     """
 
     def __init__(self, of: Callable[[], Mapping[str, Any]], model: Any):
@@ -45,13 +45,13 @@ class Variables:
         self._loaded: Mapping[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values by the paths of the variables, in the memory that they have."""
+        """Return the values of the variables by their paths, in the variables' own memory."""
         if BACKEND == "jax":
-            self._model.jax_state_sync()  # Within `fit` the variables are behind.
+            self._model.jax_state_sync()  # Within `fit` the variables are out of date.
         return {name: _value_of(variable, name) for name, variable in self._of().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Assign the values."""
+        """Assign the restored values to the variables."""
         live = self._of()
         saved = dict(zip(live, state_dict.values(), strict=False)) if _alike(live, state_dict) else state_dict
         different = [difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
@@ -60,14 +60,14 @@ class Variables:
         self.assign_again()
 
     def assign_again(self) -> None:
-        """Assign the restored values, which Keras has changed since."""
+        """Assign the restored values again, because Keras has changed them since."""
         live = self._of()
         for name, value in self._loaded.items():
             live[name].assign(value if BACKEND == "torch" else array_of(value))
 
 
 def named(variables: Sequence[Any]) -> dict[str, Any]:
-    """Return variables by their paths; of several with one path, the later ones get a number."""
+    """Return variables by their paths; if several have one path, the later ones get a number."""
     by_path: dict[str, Any] = {}
     for variable in variables:
         name, count = variable.path, 1
@@ -93,7 +93,7 @@ def _value_of(variable: Any, name: str) -> Any:
 
 
 def _made_seeds() -> dict[str, Any]:
-    """Return the state of Keras's own generator, if it is made."""
+    """Return the state of Keras's own generator, if Keras has made one."""
     return {"state": made.state} if (made := get_global_attribute("global_seed_generator")) else {}
 
 
@@ -103,5 +103,5 @@ class _Seeds(Variables):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict["state"] is not None:
-            global_seed_generator()  # Makes it: else the first layer that draws does so, later.
+            global_seed_generator()  # Make it now: otherwise the first layer that draws would.
             super().load_state_dict(state_dict)

@@ -2,8 +2,7 @@
 
 A checkpoint of step k is taken just before the next batch is fetched: validation, epoch ends, schedules and the
 decisions of other callbacks are then all part of it. The random streams are restored at the same point: Lightning draws
-from them before it (a sanity check, workers' seeds), the data set and the hooks around the transfer of a batch after
-it.
+from them earlier (a sanity check, workers' seeds), the data set and the hooks around a batch's transfer draw later.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ class CkptCallback(Callback):
         self._extra = state
         self._state: dict[str, Any] = {}
         self._positions = LoaderPositions()
-        self._streams: Any = None  # A restore sets it, the first batch clears it.
+        self._streams: Any = None  # Set by a restore, cleared by the first batch.
         self._resuming = False
         self._seen_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move before all other callbacks: what they do when a batch starts belongs to that batch."""
+        """Move this callback before all others: what they do when a batch starts belongs to that batch."""
         if stage == "fit":
             every: Any = trainer
             every.callbacks = [self, *(callback for callback in _callbacks(trainer) if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore: now model and optimizers are on their devices, and nothing has been trained."""
+        """Restore: model and optimizers are on their devices by now, and nothing has been trained yet."""
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             raise ConfigError(
                 f"CkptCallback cannot save with the strategy {type(trainer.strategy).__name__}",
@@ -90,7 +89,7 @@ class CkptCallback(Callback):
             self._lightning.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold signals back from now on, since Lightning's own handlers are set; listen for fetches of batches."""
+        """Hold signals back from now on, because Lightning's own handlers are set; listen for fetches of batches."""
         assert self.ckpt is not None
         self._lightning.at_train_start()
         loop: Any = trainer.fit_loop.epoch_loop
@@ -101,11 +100,11 @@ class CkptCallback(Callback):
                 self._between_batches(trainer)
             fetching()
 
-        loop._on_before_fetch = before_fetch  # Lightning calls no hook there.
+        loop._on_before_fetch = before_fetch  # Lightning calls no hook before a fetch.
         self.ckpt.__enter__()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restart streams of data sets for the epoch."""
+        """Make streams of data sets begin the epoch at their beginning."""
         if trainer.current_epoch:
             begin_streams(trainer)
 
@@ -115,7 +114,7 @@ class CkptCallback(Callback):
             self._between_batches(trainer)
 
     def _between_batches(self, trainer: Trainer) -> None:
-        """Report the previous step, which is complete; or restore the streams, if this is the first batch."""
+        """Report the previous step, which is complete; before the first batch, restore the streams instead."""
         assert self.ckpt is not None
         loaders = self._lightning.loaders = self._positions.before_next(trainer)
         if self._streams is not None:
@@ -124,13 +123,13 @@ class CkptCallback(Callback):
             self._streams, self._seen_step = None, trainer.global_step
             return
         if loaders is None:
-            return  # This fetch looks ahead.
-        # In the middle of an accumulation the optimizer has not stepped: no checkpoint has its gradients.
+            return  # This fetch is ahead of the training.
+        # Within an accumulation the optimizer has not stepped: no checkpoint has its gradients.
         stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
         if stepped and trainer.global_step > self.ckpt.position:
             metrics = numbers(logged_values(trainer))
             self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
-            if trainer.received_sigterm:  # Lightning's own handler has it now.
+            if trainer.received_sigterm:  # Lightning's own handler has got the signal.
                 raise SIGTERMException
 
     def on_train_batch_end(
@@ -150,7 +149,7 @@ class CkptCallback(Callback):
         self._end(trainer, None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if no step was left to train; then put averages of weights into the module, since Lightning does not."""
+        """Warn if no step remained to train; then put averages of weights into the module, since Lightning does not."""
         if self._streams is not None:
             self._lightning.nothing_left = True
             for callback in _callbacks(trainer):
@@ -162,7 +161,7 @@ class CkptCallback(Callback):
         self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Release the run if no step was left to train."""
+        """Release the run if no step remained to train."""
         self._end(trainer, None)
 
     def _end(self, trainer: Trainer, error: BaseException | None) -> None:

@@ -1,7 +1,7 @@
 """Lightning's own checkpoints in our store: committed whole or not at all, verified when read, without pickle.
 
-Each path that Lightning names is a run with one checkpoint. Any checkpoint of a run of `CkptCallback` can be read, too:
-an optimizer's parameters, which have names there, get Lightning's numbers.
+Each path that Lightning names is a run with one checkpoint. Checkpoints of a run of `CkptCallback` can be read, too:
+the named parameters of an optimizer then get Lightning's numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # AsyncCheckpointIO saves in one thread, and removes in another.
+        self._lock = threading.Lock()  # AsyncCheckpointIO saves in one thread and removes in another.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Commit a checkpoint at a path; it replaces an existing one."""
@@ -77,7 +77,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint as Lightning made it, with its tensors on the CPU; then a fit sets its data up again."""
+        """Return a checkpoint as Lightning made it, with tensors on the CPU; a fit then sets up its data again."""
         _set_up_after_restore()
         if os.path.isfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
@@ -100,7 +100,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
                 return
             _refuse_other(run)
             store = run.history.store
-            # Top-down: without its ledger the checkpoint does not exist.
+            # Delete top-down: without its ledger the checkpoint does not exist.
             names = store.names("")
             for name in sorted(names, key=lambda name: (name.startswith(LEDGER_PREFIX), name), reverse=True):
                 store.delete(name)
@@ -108,7 +108,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
 
 
 def _set_up_after_restore() -> None:
-    """Let the Trainer that reads a checkpoint (found on the stack) set its data up again once loops are restored."""
+    """Make the Trainer that reads a checkpoint (found on the stack) set up its data again once loops are restored."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
@@ -127,7 +127,7 @@ def _set_up_after_restore() -> None:
 
 @contextmanager
 def _place_of(path: str | Path) -> Iterator[str | Path]:
-    """Yield where to save: a new path is written beside its place, and renamed with its checkpoint in it.
+    """Yield where to save: a new path is written under another name, and renamed when it has its checkpoint.
 
     Lightning resumes from any path that it finds. On an object store a kill may leave a path without a checkpoint.
     """
@@ -141,7 +141,7 @@ def _place_of(path: str | Path) -> Iterator[str | Path]:
 
 @contextmanager
 def _alone() -> Iterator[distributed.ProcessGroup | None]:
-    """Yield a process group of this rank alone: of many ranks with one state, Lightning lets the first one save."""
+    """Yield a process group of this rank alone: if many ranks have one state, Lightning lets the first one save."""
     if not (distributed.is_available() and distributed.is_initialized()):
         yield None
         return
@@ -154,7 +154,7 @@ def _alone() -> Iterator[distributed.ProcessGroup | None]:
 
 
 class _Group:
-    """A part of Lightning's checkpoint, as a stateful object: it is stored unchanged."""
+    """A part of Lightning's checkpoint, stored unchanged as a stateful object."""
 
     def __init__(self, value: Mapping[str, Any]):
         self._value = value
@@ -196,7 +196,7 @@ def _checkpoint(groups: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by numbers, as in torch's own state_dict."""
+    """Return an optimizer's state by parameter numbers, as in torch's own state_dict."""
     names = [name for group in tree["param_groups"] for name in group["params"]]
     number = {name: n for n, name in enumerate(names)}
     state = {**tree["shared"], **{number[name]: entry for name, entry in tree["state"].items()}}

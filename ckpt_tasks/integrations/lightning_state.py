@@ -48,23 +48,23 @@ class LoaderPositions:
         if not fetcher.fetched:
             self._seen.clear()
             if ahead:
-                return None  # A stream does not continue from the start of an epoch.
+                return None  # A stream would not continue, but begin its epoch again.
         self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
         return self._seen[-1 - ahead] if len(self._seen) > ahead else None
 
 
 def fetches_in_step(trainer: Trainer) -> bool:
-    """Return True if the module's `training_step` takes an iterator, and fetches its batches itself."""
+    """Return True if the module's `training_step` takes an iterator and fetches its batches itself."""
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
 
 def logged_values(trainer: Trainer) -> dict[str, Any]:
-    """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average no batches."""
+    """Return the logged values; at the begin of an epoch, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
 
 
 def begin_streams(trainer: Trainer) -> None:
-    """Make streams of Hugging Face's datasets start an epoch at their beginning.
+    """Make streams of Hugging Face's datasets begin an epoch at their beginning.
 
     A restored stream starts every epoch at the restored position, unless set_epoch() is called: Lightning calls it only
     on samplers.
@@ -74,12 +74,12 @@ def begin_streams(trainer: Trainer) -> None:
     for loader in combined.flattened if combined is not None else []:
         stream = getattr(loader, "dataset", None)
         if datasets is not None and isinstance(stream, datasets.IterableDataset):
-            # A stream ignores the state of another epoch.
+            # A stream ignores the state of another epoch: so this one begins anew.
             stream.load_state_dict({**stream.state_dict(), "epoch": -1})
 
 
 def set_up_again(trainer: Trainer) -> None:
-    """Let a restored trainer set its data up again, if some code did so before the restore.
+    """Let a restored trainer set up its data again, if some code had set it up before the restore.
 
     `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
     a restored position only when it sets the data up.
@@ -96,7 +96,7 @@ def _stateful(trainer: Trainer) -> list[Any]:
 
 
 class LightningState(Started):
-    """The state of a Trainer; `apply` applies a restored state, after the weights are restored."""
+    """The state of a Trainer; `apply` applies a restored state after the weights are restored."""
 
     effects: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
@@ -110,7 +110,7 @@ class LightningState(Started):
     def __init__(self, trainer: Trainer, module: LightningModule):
         self._trainer = trainer
         self._module = module
-        self.loaders: list[Any] | None = None  # None: the loaders' own states are saved.
+        self.loaders: list[Any] | None = None  # None: save the loaders' own states.
         self._given: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
         self._begun = False
@@ -122,11 +122,11 @@ class LightningState(Started):
         }
 
     def begin(self) -> None:
-        """Use the dump from now on: nothing is restored, or all of it is."""
+        """Use the dump from now on: everything is restored, or nothing was to restore."""
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the dump without the other groups' parts; before training begins, return the restored state, if any.
+        """Return the dump without the parts in other groups; before training begins, return the restored state, if any.
 
         A restore from memory saves to storage at once, before Lightning's loops are restored; and callbacks may have no
         state before their `on_fit_start`.
@@ -145,25 +145,25 @@ class LightningState(Started):
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
             for counts in (progress["total"], progress["current"]):
                 counts["ready"] = counts["started"] + 1
-        # The next batch may be the epoch's last one: the restored loop would regard the epoch as done.
+        # The next batch may be the last one of the epoch: the restored loop would take the epoch for done.
         progress["is_last_batch"] = False
         logged = {name: float(value) for name, value in logged_values(trainer).items()}
         dump["started"] = self._started
         dump["ckpt_tasks"] = {
             "should_stop": trainer.should_stop,
-            # Each rank has its own values if they are not reduced over ranks.
+            # Each rank has its own values unless they are reduced over ranks.
             "of_ranks": gather_of_ranks(
                 {"logged": logged, "sums": _sums(trainer), "metrics": _metric_states(self._module)}
             ),
             **self._set_at_epoch_start(),
         }
         if not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module):
-            # One of several optimizers may accumulate.
+            # With several optimizers, one may be accumulating.
             dump["ckpt_tasks"]["gradients"] = Gradients(self._module).state_dict()
         return dump
 
     def _set_at_epoch_start(self) -> dict[str, Any]:
-        """Return what Lightning's callbacks set when an epoch starts: a resumed epoch does not start again."""
+        """Return what Lightning's callbacks set at the start of an epoch, which a resumed epoch does not repeat."""
         callbacks: Any = _callbacks(self._trainer)
         set_there: dict[str, Any] = {}
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
@@ -197,7 +197,7 @@ class LightningState(Started):
         trainer.should_stop = own["should_stop"]
         for callback in _callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
-                # The callback would restore the options with which the optimizers began.
+                # Otherwise the callback would restore the options with which the optimizers began.
                 callback._restarting = False
         if "frozen" in own:
             for name, parameter in self._module.named_parameters():
@@ -218,7 +218,7 @@ class LightningState(Started):
         self._started |= own
         if self._given is None:
             return
-        # The next batch is counted when it is fetched.
+        # A batch is counted when it is fetched, and the next batch has been fetched.
         progress = loop.epoch_loop.batch_progress
         progress.total.ready = progress.total.started
         noting = Differences({})
@@ -232,7 +232,7 @@ class LightningState(Started):
             )
 
     def _fit_batches(self, was: dict[str, Any], own: dict[str, Any], noting: Differences) -> None:
-        """Count the completed batches in batches of the current size; record the effects of another size."""
+        """Convert the completed batches to the current batch size; record the effects of another size."""
         loop: Any = self._trainer.fit_loop
         sizes, steps = zip(*((one["batch_sizes"], one["accumulate_grad_batches"]) for one in (was, own)), strict=True)
         if sizes[0] == sizes[1] and steps[0] == steps[1]:
@@ -260,7 +260,7 @@ class LightningState(Started):
             noting.change("samples in a step", in_a_step[0], in_a_step[1], effect)
 
     def at_first_batch(self) -> None:
-        """Restore the counters that Lightning resets when training begins; call it at the first batch."""
+        """Restore the counters that Lightning resets when training begins; call this at the first batch."""
         assert self._given is not None
         self.begin()
         loop, epoch_loop = self._given["loops"]["fit_loop"], self._trainer.fit_loop.epoch_loop
@@ -271,7 +271,7 @@ class LightningState(Started):
         if "gradients" in own:
             Gradients(self._module).load_state_dict(own["gradients"])
         _set_metric_states(self._module, self._own.get("metrics", {}))
-        # At the end of a restarted epoch Lightning leaves out the schedules that need metrics: it has lost the metrics.
+        # At the end of a restarted epoch Lightning omits schedules that need metrics, because it has lost the metrics.
         self._trainer.fit_loop._restarting = False
 
     def after_first_batch(self) -> None:
@@ -305,7 +305,7 @@ def _metric_states(module: LightningModule) -> dict[str, Any]:
     """Return the sums of torchmetrics since the epoch began: a module's state does not have them."""
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
-            collection.values(copy_state=False)  # Metrics that share one state all show it.
+            collection.values(copy_state=False)  # All metrics that share one state then show it.
     return {
         name: {
             "updates": metric._update_count,
@@ -325,7 +325,7 @@ def _set_metric_states(module: LightningModule, states: dict[str, Any]) -> None:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a state of a metric, a tensor or a list of tensors, on a device."""
+    """Return a metric's state, a tensor or a list of tensors, on a device."""
     return [one.detach().to(device) for one in value] if isinstance(value, list) else value.detach().to(device)
 
 

@@ -1,9 +1,9 @@
-"""TensorFlow: a tf.train.Checkpoint as a part of a state, and what it leaves out.
+"""TensorFlow: a tf.train.Checkpoint in a state, and what it leaves out.
 
-Its tensors are saved from the memory that they have. What has no numbers (states of iterators, texts, the graph of its
-objects) is kept as a file of TensorFlow's own format. A tf.train.Checkpoint has neither the seeds of Keras's layers nor
-TensorFlow's global random state: a model with Dropout restores without an error, and goes on with other numbers. Both
-are saved too. What a stateful random operation inside of a tf.function has drawn is known to its kernel alone.
+Its tensors are saved from their own memory. What has no numbers (states of iterators, texts, the graph of its objects)
+is kept as a file of TensorFlow's own format. A tf.train.Checkpoint has neither the seeds of Keras's layers nor
+TensorFlow's global random state: a model with Dropout restores without an error, and continues with other numbers. Both
+are saved too. Only its kernel knows what a stateful random operation inside a tf.function has drawn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TfState:
         self._checkpoint = checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tensors by TensorFlow's names, in the memory that they have."""
+        """Return the tensors by TensorFlow's names, in their own memory."""
         tensors, tracked = _gathered(self._checkpoint)
         numbers = {name: one for name, one in tensors.items() if one.dtype not in _WITHOUT_NUMBERS}
         return {
@@ -81,7 +81,7 @@ class TfState:
 
 
 def _gathered(checkpoint: Any) -> tuple[dict[str, Any], set[int]]:
-    """Return all tensors of a tf.train.Checkpoint by name, and the identities of the objects that they are of."""
+    """Return all tensors of a tf.train.Checkpoint by name, and the identities of the objects that own them."""
     gathered, _, custom, _ = checkpoint._saver._gather_serialized_tensors()
     if custom:
         raise UnsupportedStateError(f"objects that {', '.join(custom)} saves cannot be stored")
@@ -90,7 +90,7 @@ def _gathered(checkpoint: Any) -> tuple[dict[str, Any], set[int]]:
         for name, value in own.items():
             if isinstance(value, Mapping):
                 raise UnsupportedStateError("a variable that is cut among parameter servers cannot be stored", key=name)
-            tensors[name] = getattr(value, "tensor", value)  # A variable gives a way to read it.
+            tensors[name] = getattr(value, "tensor", value)  # A variable returns a function that reads it.
     return tensors, {id(one) for one in gathered}
 
 
@@ -115,7 +115,7 @@ def _write(prefix: str, tensors: Mapping[str, Any]) -> None:
 
 
 def _packed(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors of strings and the like as the bytes of files that TensorFlow writes."""
+    """Return tensors without numbers, such as strings, as the bytes of files that TensorFlow writes."""
     with tempfile.TemporaryDirectory() as directory:
         _write(f"{directory}/others", tensors)
         files = {path.name: _padded(path.read_bytes(), path.name) for path in sorted(Path(directory).iterdir())}
@@ -123,7 +123,7 @@ def _packed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(content: bytes, name: str) -> tuple[int, Any]:
-    """Return a file's size and its padded bytes: a save is laid out anew if a shape changes, as an iterator's does."""
+    """Return a file's size and its padded bytes: a save plans anew if a shape changes, as an iterator's does."""
     padded = content.ljust(-(-len(content) // _ROUND_BYTES) * _ROUND_BYTES, b"\0")
     return len(content), tensor_of(np.frombuffer(padded, np.uint8), name)
 
@@ -141,10 +141,10 @@ def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_state() -> dict[str, Any]:
-    """Return the state of the global generator, if it is made, and of the seeds that eager operations draw."""
+    """Return the state of the global generator, if it exists, and of the seeds from which eager operations draw."""
     made, eager = stateful_random_ops.global_generator, context.context()
     state = None if made is None else tensor_of(np.asarray(made.state.read_value()), "global")
-    rng = getattr(eager, "_rng", None)  # tf.random.set_seed makes it.
+    rng = getattr(eager, "_rng", None)  # tf.random.set_seed creates it.
     return {"global": state, "seed": context.global_seed(), "eager": rng and rng.getstate()}
 
 
@@ -152,7 +152,7 @@ def _set_random_state(saved: Mapping[str, Any]) -> None:
     if saved["global"] is not None:
         tf.random.get_global_generator().reset(array_of(saved["global"]))
     if saved["seed"] is not None:
-        tf.random.set_seed(saved["seed"])  # Also drops the kernels that have drawn for these seeds.
+        tf.random.set_seed(saved["seed"])  # This also drops the kernels that have drawn by these seeds.
     if saved["eager"] is not None:
         context.context()._rng.setstate(saved["eager"])
 
@@ -186,7 +186,7 @@ def export_saved_model(
 
 
 def dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return a loader as a tf.data.Dataset, whose batches are fetched when they are asked for, none ahead.
+    """Return a loader as a tf.data.Dataset, whose batches are fetched only when requested, none ahead.
 
     TensorFlow fetches in a thread of its own, and the random streams of the process belong to the batch meanwhile: a
     batch that is fetched ahead would change what a training draws between two steps.

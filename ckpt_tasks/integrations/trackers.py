@@ -1,8 +1,8 @@
 """TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
 
 A tracker gets a step when the step is committed, so it never has a step that was trained and lost. A mark, one small
-file, says which step the tracker has reached. A restart continues there: steps that were committed but are not in the
-tracker (the process died in between) are read from the run. If training goes back to an older checkpoint, the tracker
+file, says which step the tracker has reached. A restart continues there: steps that were committed but did not reach
+the tracker (the process died before) are read from the run. If training goes back to an older checkpoint, the tracker
 learns which steps were abandoned.
 """
 
@@ -88,7 +88,7 @@ class Tracker:
         new.replace(self._mark)
 
     def _with(self, first: int, last: int) -> str:
-        """Return all abandoned steps in words, with these; repeated after a crash it is the same text."""
+        """Return all abandoned steps in words, with these added; after a crash the same call returns the same text."""
         return ", ".join(f"{begin} to {end}" for begin, end in [*self.left_behind, (first, last)])
 
 
@@ -117,7 +117,7 @@ class TensorBoard(Tracker):
     def _open(self, first: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Purge, since a process that died between its write and its mark has written these steps.
+        # Purge: a process that died between its write and its mark has written these steps already.
         if self._writer is None:
             self._writer = SummaryWriter(self.directory, purge_step=first)
         return self._writer
@@ -160,7 +160,7 @@ class MLflow(Tracker):
         runs = self._client.search_runs([experiment_id], f"tags.`ckpt_tasks.run_key` = '{quoted}'", max_results=1)
         if runs:
             run_id = str(runs[0].info.run_id)
-            self._client.update_run(run_id, status="RUNNING")  # The previous process has finished it.
+            self._client.update_run(run_id, status="RUNNING")  # The previous process has marked the run as finished.
             return run_id
         made = self._client.create_run(experiment_id, tags={"ckpt_tasks.run_key": quoted}, run_name=run_key)
         return str(made.info.run_id)

@@ -31,7 +31,7 @@ from ckpt_tasks.storage.locations import location_of
 
 _CHECKPOINT, _EXPORT, _VARIABLE = "{checkpoint}", "{export}", "CKPT_CHECKPOINT"
 _HOLDER = "ckpt bisect"
-# As for `git bisect run`: 125 is "cannot be tested", and the shell says 126 and 127 of a command that it cannot run.
+# As in `git bisect run`: 125 means "cannot be tested"; a shell returns 126 and 127 for a command that cannot run.
 _LAST_VERDICT = 124
 
 Test = Callable[[Run, Checkpoint], bool]
@@ -49,15 +49,15 @@ class Bisection:
 
     @property
     def exact(self) -> bool:
-        """Whether the two are neighbours in the training, too."""
+        """Whether the two steps are also neighbours in the training."""
         return self.bad_step == self.good_step + 1
 
 
 def bisect_run(run: Run, passes: Test, on_tried: OnTried = lambda step, good: None) -> Bisection:
     """Search the checkpoints of the line that training continued for the first that fails a test.
 
-    A test that passes somewhere behind a failure may hide an earlier one: one change from good to bad is looked for.
-    Raises ConfigError if the oldest fails or the newest passes, and what the test raises.
+    The search assumes one change from good to bad: a test that passes after a failure may hide that failure. Raises
+    ConfigError if the oldest fails or the newest passes, and what the test raises.
     """
     with exits_on_signals(), ExitStack() as held:
         return _search(run, passes, on_tried, held)
@@ -71,7 +71,7 @@ def _search(run: Run, passes: Test, on_tried: OnTried, held: ExitStack) -> Bisec
         try:
             held.enter_context(leased(run, line[at], _HOLDER))
         except CheckpointNotFoundError:
-            return None  # It has been pruned since the list was read.
+            return None  # It was pruned after the list was read.
         good = passes(run, line[at])
         tried.append((line[at].step, good))
         on_tried(*tried[-1])
@@ -113,7 +113,7 @@ def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried:
             session = LocalSession(ckpt, *program)
             for step in range(session.restore() + 1, between.bad_step + 1):
                 session.run(step)
-                ckpt.wait()  # A newer snapshot may take the place of one that waits.
+                ckpt.wait()  # A newer snapshot could replace one that waits.
         try:
             return _search(open_run(place), passes, on_tried, held)
         except ConfigError as error:
@@ -135,7 +135,7 @@ def program_of(run: Run, name: str | None, params: Mapping[str, Any]) -> Built:
 def function_test(name: str, program: Built) -> Test:
     """Return a test that restores a checkpoint into a new program, and calls "module:function" with it.
 
-    Raises ConfigError if there is no such function; the test does if the answer is neither True nor False.
+    Raises ConfigError if there is no such function; the test raises it if the function returns neither True nor False.
     """
     function = find_named(name, what="test", kind="function", error=ConfigError)
 

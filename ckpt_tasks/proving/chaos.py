@@ -1,8 +1,8 @@
-"""Run a user's own command through faults drawn from a seed, and compare its end with that of a run without any.
+"""Run a user's own command through random faults, and compare its result with that of a run without faults.
 
 The faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
-soft limit of the size of a file, which needs no privilege). After a fault that ends the command it is started again.
-Not tried: a slow or failing server, and clocks that jump.
+soft limit for the size of a file, which needs no privilege). After a fault that ends the command it is started again.
+Slow or failing servers, and clocks that jump, are not tried.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ckpt_tasks.proving.script import LOOK_S, Script, compared, exits_on_signals
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 FAULTS = ("kill", "terminate", "pause", "full disk")
-_END_S = 120.0  # A command that was told to end, and has not, is killed after this time.
+_END_S = 120.0  # A command that has not ended this long after SIGTERM is killed.
 # A disk stays full for _FULL_GAPS intervals between saves, but at least for _FULL_S seconds.
 _FULL_GAPS, _FULL_S = 10.0, 5.0
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One fault: what, behind which committed step, and the exit status of the command (None: it went on)."""
+    """One fault: its kind, the committed step before it, and the command's exit status (None: it continued)."""
 
     fault: str
     step: int
@@ -45,7 +45,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the command went through, how its run compares with the other one, and the damage in it."""
+    """The faults that the command met, how its run compares with the other run, and the damage in it."""
 
     seed: int
     hits: tuple[Hit, ...]
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether the run is equal to the other one, and whole."""
+        """Whether the run is equal to the other one, and undamaged."""
         return self.proof.good and not self.damaged
 
 
@@ -63,8 +63,8 @@ def chaos(
 ) -> Verdict:
     """Run a command twice in scratch directories, once through `rounds` faults; compare what the two have committed.
 
-    Each kind of fault comes once before any comes again. Raises ConfigError if the command makes no run or saves too
-    seldom, and ProgramError if it fails without a fault: then it does not go on after one.
+    Each kind of fault occurs once before any occurs again. Raises ConfigError if the command makes no run or saves too
+    seldom, and ProgramError if it fails without a fault, and so cannot resume after one.
     """
     if type(rounds) is not int or rounds < 1:
         raise ConfigError(f"rounds must be a whole number from 1 on, not {rounds!r}", key="rounds")
@@ -78,7 +78,7 @@ def chaos(
         try:
             for fault, step in zip(faults, steps, strict=True):
                 if not other.reaches(step):
-                    break  # It has ended already.
+                    break  # The command has already ended.
                 time.sleep(dice.uniform(0, gap_s))
                 kills.append((other.newest_step(), time.time()))
                 hits.append(Hit(fault, kills[-1][0], other.suffer(fault, gap_s)))
@@ -100,7 +100,7 @@ class _Victim(Script):
     _copying: Thread | None = None
 
     def reaches(self, step: float) -> bool:
-        """Let the command train until this step is committed; return False if it ends well before.
+        """Let the command train until this step is committed; return False if it ends earlier without an error.
 
         Raises ProgramError if it fails, and no fault has hit this process.
         """
@@ -116,7 +116,7 @@ class _Victim(Script):
         return True
 
     def suffer(self, fault: str, gap_s: float) -> int | None:
-        """Hit all processes of the command; return its exit status, None if it goes on."""
+        """Hit all processes of the command; return its exit status, None if it continues."""
         if self.process is None:
             self.restart()
         assert self.process is not None
@@ -140,20 +140,20 @@ class _Victim(Script):
         return self.process.poll()
 
     def restart(self) -> None:
-        """Start the command; a limit of its files does not stop what it prints, since that goes to a pipe."""
+        """Start the command; its output goes to a pipe, which a limit on its files does not affect."""
         self.stop()
         self.process, self.was_hit = self.start(subprocess.PIPE), False
         self._copying = Thread(target=_copy, args=(self.process.stdout, self.said), daemon=True)
         self._copying.start()
 
     def failed(self, status: int) -> ProgramError:
-        """Return the error of a command that has ended, with the last line that it has printed."""
+        """Return the error for a command that has ended, with the last line of its output."""
         if self._copying is not None:
             self._copying.join(_END_S)
         return super().failed(status)
 
     def stop(self) -> None:
-        """End the process, and what it has started."""
+        """End the process and all that it has started."""
         if self.process is not None:
             kill(self.process)
 
@@ -164,12 +164,12 @@ def _copy(pipe: IO[bytes], place: Path) -> None:
 
 
 def _limit(pid: int, size_bytes: int | None) -> None:
-    """Limit the size of files that a process writes; None: as before."""
+    """Limit the size of files that a process writes; None: no limit, as before."""
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size_bytes is None else size_bytes, hard))
 
 
 def _each(pids: Sequence[int], hit: Callable[[int], None]) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError):  # It has ended.
+        with suppress(ProcessLookupError):  # The process has ended.
             hit(pid)

@@ -1,7 +1,7 @@
 """A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
 
-It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON): each in a new process, with its own hash seed. With
-`ranks` it is the agent of a gang, and each rank records what it writes of every step.
+It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON), each time with its own hash seed. With `ranks` it is
+the agent of a gang, and each rank records what it writes of every step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(order: Mapping[str, Any]) -> None:
 def train_gang(order: Mapping[str, Any]) -> None:
     """Train on many ranks to the last step; save at the ordered steps.
 
-    Raises StateError if the gang restores another step than it was to begin at.
+    Raises StateError if the gang restores another step than the ordered one.
     """
     from ckpt_tasks.gang.session import GangSession
 
@@ -112,7 +112,7 @@ def _loaders(state: Mapping[str, Any]) -> list[str]:
 
 
 def _step(step: int, metrics: Mapping[str, Any], program: Program, world: World) -> dict[str, Any]:
-    """Return what is compared after a step: of many ranks, what this one writes."""
+    """Return what is compared after a step: with many ranks, what this rank writes."""
     numbers = {name: float(value).hex() for name, value in metrics.items()}
     known = {id(one) for one in (program.state, *_parts(program.state))}
     outside = dict(_outside(program, "program", known, 0))
@@ -151,12 +151,12 @@ def _parts(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of what a program holds outside its state: objects with a state, and plain values."""
+    """Yield name and digest of a program's values outside its state: objects with a state, and plain values."""
     if id(value) in known or level > _DEEPEST:
         return
     named = path if kind_of(value) == "plain" else f"{path} ({type(value).__qualname__})"
     if isinstance(value, DataLoader) and not has_state(value):
-        # A plain loader's position belongs to this process.
+        # A plain loader's position differs in every process.
         yield f"{path} ({type(value).__qualname__})", str(os.getpid())
         return
     try:

@@ -58,7 +58,7 @@ class Proof:
 
     @property
     def good(self) -> bool:
-        """Whether all is equal."""
+        """Whether all values are equal."""
         return self.difference is None
 
 
@@ -116,7 +116,7 @@ def _in_rank(one: FirstDifference, rank: int, ranks: int) -> FirstDifference:
 
 def _train(program: str, orders: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]:
     """Carry out the orders in processes, one after the other; return for each rank the records of each process."""
-    # The child can import whatever this process can.
+    # The child can import whatever this process can import.
     places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     for seed, order in enumerate(orders):
         done = subprocess.run(
@@ -135,7 +135,7 @@ def _train(program: str, orders: list[dict[str, Any]]) -> list[list[list[dict[st
 
 
 def _records(log: Path) -> list[dict[str, Any]]:
-    """Read what one process has recorded, without a line that its death has cut."""
+    """Read what one process has recorded, without a line that its death has cut off."""
     *lines, _ = log.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
 
@@ -167,7 +167,7 @@ def _difference(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) ->
 
 
 def _changed_outside(twin: list[dict[str, Any]], legs: list[list[dict[str, Any]]]) -> list[str]:
-    """Name the values outside the state that differ after a resume, but not in a process that begins alike."""
+    """Name values outside the state that differ after a resume, but not in an uninterrupted second process."""
     expected = {line["step"]: line for line in twin[1:-1]}
     begun, *resumed = [
         {name for line in leg if "step" in line for name in _differing(expected[line["step"]], line)} for leg in legs

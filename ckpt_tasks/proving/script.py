@@ -1,8 +1,8 @@
 """Run a user's own command without a break, and again with two kills; compare what the two runs committed.
 
-The environment variable CKPT_RUN, and {run} in the command's words, tell it the directory for its run. It is killed
-from outside, with all processes that it has started, at a random time between two saves after a commit. So a kill falls
-between saves, into a save, or into a commit.
+The command gets the directory for its run by the environment variable CKPT_RUN, or by {run} in its words. It is killed
+from outside, with all processes that it has started, at a random time between two saves after a commit. So a kill can
+come between saves, during a save, or during a commit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HINT = f"Put {_PLACE} where the command takes the run directory, or read {_VARI
 
 
 def may_differ(place: str) -> bool:
-    """Return True if a value differs between two processes that train alike: unseeded streams, and logged durations.
+    """Return True if a value may differ between two equal trainings: unseeded streams, and logged durations.
 
     A script that draws nothing from the streams of Python and NumPy seldom seeds them; a draw would show in the
     weights. Several ranks have streams of their own.
@@ -46,7 +46,7 @@ def may_differ(place: str) -> bool:
 
 
 def verify_script(command: Sequence[str]) -> Proof:
-    """Run a command twice, once with two kills; return whether the two runs hold the same.
+    """Run a command twice, once with two kills; return whether the results of the two runs are equal.
 
     Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Raises
     ConfigError if the command makes no run in the given directory, or saves too seldom to be killed in between, and
@@ -63,7 +63,7 @@ def verify_script(command: Sequence[str]) -> Proof:
 
 @contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """Exit on SIGTERM and SIGHUP as on an error: then the running command is killed, and its directory removed."""
+    """Exit on SIGTERM and SIGHUP as on an error, so that the running command is killed and its directory removed."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -78,7 +78,7 @@ def exits_on_signals() -> Iterator[None]:
 
 
 class Script:
-    """One run of a command, in a directory of its own."""
+    """One run of a command, in its own directory."""
 
     def __init__(self, command: Sequence[str], place: Path):
         self._command = [word.replace(_PLACE, str(place)) for word in command]
@@ -107,7 +107,7 @@ class Script:
     def trained(self) -> tuple[list[Moment], float]:
         """Let the command run to its end; return its commits, and the median seconds between two of them.
 
-        Raises ConfigError if there are too few to disturb the command in between.
+        Raises ConfigError if there are too few commits for a kill between them.
         """
         self.end()
         commits = self.commits()
@@ -119,7 +119,7 @@ class Script:
         return commits, median(b.at_s - a.at_s for a, b in pairwise(commits))
 
     def killed_after(self, step: int, gap_s: float) -> tuple[int, float]:
-        """Kill the command some time after a step's commit; return the last committed step, and when it was killed."""
+        """Kill the command some time after a step's commit; return the last committed step and the time of the kill."""
         process = self.start()
         try:
             while self.newest_step() < step:
@@ -146,7 +146,7 @@ class Script:
             raise ConfigError("the command ended before it could be killed", hint="Let it train for longer.")
 
     def start(self, stdout: int | None = None) -> subprocess.Popen[bytes]:
-        """Start the command; what it prints goes to a file, or to `stdout`. Raises ProgramError if it cannot start."""
+        """Start the command; its output goes to a file, or to `stdout`. Raises ProgramError if it cannot start."""
         with self.said.open("ab") as said:
             try:
                 return subprocess.Popen(

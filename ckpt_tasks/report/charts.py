@@ -1,4 +1,4 @@
-"""What a chart shows of a run, as JSON data: curves thinned so that spikes stay, marks, and where the time went.
+"""The data of a run's charts as JSON: curves thinned without losing spikes, marks, and where the time went.
 
 A curve is a series of values by step, and by seconds since the run began. A run whose training went back has its final
 line and stretches that were left behind.
@@ -29,9 +29,9 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Curves:
-    """Every metric of a run, by name; an evaluation's are named suite/metric. Its history can grow.
+    """Every metric of a run, by name; those of evaluations are named suite/metric. More history can be added.
 
-    The columns of an array are the values in the order of their commits; its rows are the number of the commit, the
+    Each array has a column for each value, in the order of their commits; its rows are the number of the commit, the
     step, the time in seconds since 1970, and the value.
     """
 
@@ -45,7 +45,7 @@ class Curves:
         return sum(values.nbytes for values in self.by_metric.values())
 
     def add(self, moments: Iterable[Moment], tables: Mapping[int, Sequence[StepMetrics] | None]) -> None:
-        """Add the commits and evaluations that are newer than those it has; `tables` has the steps of each commit.
+        """Add the commits and evaluations newer than those known; `tables` has the steps of each commit.
 
         A commit without a table has one value of each of its metrics.
         """
@@ -67,7 +67,7 @@ class Curves:
     def line(
         self, name: str, course: Course, *, by: str, low: float, high: float, most: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the final line of a metric between two ends of an axis, and its stretches that were left behind.
+        """Return the final line of a metric between two ends of an axis, and its abandoned stretches.
 
         `by`: "step" or "time". Each is thinned to about `most` values.
         """
@@ -75,7 +75,7 @@ class Curves:
         elapsed_s = at_s - began_s(course)
         along = elapsed_s if by == "time" else step
         within = (along >= low) & (along <= high)
-        # An evaluation's entry is not on the line, but it measures a checkpoint: it stays.
+        # An evaluation's entry is not on the line, but it measures a checkpoint, so it stays.
         stays = np.isin(number, [*course.line, *(place.moment.n for place in course.of("evaluation"))])
         went_back = np.flatnonzero(np.diff(step) < 0) + 1
 
@@ -107,7 +107,7 @@ def chart_data(
     high: float = math.inf,
     most: int = 1_000,
 ) -> dict[str, Any]:
-    """Return all that charts of a run draw: the lines of some metrics, or of all, and its course in time."""
+    """Return the data for the charts of a run: the lines of some or all metrics, and its course in time."""
     known = sort_metrics(curves.by_metric)
     lines = {}
     for name in known if names is None else (name for name in names if name in curves.by_metric):
@@ -130,9 +130,9 @@ def began_s(course: Course) -> float:
 
 
 def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[str, Any]:
-    """Return values as JSON data: of many, the lowest and the highest of each bucket, and each bucket's mean.
+    """Return values as JSON data: of many values, the lowest, the highest and the mean of each bucket.
 
-    A value that is not finite is None, and stays where it was. `mean` has the mean of each bucket, at its middle, and
+    A value that is not finite becomes None and keeps its place. `mean` has the mean of each bucket, at its middle, and
     `each` the number of values in a bucket.
     """
     finite = np.isfinite(value)
@@ -159,7 +159,7 @@ def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[s
 
 
 def marks_of(course: Course) -> list[dict[str, Any]]:
-    """Return the newest failures, deaths, resumes and rollbacks, with the step that training had reached by then."""
+    """Return the newest failures, deaths, resumes and rollbacks, with the step that training had reached."""
     marks: list[dict[str, Any]] = []
     step = 0
     first = course.of("taken", "lost")[:1]
@@ -174,7 +174,7 @@ def marks_of(course: Course) -> list[dict[str, Any]]:
 
 
 def strip_of(course: Course, columns: int = 300) -> list[str]:
-    """Return the share that most of each column's time went into: the run's wall time, cut into equal columns."""
+    """Return, for equal columns of the run's wall time, the share to which most of the column's time belongs."""
     if course.wall_s <= 0:
         return []
     width_s = course.wall_s / columns

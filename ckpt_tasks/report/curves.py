@@ -13,9 +13,9 @@ from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text, tick_labels
 from ckpt_tasks.report.words import count, number, printable
 
 _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # The axes of one picture.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # The positions of one picture's axes.
 _MOST = 12
-_MOST_VALUE = 1e300  # Beyond it differences would be infinite.
+_MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
 _TITLE_SHOWN = 36  # The number of characters above one picture.
 _STYLE = """
 .ckc-back{fill:#ffffff}.ckc-grid{stroke:#e6e6e6}.ckc-line{stroke:#1f4e79}.ckc-left{stroke:#d1495b;opacity:.45}
@@ -30,7 +30,7 @@ class _Span(NamedTuple):
     high: float
 
     def part(self, value: float) -> float:
-        """Return the position of a value between the two ends, from 0 to 1."""
+        """Return where a value lies between the two ends, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -64,7 +64,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     lines: dict[tuple[bool, int], list[tuple[int, float]]] = {}
     run = 0
     for before, point in zip((None, *curve.steps), curve.steps, strict=False):
-        # A line ends when training went back, or was abandoned.
+        # A new line begins when training went back, or when the line was abandoned.
         run += before is not None and (point.step <= before.step or point.abandoned != before.abandoned)
         value = point.metrics.get(name)
         if value is not None and abs(value) <= _MOST_VALUE:  # This also drops NaN.
@@ -88,7 +88,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
 
 
 def _shortened(name: str, length: int) -> str:
-    """Return a name, or only its end if it is longer than `length`: metrics of one kind differ near the end."""
+    """Return a name, or only its end if it is longer than `length`: names of one kind differ near the end."""
     return name if len(name) <= length else "…" + name[1 - length :]
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file, with its charts.
+"""The report of a run as one HTML file with its charts.
 
 Texts from a run directory may be hostile: every one is escaped, also within the data of the charts. The file lets the
 browser run three scripts, which it names by their digests, and load nothing. Without scripts it has a picture.
@@ -61,7 +61,7 @@ def to_html(report: Report) -> str:
 
 
 def page_file(name: str) -> str:
-    """Return the text of a file that pages have within them."""
+    """Return the text of a file that pages embed."""
     return files("ckpt_tasks.report").joinpath("page", name).read_text("utf-8")
 
 
@@ -72,7 +72,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _data(report: Report) -> str:
-    """Return the data of the charts as JSON in which no text can end the element that holds it."""
+    """Return the data of the charts as JSON in which no text can end the element around it."""
     curves = curves_of(report.course, report.curve)
     data = {**chart_data(curves, report.course, most=_MOST_POINTS), "label": report.run_key}
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")

@@ -13,7 +13,7 @@ from ckpt_tasks.report.words import span
 def kept_because(state: State) -> dict[str, list[str]]:
     """Return why each live checkpoint is kept, by manifest digest: newest, best, pinned, leased."""
     newest_first, now = lineage(state.live), time.time()
-    # An edited ledger may pin a checkpoint that is not live: hence the defaultdict.
+    # An edited ledger may pin a checkpoint that is not live, hence the defaultdict.
     reasons: dict[str, list[str]] = defaultdict(list, {checkpoint.manifest_digest: [] for checkpoint in newest_first})
     for newest in newest_first[:1]:
         reasons[newest.manifest_digest].append("newest")

@@ -1,4 +1,4 @@
-"""The metrics of `prometheus.py`, sent once to an OpenTelemetry collector over HTTP, with the SDK's own exporter.
+"""Send the metrics of `prometheus.py` once to an OpenTelemetry collector over HTTP, with the SDK's own exporter.
 
 Where to, with which headers and for how long it is tried say the standard variables: OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
@@ -15,7 +15,7 @@ from ckpt_tasks.errors import ConfigError, StoreError
 
 
 def push(registry: CollectorRegistry) -> None:
-    """Send every sample as a gauge, each of a counter as a sum.
+    """Send every sample as a gauge, and each sample of a counter as a sum.
 
     Raises ConfigError without the packages, and StoreError if the collector does not take them.
     """

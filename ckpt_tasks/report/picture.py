@@ -19,11 +19,11 @@ from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text,
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 
 _WIDTH, _HEIGHT = 900, 372
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The axes.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The positions of the axes.
 _LEGEND = 22
-_STRIP, _THICK = 260, 10  # The strip: where the time went, in order.
-_SUMS = 328  # The bar: the same shares, summed up.
-_MOST_VALUE = 1e300  # Beyond it differences would be infinite.
+_STRIP, _THICK = 260, 10  # The strip shows where the time went, in order.
+_SUMS = 328  # The bar shows the same shares, added up.
+_MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
 _MOST_MARKS = 300
@@ -115,7 +115,7 @@ def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
 
 
 def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
-    """Return the values of the final line; abandoned ones are left out, since they would be drawn over it.
+    """Return the values of the final line; abandoned ones are omitted, since they would be drawn over it.
 
     A commit without a table of steps has one point.
     """
@@ -138,7 +138,7 @@ def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
 
 
 def _evaluations(course: Course, name: str | None) -> list[_Point]:
-    """Return the evaluations' values on the same scale: of the same metric, or of any loss if that is a loss."""
+    """Return the evaluations' values on the same scale: of the same metric, or of any loss if the metric is a loss."""
     values = []
     for at_s, moment in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
         fit = [n for n in sort_metrics(moment.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
@@ -231,7 +231,7 @@ def _ticks(course: Course, x: Scale) -> Iterator[str]:
 
 def _marks(course: Course, x: Scale) -> Iterator[str]:
     """Mark failures, deaths and resumes by vertical lines, at most one of a kind per pixel."""
-    # If both fall on one pixel, the failure is drawn: it tells more.
+    # If both fall on one pixel, draw the failure: it tells more.
     failures = [*course.deaths, *course.of("failure")]
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
         for at_x, place in {round(x(place.elapsed_s)): place for place in places[-_MOST_MARKS:]}.items():

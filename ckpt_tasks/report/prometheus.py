@@ -1,4 +1,4 @@
-"""Metrics of runs for Prometheus, read from their ledgers: nothing is asked of a training, and nothing is written."""
+"""Metrics of runs for Prometheus, read from their ledgers without asking a training, and without writing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Values = Callable[[Look, Course], Iterable[_Sample]]
 
 
 def registry_of(store: Store) -> CollectorRegistry:
-    """Return a registry that reads the run in a directory, or those directly below it, each time that it is asked.
+    """Return a registry that reads the run in a directory, or the runs directly below it, at each scrape.
 
     Raises CheckpointNotFoundError if there is none now.
     """
@@ -46,7 +46,7 @@ class _Known:
 
 
 class Runs:
-    """A collector of prometheus_client over runs; of a ledger it has read, it reads only what is new.
+    """A collector of prometheus_client over runs; it reads only new entries of a ledger that it has read.
 
     After `most_s` seconds it reads no more whole ledgers: until the next time, runs that are not known have only the
     metrics of their newest entry. Of a run that does not train it keeps the samples alone.
@@ -83,7 +83,7 @@ class Runs:
         look = look_at(name, store) or look
         try:
             timeline = read_timeline(History(store, whole=False), known=known.timeline if known else None)
-        except CkptError:  # The metric of the run's state says so.
+        except CkptError:  # The metric of the run's state shows it.
             return newest
         samples = _measured(look, follow(timeline.moments), _METRICS)
         self._known[name] = _Known(look.n, samples, timeline if look.summary.state == "running" else None)
@@ -95,7 +95,7 @@ def _measured(look: Look, course: Course, names: Iterable[str]) -> _Samples:
 
 
 def _one(value: Callable[[Look, Course], float | None]) -> _Values:
-    """One sample for each run, none where the value is unknown."""
+    """Return one sample for each run, none where the value is unknown."""
 
     def values(look: Look, course: Course) -> list[_Sample]:
         number = value(look, course)
@@ -158,7 +158,7 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: any(drill.fault for drill in look.state.drills) if look.state.drills else None),
     ),
 }
-# The metrics that one read of a ledger gives.
+# One read of a ledger yields these metrics.
 _OF_THE_NEWEST = ("run_state", "last_checkpoint_timestamp_seconds", "last_checkpoint_step", "metric")
 _NO_COURSE = follow(())
 

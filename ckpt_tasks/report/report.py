@@ -1,4 +1,4 @@
-"""The report of a run: its facts, and these as markdown; `html.py` writes them as one file.
+"""The report of a run: its facts, and their form as markdown; `html.py` writes them as one HTML file.
 
 Texts from a run directory (keys, names of metrics, reasons) may be hostile. Every such text is escaped.
 """
@@ -120,7 +120,7 @@ class Report:
 
     @property
     def compiled(self) -> dict[str, Any]:
-        """The compiled code that was kept last, in bytes, and the median seconds of first steps with it and without."""
+        """The bytes of the compiled code kept last, and the median seconds of first steps with it and without."""
         kept = [place.moment for place in self.course.of("compiled")]
         first_s = [parts["step_s"] for _, parts in self.course.returns if "compiled_s" in parts and "step_s" in parts]
         without_s = [moment.step_s for moment in kept if moment.step_s is not None]
@@ -184,7 +184,7 @@ class Report:
 
 
 def _said(moment: Moment) -> tuple[str, str]:
-    """Return what happened and why; the first start of a run is not a resume."""
+    """Return what happened and why; the first start of a run is no resume."""
     if moment.kind == "taken" and moment.text == NEVER_OWNED:
         return "started", ""
     return _SAID[moment.kind] + (f" at step {moment.step:,}" if moment.step is not None else ""), moment.text
@@ -284,7 +284,7 @@ def to_markdown(report: Report) -> str:
 
 
 def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
-    """Write a table; the columns from number `right` on hold numbers, which do not wrap."""
+    """Write a table; the columns from number `right` on contain numbers, which do not wrap."""
     first = len(head) if right is None else right
     lines = [head, ["---:" if n >= first else "---" for n in range(len(head))]]
     for row in rows:

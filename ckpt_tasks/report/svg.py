@@ -48,7 +48,7 @@ def round_ticks(lowest: float, highest: float) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Write round numbers with as many digits as it takes to see their distance, four at least."""
+    """Write round numbers with enough digits to show their distance, at least four."""
     near = (ticks[1] - ticks[0]) / 10 if len(ticks) > 1 else math.inf
     digits = 4
     while digits < 17 and any(abs(float(f"{value:.{digits}g}") - value) > near for value in ticks):

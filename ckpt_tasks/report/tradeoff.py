@@ -11,9 +11,9 @@ from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
 from ckpt_tasks.report.words import fine_span, percent
 
 _WIDTH, _HEIGHT = 860, 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # The axes.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 830, 84, 410  # The positions of the axes.
 _WAITING, _AGAIN, _TOGETHER = "#c77700", "#c0392b", "#1f4e79"
-_SHOWN = 4.5  # The top of the picture, as a multiple of the cost of the recommended interval.
+_SHOWN = 4.5  # The picture's top is this multiple of the cost of the recommended interval.
 _TICKS_S = (
     *(m * 10.0**e for e in range(-4, 2) for m in (1, 3)),
     *(60.0, 180.0, 600.0, 1_800.0, 7_200.0, 21_600.0, 64_800.0),

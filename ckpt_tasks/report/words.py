@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HEADER_STYLE = "dim"  # The style of every table's header.
 
-_LARGEST = sys.float_info.max  # An int can be larger.
+_LARGEST = sys.float_info.max  # An int can be larger than any float.
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LONGEST_S = 1e9
 _SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"))
@@ -77,7 +77,7 @@ def age(iso: str, now: datetime | None = None) -> str:
 
 
 def drill_words(drill: Drill) -> str:
-    """Write what a restore drill showed, in a sentence."""
+    """Write the result of a restore drill in a sentence."""
     at = f"on {printable(drill.host)}, {age(drill.at)}"
     if drill.fault is not None:
         return f"A restore drill of step {drill.step} failed {at}: {printable(drill.fault)}"
@@ -117,7 +117,7 @@ def count(many: int, one: str, more: str | None = None) -> str:
 
 
 def plain_table() -> Table:
-    """Make a table without columns, in the style of every verb."""
+    """Make a table without columns in the common style of all verbs."""
     from rich import box
     from rich.table import Table
 

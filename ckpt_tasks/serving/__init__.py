@@ -1,1 +1,1 @@
-"""A page of all runs below a directory: a read-only server, and what it knows of the runs."""
+"""A web page of all runs below a directory: its read-only server, and what the server knows of the runs."""

@@ -1,8 +1,8 @@
-"""Who may ask: a page of another site must not read the runs, nor may another user of a network.
+"""Access to the page: a page of another site must not read the runs, nor may another user of the network.
 
-A browser names the host that it was told to ask. A site that lets its own name point to this machine (DNS rebinding)
-gives itself away by that name: only names of this machine are answered. With a token, every request needs it: in the
-address (once; then the browser keeps it in a cookie), or as `Authorization: Bearer TOKEN`.
+A browser sends the host name that it was asked to open. A site that points its own name to this machine (DNS rebinding)
+is recognised by that name: requests are answered only under names of this machine. With a token, every request needs
+it: in the address (once; then the browser keeps it in a cookie), or as `Authorization: Bearer TOKEN`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Access:
-    """The rules of one server: the address that it listens at, its port, and the token that a request needs."""
+    """The access rules of one server: its address, its port, and the token that a request needs."""
 
     host: str
     port: int
@@ -26,11 +26,11 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie that holds the token: cookies of one host are shared by all of its ports."""
+        """The name of the cookie with the token; it has the port, since all ports of a host share cookies."""
         return f"ckpt_serve_{self.port}"
 
     def refusal(self, headers: Message, given: str | None) -> tuple[int, str] | None:
-        """Return status and text for a request that is refused; `given` is the token in its address."""
+        """Return status and text for a refused request, or None; `given` is the token in its address."""
         if self.token is None:
             name = _name_of(headers.get("Host", ""))
             return None if name in {*_NAMES, self.host} else (421, f"this server is not {name!r:.100}")

@@ -1,4 +1,4 @@
-"""One run in depth: its report and its curves. What was read of a ledger is kept: only new entries are read."""
+"""One run in depth for the page: its report and its curves. Ledgers are cached: only new entries are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt_tasks.report.kept import kept_because
 from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN, make_report
 from ckpt_tasks.storage.port import Store
 
-_MOST_BYTES = 96 << 20  # What is kept of runs; the one that was looked at longest ago is forgotten first.
+_MOST_BYTES = 96 << 20  # The memory for cached runs; the run that was viewed longest ago is dropped first.
 _MOMENT_BYTES = 2_000
 
 
@@ -34,11 +34,11 @@ class OpenRun:
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Roughly how much memory it takes."""
         return len(self._timeline.moments) * _MOMENT_BYTES + self._curves.size_bytes
 
     def curves(self, names: Sequence[str], *, by: str, low: float, high: float, most: int) -> dict[str, Any]:
-        """Return what charts of some metrics draw."""
+        """Return the data for charts of some metrics."""
         with self._lock:
             course = self._read(curves=True)
             return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
@@ -73,7 +73,7 @@ class OpenRun:
         return about
 
     def _read(self, *, curves: bool = False) -> Course:
-        """Read what is new in the ledger; with `curves`, also the new tables of steps."""
+        """Read new entries of the ledger; with `curves`, also the new tables of steps."""
         history = History(self._store, whole=False)  # A commit's checkpoint is among the newest of its entry.
         before = self._timeline
         self._timeline = read_timeline(history, known=before)
@@ -98,7 +98,7 @@ class OpenRun:
 
 
 class OpenRuns:
-    """The runs that were looked at, as many as fit into some memory."""
+    """The viewed runs, as many as fit into a limited memory."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, OpenRun] = OrderedDict()

@@ -1,7 +1,7 @@
-"""The HTTP server of `ckpt serve`: a page, its files, and what it asks for. It answers GET, and writes nothing.
+"""The HTTP server of `ckpt serve`: a page, its files, and the data that it requests. It answers GET only.
 
-No part of a request becomes a path: a file is a row of `_FILES`, and a run is a name that the table has. A text of a
-run reaches the browser as JSON only, where it stays text, and the policy of the page lets nothing else run.
+No part of a request becomes a path: a file is a row of `_FILES`, and a run is a name in the table. A text of a run
+reaches the browser only as JSON, where it stays text, and the policy of the page lets no other code run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _HEADERS = {
 }
 _MOST_POINTS, _MOST_METRICS = 4_000, 64
 _IDLE_S = 60.0
-_SCRAPE_S = 5.0  # Prometheus waits for 10 s, if it is not told otherwise.
+_SCRAPE_S = 5.0  # By default Prometheus waits for 10 s.
 
 _log = logging.getLogger("ckpt_tasks")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serve the runs of a table; a port of 0 is any free one. Raises OSError if the address cannot be had."""
+    """Serve the runs of a table; a port of 0 is any free one. Raises OSError if the address cannot be used."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -63,7 +63,7 @@ class PageServer(ThreadingHTTPServer):
         self.metrics.register(Runs(table.root, _SCRAPE_S))
 
     def server_bind(self) -> None:
-        """Bind; the standard library's would look up the name of the host, which can take seconds."""
+        """Bind the socket; the standard library would also look up the host's name, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()

@@ -1,7 +1,7 @@
-"""The runs below a root, a row each, made from a run's newest ledger entry; a row is made again when that changes.
+"""The table of runs below a root: a row for each run, made from its newest ledger entry and renewed with it.
 
-A thread looks again and again while somebody asks, and asks nothing of the store otherwise. A directory on a disk shows
-by its time that nothing was added to a ledger. A server is asked for the newest names of each ledger, at a rate that
+A thread looks repeatedly while somebody uses the page, and sends no request otherwise. The time of a directory on a
+disk shows that nothing was added to a ledger. A server is asked for the newest names of each ledger, at a rate that
 does not grow with the number of runs.
 """
 
@@ -27,15 +27,15 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, unwrapped
 
 _EVERY_S, _REQUESTS_PER_S = 1.0, 10
-_ASKED_S = 30.0  # Without a question for so long, the thread rests.
-_FRESH_S = 2.0  # The clock of a file system may be as coarse as this: a newer time proves nothing.
+_ASKED_S = 30.0  # Without a request for this long, the thread pauses.
+_FRESH_S = 2.0  # A file system's clock may be this coarse: a newer time proves nothing.
 _AT_ONCE = 16
 _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run's row; `sign` tells one state of its ledger from another, `owner` is its owner until that releases it."""
+    """A run's row; `sign` identifies the state of its ledger, `owner` is its owner until the release."""
 
     facts: Mapping[str, Any]
     sign: object
@@ -44,7 +44,7 @@ class Row:
 
 
 class RunTable:
-    """The rows of all runs; `since` answers from memory while a thread of its own looks at the runs."""
+    """The rows of all runs; `since` answers from memory while a separate thread looks at the runs."""
 
     def __init__(self, root: Store):
         self.root, self.error = root, ""
@@ -57,11 +57,11 @@ class RunTable:
         self._asked_s = time.monotonic()
 
     def start(self) -> None:
-        """Start the thread that looks."""
+        """Start the thread that looks at the runs."""
         threading.Thread(target=self._watch, name="ckpt-serve-table", daemon=True).start()
 
     def since(self, revision: int) -> dict[str, Any]:
-        """Return the rows that have changed after a revision, and the names of runs that are gone."""
+        """Return the rows that changed after a revision, and the names of runs that no longer exist."""
         with self._changed:
             self._asked_s = time.monotonic()
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class RunTable:
             }
 
     def look(self) -> None:
-        """Look at every run once; an outage of the store leaves the rows as they are, and is told."""
+        """Look at every run once; if the store does not answer, keep the rows as they are and report it."""
         try:
             stores = places_of(self.root)
         except CkptError as error:
@@ -99,7 +99,7 @@ class RunTable:
             took_s = time.monotonic() - began_s
             least_s = _EVERY_S if self.root.near else len(self.stores) / _REQUESTS_PER_S
             with self._changed:
-                # The first look reads less of long lists: the second one follows at once.
+                # The first look reads only a part of long lists, so the second one follows at once.
                 self._changed.wait(0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
                 while time.monotonic() - self._asked_s > _ASKED_S:
                     self._changed.wait()
@@ -143,7 +143,7 @@ class RunTable:
 
 
 def _sign_of(store: Store) -> object:
-    """Return what changes with every new ledger entry; None if that is unknown, or changed a moment ago."""
+    """Return a value that changes with every new ledger entry; None if it is unknown, or changed a moment ago."""
     place = unwrapped(store)
     if not isinstance(place, LocalStore):
         return tuple(store.names(LEDGER_PREFIX, limit=1)) or None
@@ -155,7 +155,7 @@ def _sign_of(store: Store) -> object:
 
 
 def _facts(look: Look) -> dict[str, Any]:
-    """Return a row as JSON data."""
+    """Return the summary of a run as JSON data for its row."""
     summary, state = asdict(look.summary), look.state
     if look.partial:
         summary |= {"checkpoints": None, "size_bytes": None}
@@ -166,7 +166,7 @@ def _facts(look: Look) -> dict[str, Any]:
 
 
 def flat(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested parameters as one dict with dotted names; long values are cut."""
+    """Return nested parameters as one dict with dotted names; cut long values."""
     dotted: dict[str, Any] = {}
     for name, value in params.items():
         if isinstance(value, Mapping) and value:
