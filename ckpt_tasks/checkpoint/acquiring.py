@@ -23,7 +23,7 @@ def share_tenure(
 ) -> Tenure:
     """Take a run directory in the first rank, tell the others, and open each rank's memory for the run's key.
 
-    An error in any rank is raised in all of them; then the directory is not held.
+    Raises in all ranks the error of any rank; then the directory is not held.
     """
     taken: list[Tenure] = []
 
