@@ -52,7 +52,7 @@ def test_chance_may_put_any_contender_first(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow  # a process for every contender, and a server
 def test_benchmarks_with_processes_run(tmp_path: Path) -> None:
     """The training loop under every contender, ranks, and the flow against a bare loop, run on tiny states."""
-    figures = run(tmp_path, "loop", "prefect", "ranks", "scale", "gang", "frameworks")
+    figures = run(tmp_path, "loop", "prefect", "ranks", "scale", "gang", "frameworks", "resumes")
     assert all(OURS in cells for cells in figures["ranks"]["rows"].values())
     assert figures["gang"]["gang"]["lines"] == 0 < figures["gang"]["torchrun, dcp"]["lines"]
     assert all(OURS in cells for cells in figures["loop"]["rows"].values())
