@@ -87,7 +87,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # PEP 562
+def __getattr__(name: str) -> Any:  # See PEP 562.
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m ckpt_tasks` is `ckpt`: a launcher (torchrun -m, srun) starts it so."""
+"""`python -m ckpt_tasks` is `ckpt`, for launchers that start a module (torchrun -m, srun)."""
 
 from ckpt_tasks.cli import main
 

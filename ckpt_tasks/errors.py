@@ -81,7 +81,7 @@ class CkptError(Exception):
 
 
 class ConfigError(CkptError, ValueError):
-    """A bad option or argument; nothing was read or written."""
+    """An option or argument is invalid; nothing was read or written."""
 
 
 class ProgramError(ConfigError):
@@ -197,7 +197,7 @@ class ObjectNotFoundError(StoreError):
 
 
 class ObjectExistsError(StoreError):
-    """The object exists already, and the request was put-if-absent."""
+    """An object of this name exists already, and the request was put-if-absent."""
 
 
 class CommitUncertainError(CkptError):
@@ -226,7 +226,7 @@ class RankError(CkptError):
 
 
 class NoProgressError(CkptError):
-    """Attempt after attempt ended without a new committed step."""
+    """Several attempts in a row have ended without a new committed step."""
 
 
 def _printable(text: str) -> str:

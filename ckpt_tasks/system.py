@@ -81,11 +81,11 @@ class System:
         return SimpleQueue()
 
     def token_hex(self, size_bytes: int) -> str:
-        """Return random bytes as hex; no two calls return the same, in any process."""
+        """Return random bytes as hex; no two calls, in any processes, return the same."""
         return secrets.token_hex(size_bytes)
 
     def uniform(self, low: float, high: float) -> float:
-        """Return a random number."""
+        """Return a random number between two numbers."""
         return _dice.uniform(low, high)
 
     def host(self) -> str:
@@ -109,7 +109,7 @@ def use(other: System) -> System:
 
 
 def now_iso() -> str:
-    """Return the time as text, for people; nothing is decided from it."""
+    """Return the current time as text, for people; no decision depends on it."""
     return datetime.fromtimestamp(_system.time(), UTC).isoformat(timespec="milliseconds")
 
 

@@ -124,7 +124,7 @@ class MemoryStore(OneByOne):
         return len(self.get(name, 1 << 62))
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        """Return False: every copy goes through the process."""
+        """Return False: every copy passes through the process."""
         return False
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
@@ -134,7 +134,7 @@ class MemoryStore(OneByOne):
         return sorted([name for name in [*self.objects] if name.startswith(prefix)])[:limit]
 
     def delete(self, name: str) -> None:
-        """Delete an object; a missing one is not an error."""
+        """Delete an object; do not raise if it is missing."""
         _check(name)
         self.objects.pop(name, None)
 
@@ -216,7 +216,7 @@ class FaultyStore(WrappedStore):
         return rule
 
     def off(self, *rules: Rule) -> None:
-        """Remove these rules, or all rules."""
+        """Remove these rules, or all rules if none is given."""
         self._rules = tuple(rule for rule in self._rules if rules and rule not in rules)
 
     def deliver(self) -> None:

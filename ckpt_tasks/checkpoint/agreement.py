@@ -1,4 +1,4 @@
-"""The agreements between the ranks of one training: who owns the run, which checkpoints to try, what a step does.
+"""What the ranks of one training agree on: who owns the run, which checkpoints to try, what to do at a step.
 
 Every rank makes the same calls in the same order. A single process agrees with itself.
 """
@@ -65,7 +65,7 @@ class Agreement:
             self.exchange.must_end = must_end
 
     def topic(self, name: str) -> str:
-        """Return the name of the next agreement; it is the same in every rank."""
+        """Return a name for the next agreement, the same in every rank."""
         self._topics += 1
         return f"{name}/{self._topics}"
 
@@ -131,7 +131,7 @@ class Agreement:
 
 
 def _same_options(words: list[bytes]) -> bytes:
-    """Raise ConfigError if the ranks' configurations differ: they would save at different steps, or elsewhere."""
+    """Raise ConfigError if the ranks' configurations differ: they would save at other steps, or to other places."""
     first, *others = map(json.loads, words)
     for rank, options in enumerate(others, start=1):
         different = sorted(name for name in first if options.get(name) != first[name])

@@ -346,7 +346,7 @@ class Checkpointer(HeldRun):
         return None
 
     def _candidates(self, step: int | None) -> Tried:
-        """Return the live checkpoints, those to try in order, and the last rollback."""
+        """Return the live checkpoints, the candidates of a restore in order, and the last rollback."""
         live = self._history.head().state
         known = lineage(live.live)
         if step is not None:
@@ -356,7 +356,7 @@ class Checkpointer(HeldRun):
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[_InMemory]:
-        """Return the snapshots of the candidates that all ranks have in memory; with `newest` also uncommitted ones."""
+        """Return the snapshots of the candidates that all ranks have in memory; if `newest`, also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
 
@@ -371,7 +371,7 @@ class Checkpointer(HeldRun):
         return rollback
 
     def _due(self, now: SavePoint, metrics: Metrics | None) -> tuple[bool, bool]:
-        """Return whether a save is due at this step, and whether a signal ends training there; all ranks agree.
+        """Return whether a save is due at this step, and whether a signal ends training there; the same in all ranks.
 
         Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
         """

@@ -87,11 +87,11 @@ class CompiledCode:
             self._background.request(checkpoint)
 
     def finish(self, limit_s: float) -> None:
-        """Wait at most `limit_s` until the code that was new at the last commit is kept."""
+        """Wait at most `limit_s` until the code that was new at the last commit is stored in the run."""
         self._background.finish(limit_s)
 
     def _packs(self) -> list[Compiled]:
-        """List the run's packs, those of the newest owner first."""
+        """List the run's packs of compiled code, those of the newest owner first."""
         return sorted(filter(None, map(parse_compiled, self._store.names(COMPILED_PREFIX))), reverse=True)
 
     def _bring(self, directory: Path) -> None:
@@ -186,7 +186,7 @@ def kind_of_host() -> str:
 
 
 def _processor() -> list[str]:
-    """Return what Linux says of the first processor: its model and its instruction set."""
+    """Return what Linux reports of the first processor: its model and its instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -47,7 +47,7 @@ _REPLACED = (
 
 
 class HeldRun:
-    """The half of a Checkpointer that needs no state: take the run directory, wait, write into its history, release.
+    """The half of a Checkpointer that needs no state: take the run directory, wait, write its history, release it.
 
     With many ranks, rank 0 writes, once for all.
     """
@@ -102,7 +102,7 @@ class HeldRun:
 
     @property
     def run(self) -> Run:
-        """The run, read-only; does not take the run directory."""
+        """The run as a reader sees it; does not take the run directory."""
         return Run(self._history, self._tenure.run_key if self._tenure else self.config.run_key)
 
     @property
@@ -127,7 +127,7 @@ class HeldRun:
         self._saver.listeners.add(listener)
 
     def _own(self) -> Tenure:
-        """Return the ownership; take the run directory if this process does not hold it."""
+        """Return the ownership of the run; take the run directory if this process does not hold it."""
         self._process.check()
         if self._tenure is None:
             take = partial(
@@ -262,7 +262,7 @@ class HeldRun:
             committer.note(what, fields, change)
 
     def _held(self) -> Tenure:
-        """Return the ownership; raise StateError if this process does not hold the directory."""
+        """Return the ownership of the run; raise StateError if this process does not hold the directory."""
         self._process.check()
         if self._tenure is None:
             raise StateError(
@@ -331,7 +331,7 @@ class HeldRun:
             _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
 
     def _wait_idle(self) -> None:
-        """Wait for saves under way, whether they succeed or fail; raise only the loss of the run."""
+        """Wait until saves under way have succeeded or failed; raise only the loss of the run."""
         self._saver.wait_idle()
         failure = self._saver.take_failure()
         if isinstance(failure, OwnerError):

@@ -51,7 +51,7 @@ class ImportedRun(HeldRun):
         the run has been trained, ConfigError if it has this step or a later one, OwnedError if a process holds it,
         IntegrityError if the file changes meanwhile, and StoreError. Nothing is committed then.
         """
-        self._newest(plan.step)  # Check before the directory is made.
+        self._newest(plan.step)  # Check this before the directory is made.
         for file in plan.source.opened:
             file.check(on_progress)
         _check_bounds(plan)
@@ -129,7 +129,7 @@ class _Writer:
         self._store, self._attempt, self._plan, self._on_progress = store, attempt, plan, on_progress
 
     def write(self) -> RankPart:
-        """Write all tensors, group by group."""
+        """Write all tensors of the plan, group by group."""
         groups: dict[str, list[TensorSpec]] = {}
         for key, tensor in self._plan.tensors.items():
             groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))

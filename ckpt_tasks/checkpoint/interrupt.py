@@ -48,14 +48,14 @@ class Interrupt:
         self.is_failing = False  # True while an exception ends the `with` block.
         self.within: CodeType | None = None  # If set, signals are held back only while a frame of this code runs.
         self._previous: dict[int, Any] = {}
-        self._handler = self._note  # Keep one object: Prefect compares by identity.
+        self._handler = self._note  # Keep one object, since Prefect compares by identity.
         self._seen: set[int] = set()  # Signals that came since the last delivery.
         self._noted_s: dict[int, float] = {}
         self._spot_notices = spot_notices
         self._watch: Watch | None = None
 
     def install(self) -> None:
-        """Install our handlers, in the main thread."""
+        """Install our signal handlers, in the main thread."""
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
         signals = [signal.SIGTERM]

@@ -31,7 +31,7 @@ _heard: set[str] = set()  # If a handler of SIGTERM lets training continue, do n
 
 
 class Notice(NamedTuple):
-    """What a cloud has announced; `ends`: it takes this host away."""
+    """A notice of a cloud; `ends`: the cloud takes this host away."""
 
     text: str
     ends: bool = True
@@ -90,7 +90,7 @@ def _watch(name: str, stop: threading.Event) -> None:
 
 
 class _Aws:
-    """docs.aws.amazon.com: Spot Instance interruption notices; EC2 instance rebalance recommendations; IMDSv2."""
+    """Notices of AWS: Spot interruptions and rebalance recommendations, by IMDSv2 (docs.aws.amazon.com)."""
 
     every_s = 5.0
 
@@ -124,7 +124,7 @@ class _Aws:
 
 
 class _Google:
-    """cloud.google.com: the metadata value `preempted` of Spot VMs; wait_for_change and last_etag."""
+    """Notices of Google Cloud: `preempted` in a Spot VM's metadata (cloud.google.com: wait_for_change, last_etag)."""
 
     every_s = 1.0
 
@@ -146,7 +146,7 @@ class _Google:
 
 
 class _Azure:
-    """learn.microsoft.com: Scheduled Events for Linux VMs, of type Preempt; the instance's name is in its metadata.
+    """Notices of Azure: Scheduled Events of type Preempt, by the instance's name (learn.microsoft.com).
 
     An event is not acknowledged (StartRequests): Azure would then evict the host at once, for other programs too.
     """
@@ -184,7 +184,7 @@ def _ask(
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Read a JSON object; raises ValueError or TypeError for any other text."""
+    """Read a JSON object; raise ValueError or TypeError for any other text."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise TypeError(f"not a JSON object: {text!r:.80}")

@@ -117,7 +117,7 @@ class Epochs(Iterator[int]):
         return self._steps.number
 
     def log(self, **metrics: Any) -> None:
-        """Give metrics of the current step: numbers, or tensors of one element."""
+        """Record metrics of the current step: numbers, or tensors of one element."""
         self._metrics.update(metrics)
 
     def save(self) -> None:
@@ -154,7 +154,7 @@ class Epochs(Iterator[int]):
             hold_within(self.ckpt, loop.f_code)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches of an epoch. Raises ConfigError outside of the loop over the epochs."""
+        """Yield the batches of an epoch. Raises ConfigError outside the loop over the epochs."""
         if self._numbers is None:
             raise ConfigError(
                 "the epochs have not begun", hint="Write `for epoch in epochs:` around the loader's loop."

@@ -56,7 +56,7 @@ class LeftOut:
         self.at(step, state)
 
     def at(self, step: int, state: Mapping[str, Any]) -> None:
-        """Skip the batches if the next step would take the first of them; call it before the step is saved."""
+        """Skip the batches if the next step would use the first of them; call this before the step is saved."""
         if self._skip is None or step < self._skip[0] - 1:
             return
         first, last = self._skip
@@ -124,7 +124,7 @@ class Spikes:
 
 
 def can_leave_out(state: Mapping[str, Any]) -> bool:
-    """Return True if an object of the state can skip batches: it has `skip_batches(count)`."""
+    """Return True if an object of the state can skip batches, by a method `skip_batches(count)`."""
     return any(callable(getattr(value, "skip_batches", None)) for value in objects_of(state))
 
 
@@ -145,7 +145,7 @@ def checked_skip(skip: tuple[int, int] | None, step: int) -> tuple[int, int] | N
 
 
 def parse_skip(text: str | None, step: int) -> tuple[int, int] | None:
-    """Read "401-410" (the steps that would take the batches) or "10" (how many after `step`) as (first, last).
+    """Read "401-410" (the steps that would use the batches) or "10" (how many after `step`) as (first, last).
 
     Raises ConfigError for any other text.
     """

@@ -96,7 +96,7 @@ complete -o default -F _ckpt_completion ckpt"""
 
 
 def _print_script(context: typer.Context, shell: str | None) -> None:
-    """Print the completion script of a shell, to be run when the shell starts."""
+    """Print the completion script that a shell runs when it starts."""
     if shell is None or context.resilient_parsing:
         return
     if shell not in _SHELLS:
@@ -166,7 +166,7 @@ app = typer.Typer(
     epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
     rich_markup_mode=None,  # Plain help takes half the time.
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # A plain traceback can be searched and sent.
+    pretty_exceptions_enable=False,  # A plain traceback can be searched and copied.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for heading, verbs in _VERBS.items():
@@ -209,7 +209,7 @@ def _options(
 
 
 def main(*verb: str) -> None:
-    """Run the command line, or one verb of it, and exit with its status."""
+    """Run the command line, and exit with the status of its verb."""
     fill_standard_descriptors()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # The process was started without this stream.

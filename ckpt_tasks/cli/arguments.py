@@ -27,17 +27,17 @@ _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 
 def argument(metavar: str, about: str, complete: Callable[[str], list[str]] | None = None) -> Any:
-    """Declare an argument."""
+    """Declare an argument of a verb."""
     return typer.Argument(metavar=metavar, help=about, show_default=False, autocompletion=complete)
 
 
 def option(flags: str, metavar: str | None, about: str, **more: Any) -> Any:
-    """Declare an option; without a metavar it is a flag."""
+    """Declare an option of a verb; without a metavar it is a flag."""
     return typer.Option(*flags.split(), metavar=metavar, help=about, **more)
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the directories that begin with a text; [] if no run is among them."""
+    """Return the directories that begin with a text; [] if none of them is a run."""
     if "://" in incomplete or incomplete.startswith("~"):
         return []
     begun = incomplete.rpartition("/")[2]
@@ -95,7 +95,7 @@ class Target(NamedTuple):
     which: int | str | None
 
     def open(self) -> Run:
-        """Open the run; raise CheckpointNotFoundError if there is none."""
+        """Open the run of the target; raise CheckpointNotFoundError if there is none."""
         from ckpt_tasks.reading.reading import open_run
 
         return open_run(self.checkpoint_dir)
@@ -123,11 +123,11 @@ def written(value: Any) -> str:
 
 
 def params_line(params: Mapping[str, Any]) -> str:
-    """Write parameters in one line."""
+    """Write a program's parameters in one line."""
     return ", ".join(f"{name}={written(value)}" for name, value in params.items())
 
 
 def lineage_facts(state: State) -> dict[str, Any]:
-    """Return a run's parameters and the run from which it was forked (None: it was not), as --json prints them."""
+    """Return a run's parameters, and the run from which it was forked (None: no fork), as --json prints them."""
     origin, params = state.origin, state.params
     return {"origin": None if origin is None else vars(origin), "params": None if params is None else dict(params)}

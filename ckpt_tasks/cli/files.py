@@ -145,7 +145,7 @@ def _size_bytes(text: str) -> int:
 
 
 def _why_gone(run: Run, checkpoint: Checkpoint, error: ObjectNotFoundError) -> CkptError:
-    """Return the error for a missing object: pruned during the read, or damaged."""
+    """Return the error for a missing object: its checkpoint was pruned during the read, or is damaged."""
     if any(live.manifest_digest == checkpoint.manifest_digest for live in run.checkpoints()):
         return error
     return CheckpointNotFoundError(

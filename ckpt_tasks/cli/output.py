@@ -58,7 +58,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
 
 
 def _head(place: Path) -> bytes | None:
-    """Return the first bytes of a regular file, b"" if nothing is there, None if it is not a regular file."""
+    """Return the first bytes of a regular file, b"" for a free name, None for anything else."""
     try:
         status = place.lstat()
     except FileNotFoundError:
@@ -87,7 +87,7 @@ class Output:
         self.failed |= failed
 
     def answer(self, facts: Mapping[str, Any], parts: Iterable[Any] = ()) -> None:
-        """Print the facts as one JSON object with --json, else the parts, as `print` does."""
+        """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
         if self.as_json:
             with _writing():
                 typer.echo(json.dumps(finite(facts), indent=2))
@@ -115,7 +115,7 @@ class Output:
 
 
 def rendered(part: Any) -> RenderableType:
-    """Make a text of pieces, each a text or a text with its style, without foreign control characters."""
+    """Make a text of pieces (texts, or texts with a style), without foreign control characters."""
     from rich.text import Text
 
     if isinstance(part, str | tuple):
@@ -128,7 +128,7 @@ def rendered(part: Any) -> RenderableType:
 
 
 def title(run: Run, which: str = "") -> list[Any]:
-    """Return the pieces of the title line: run key and URL."""
+    """Return the pieces of a title line: the run's key and its URL."""
     return [(f"{run.run_key or 'run of unknown key'}{which}", "bold"), "  ", (run.history.store.url, "dim")]
 
 
@@ -236,7 +236,7 @@ def column(heading: str, value: str | Callable[[Any], Any], words: Callable[[Any
 
 
 def row_facts(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the rows as --json prints them."""
+    """Return the rows in the form that --json prints."""
     return [{one.key: one.value(row) for one in columns if one.key is not None} for row in rows]
 
 
@@ -256,7 +256,7 @@ def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable
 
 
 def grid(lines: Iterable[tuple[str, ...]]) -> Table:
-    """Make a table of names and values without headings; a third item of a line is its style."""
+    """Make a table of names and values without headings; a line's third item is its style."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 3))

@@ -77,7 +77,7 @@ def default_key(program: str) -> str:
 
 
 def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
-    """Return the program's parameters from --param, --params and --seed; raise ConfigError if one is given twice."""
+    """Return the program's parameters from --param, --params and --seed; raise ConfigError for a repeated one."""
     params = json_object("--params", text)
     given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
     for name, value in given:
@@ -109,7 +109,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 @contextmanager
 def importing_prefect() -> Iterator[None]:
-    """Import in this block what needs Prefect; raise ConfigError if Prefect cannot read its settings."""
+    """Import Prefect and code that needs it in this block; raise ConfigError if Prefect cannot read its settings."""
     try:
         yield
     # The file is foreign or not TOML, there is no home directory, or a value is invalid.
@@ -156,7 +156,7 @@ def _option(setting: Field[Any], kind: Any, text: str) -> Any:
         else setting.default
     )
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
-    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays, "A metric" does not.
+    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays as it is, "A metric" does not.
     shown = f"{begin}{first[1:]} [default: {default}]"
     flag = "--" + setting.name.replace("_", "-")
     return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)

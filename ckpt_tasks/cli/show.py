@@ -176,7 +176,7 @@ def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Itera
 
 
 def _summary(place: str, objects: list[Mapping[str, Any]]) -> Any:
-    """Return a row for the objects of each group; reused objects of older checkpoints have rows of their own."""
+    """Return one row for the objects of each group, and one for those that it reuses of older checkpoints."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for record in objects:
         file = record["name"].rpartition("/")[2]

@@ -160,7 +160,7 @@ def train(
 
 
 def _place() -> Place | None:
-    """Return where a launcher has put this process among others."""
+    """Return the place that a launcher gave to this process; None without a launcher."""
     from ckpt_tasks.gang.launched import Place
 
     return Place.find()

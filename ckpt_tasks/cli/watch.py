@@ -96,7 +96,7 @@ class _Course:
         self._owner_known = False
 
     def first(self) -> dict[str, Any]:
-        """Return the event with which a watch begins: the run, its newest step and that step's metrics."""
+        """Return the first event of a watch: the run, its newest step and that step's metrics."""
         newest = self._newest()
         return {
             "event": "watching",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One difference between two states.
+    """One difference between the states of two checkpoints.
 
     `place` is the path in the state; `what` is the kind of difference: "values" of a tensor, its "dtype", "shape",
     "layout", "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a
@@ -138,7 +138,7 @@ class _Walk:
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
 
     def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-        """Compare trees rank by rank, or the one tree that all ranks share."""
+        """Compare trees rank by rank, or one tree that all ranks share."""
         for rank in range(max(len(a), len(b))):
             place = f"{name}/{rank:05d}" if len(a) > 1 or len(b) > 1 else name
             if rank >= len(a):

@@ -1,4 +1,4 @@
-"""Export a checkpoint: one safetensors file of its own, or shards with an index as Hugging Face lays them out.
+"""Export a checkpoint to one safetensors file, or to shards with an index in the layout of Hugging Face.
 
 Invariants
 
@@ -84,12 +84,12 @@ class ExportReport:
 
     @property
     def tensors(self) -> int:
-        """The number of stored tensors."""
+        """The number of exported tensors."""
         return sum(file.tensors for file in self.files)
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files."""
+        """The size of all exported files."""
         return sum(file.size_bytes for file in self.files)
 
 
@@ -116,7 +116,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """What `write_export` will do, and the report that it will return; `index` is None for one file."""
+    """What `write_export` will do, and the report that it will return; `index` is None for a single file."""
 
     out: Path
     overwrite: bool
@@ -129,13 +129,13 @@ class ExportPlan:
 
     @property
     def read_bytes(self) -> int:
-        """The number of bytes that the whole export reads: what the sizes given to `on_progress` add up to."""
+        """How many bytes the whole export reads: the sum of the sizes given to `on_progress`."""
         return sum(row.end - row.begin for shard in self.shards for row in shard.rows)
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The tensors to export with their regions by full key, names tied to them, and entries that are not tensors."""
+    """The tensors to export, with their regions by full key, names tied to them, and entries that are no tensors."""
 
     specs: dict[str, TensorSpec]
     rows: Mapping[str, Sequence[IndexRow]]
@@ -171,7 +171,7 @@ def export_checkpoint(
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ExportReport:
-    """Write the tensors of `groups` (without any: of all modules) as files that every safetensors reader opens.
+    """Write the tensors of `groups` (by default of all modules) to files that every safetensors reader can open.
 
     `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
     their index. `on_progress` gets the size in bytes of every read. Raises ConfigError for impossible arguments,
@@ -240,7 +240,7 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
 
 
 def _copy(store: Store, on_progress: OnProgress, shard: Shard, fd: int) -> None:
-    """Write one file; every region is verified between its read and its write."""
+    """Write one file; verify every region between its read and its write."""
     for at, piece in shard.pieces:
         write_at(fd, piece, at)
     for run, data in verified_runs(store, shard.places):
@@ -280,7 +280,7 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
 
 
 def choose_groups(opened: Opened, groups: Iterable[str] | None, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the named groups, or without names those of these kinds; raise ConfigError if there are none."""
+    """Return the named groups, or, if none is named, those of these kinds; raise ConfigError if there are none."""
     wanted = tuple(dict.fromkeys(groups or ()))
     unknown = [group for group in wanted if group not in opened.groups]
     if unknown:

@@ -146,7 +146,7 @@ def run_fork(
         renewed_lease(source, plan.source, _HOLDER) as renew,
         Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer,
     ):
-        for record in plan.opened.manifest.objects:  # Check before anything is written.
+        for record in plan.opened.manifest.objects:  # Check these before anything is written.
             check_header(source.history.store, record)
         for record in plan.records:  # Copy the index first: from then on no process can begin a run here.
             renew()

@@ -124,7 +124,7 @@ def _last_copy(source: History, target: History, there: Head) -> _Mark:
     """Find the event of the last finished copy from this source, and what the target has given up since."""
     have = _by_identity(there.state).keys()
     had: set[str] = set()
-    retired: dict[int, set[str]] = {}  # Folded names, by the owner's epoch.
+    retired: dict[int, set[str]] = {}  # Folded names of objects, by the owner's epoch.
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in newest_first(target):

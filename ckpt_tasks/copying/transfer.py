@@ -32,7 +32,7 @@ OnProgress = Callable[[int], None]  # It gets the size in bytes of every read.
 
 
 class Moved(NamedTuple):
-    """How many bytes were linked, copied by the store, sent by this process, or already at the target."""
+    """How many bytes were linked, copied by the store, sent by this process, or found at the target."""
 
     linked_bytes: int = 0
     copied_bytes: int = 0
@@ -177,7 +177,7 @@ class Transfer:
         data = self._room(size_bytes)
         self._read(store, record.name, data)
         faults = changes(record, rows, data)
-        if faults:  # The bytes may have changed on the way.
+        if faults:  # The bytes may have changed in transit.
             self._read(store, record.name, data)
             faults = changes(record, rows, data)
         if faults:

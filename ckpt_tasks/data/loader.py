@@ -147,13 +147,13 @@ class ResumableLoader(Started):
 
     @property
     def epoch(self) -> int:
-        """Completed epochs: those whose batches have all been handed out."""
+        """The number of completed epochs, of which all batches have been yielded."""
         self._asked = True
         return self.sampler.epoch
 
     @checked
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left of `count`, for a loop over the batches of each.
+        """Yield the numbers of the epochs that remain of `count`, for a loop over the batches of each.
 
         The code after that inner loop ends the epoch. After a restore at the last batch of an epoch, this epoch is
         yielded once more, without batches, so that this code runs.
@@ -211,7 +211,7 @@ class ResumableLoader(Started):
         return self._hand_out(self.sampler.iterate(self._loader))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches handed out."""
+        """Return the position after the yielded batches."""
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
         state = {**self.sampler.state_dict(), "started": started}
@@ -340,7 +340,7 @@ def _is_stream(dataset: Any) -> bool:
 def _stream_loader(batches: StreamBatches, **options: Any) -> DataLoader[Any]:
     if not options.get("in_order", True):
         raise ConfigError("workers that overtake each other have no order to resume", key="in_order")
-    generator = torch.Generator()  # The loader would draw from torch's stream.
+    generator = torch.Generator()  # Otherwise the loader would draw from torch's stream.
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
 
 

@@ -28,7 +28,7 @@ from ckpt_tasks.errors import ConfigError, StateMismatchError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ORDER_VERSION = 1  # Raise the order's version with any change to Permutation, so that a resume notices.
+ORDER_VERSION = 1  # Raise this with any change to Permutation, so that a resume notices.
 _ROUNDS = 12
 _MAX_SIZE = 2**62
 _MOST_EPOCHS = 2**63
@@ -108,7 +108,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """Completed epochs; also the number of the next batch's epoch."""
+        """The number of completed epochs, which is also the number of the next batch's epoch."""
         return self._epoch
 
     @property
@@ -118,7 +118,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def batch(self) -> int:
-        """The number of the next batch, from the epoch's first one on."""
+        """The number of the next batch within its epoch."""
         return -(-self._samples // (self.batch_size * self.world_size))
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class ResumableSampler(Sampler[list[int]]):
         return self._follow(loader)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches to the end of the epoch, as `follow` does, without moving the position."""
+        """Yield the loader's batches to the end of the epoch, like `follow`, but without moving the position."""
         self._stands = False  # The caller moves the position with each batch that it yields.
         generator = torch.Generator()
         generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
@@ -170,7 +170,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._epoch, self._samples = self._epoch + 1, 0
 
     def name_epochs(self) -> None:
-        """Yield ids that carry their epoch from now on."""
+        """From now on, yield ids that carry their epoch."""
         self._ids_with_epoch = True
 
     def advance(self) -> None:
@@ -255,7 +255,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._epoch, self._samples = self._epoch + 1, 0
 
     def _taken(self, left: int) -> int:
-        """Return how many samples the next batch of all ranks together takes if `left` are left; 0 ends the epoch."""
+        """Return how many samples the next batch takes over all ranks if `left` are left; 0 ends the epoch."""
         global_batch = self.batch_size * self.world_size
         if left <= global_batch:
             return left if left == global_batch or not self.drop_last else 0

@@ -53,7 +53,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         return new
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; pass it on to the stream."""
+        """Choose the shuffled order of an epoch; pass the epoch on to the stream."""
         self._epoch = epoch
         if callable(tell := getattr(self.stream, "set_epoch", None)):
             tell(epoch)

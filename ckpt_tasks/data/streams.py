@@ -53,7 +53,7 @@ class StreamPosition:
 
     @property
     def epoch(self) -> int:
-        """Completed epochs; also the number of the next batch's epoch."""
+        """The number of completed epochs, which is also the number of the next batch's epoch."""
         return self._epoch
 
     @property
@@ -68,7 +68,7 @@ class StreamPosition:
 
     @property
     def epoch_batches(self) -> int:
-        """A stream has no length: TypeError."""
+        """Raise TypeError: a stream has no length."""
         raise TypeError("a ResumableLoader over a stream has no length")
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class StreamPosition:
         self._skip += count
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the place of each worker."""
+        """Return the position of the stream: the place of each worker."""
         return {
             "epoch": self._epoch,
             "samples": self._samples,
@@ -208,7 +208,7 @@ class StreamBatches(IterableDataset[Any]):
         self.start: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> None:
-        """Set the epoch that the next iterators read."""
+        """Set the epoch that the next iterators will read."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[_Item]:
@@ -231,7 +231,7 @@ class StreamBatches(IterableDataset[Any]):
         return [] if self._drop_last and len(batch) < (size or 1) else batch
 
     def collated(self, samples: list[Any]) -> Any:
-        """Return the batch of some samples."""
+        """Collate samples into a batch."""
         return self._collate(samples) if self.batch_size else samples[0]
 
 

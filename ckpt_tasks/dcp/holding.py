@@ -78,7 +78,7 @@ class HeldRun:
 
     @property
     def url(self) -> str:
-        """The run's URL."""
+        """The URL of the run."""
         return self._history.store.url
 
     def configure(self, config: CheckpointConfig) -> None:

@@ -1,4 +1,4 @@
-"""A StorageReader of DCP over a run, whoever wrote it: `dcp.load(state, storage_reader=CkptReader("runs/x"))`.
+"""A StorageReader of DCP for any run: `dcp.load(state, storage_reader=CkptReader("runs/x"))`.
 
 Invariants
 
@@ -61,7 +61,7 @@ class _Open(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The verified data for one plan: its items, the values, and the source of the tensors with a key for each item."""
+    """Verified data for one plan: its items, their values, and the source of tensors with a key for each item."""
 
     items: Sequence[ReadItem]
     values: Mapping[str, Any]
@@ -102,7 +102,7 @@ class CkptReader(StorageReader):
         return step_of(checkpoint_id) is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, perhaps of the step at the end of `checkpoint_id`."""
+        """Begin another load, of the step at the end of `checkpoint_id` if it has one."""
         self._open = self._read = None
         if checkpoint_id is not None and self._given is None:
             self._step = step_of(checkpoint_id)

@@ -98,7 +98,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         return step_of(checkpoint_id) is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, perhaps of the step at the end of `checkpoint_id`."""
+        """Begin another save, of the step at the end of `checkpoint_id` if it has one."""
         self._saving = self._naming = None
         if checkpoint_id is not None and self._given is None:
             self._step = step_of(checkpoint_id)
@@ -115,7 +115,7 @@ class CkptWriter(StorageWriter, AsyncStager):
             raise ConfigError("ranks that save alone have no common checkpoint", hint="Leave use_collectives=True.")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
+        """Return DCP's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -179,7 +179,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the parts of all ranks."""
+        """Commit the parts of all ranks as a checkpoint."""
         saving, naming = self._saving, self._naming
         assert saving is not None
         assert naming is not None

@@ -151,7 +151,7 @@ def apply(automations: Sequence[AutomationCore]) -> list[Outcome]:
 
 
 def read_automations(client: SyncPrefectClient) -> list[Automation]:
-    """Read all automations of the server, page by page."""
+    """Read all automations of Prefect's server, page by page."""
     automations: list[Automation] = []
     while page := client.read_automations(limit=_PAGE, offset=len(automations)):
         automations += page

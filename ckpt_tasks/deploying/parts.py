@@ -37,7 +37,7 @@ class SiteProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether the process still runs."""
+        """Whether this process still runs."""
         return self.start != "" and self.boot == boot_id() and process_start(self.pid) == self.start
 
     def send(self, number: int) -> None:

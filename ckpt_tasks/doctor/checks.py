@@ -104,12 +104,12 @@ class PrefectFacts:
 
     @property
     def answered(self) -> bool:
-        """True if a server is configured and answers."""
+        """True if a Prefect server is configured and answers."""
         return self.url is not None and self.failure is None
 
     @property
     def jobs(self) -> Sequence[JobFacts]:
-        """The jobs of the pool."""
+        """How the flow runs of the pool start."""
         return () if self.pool is None else self.pool.jobs
 
 

@@ -50,7 +50,7 @@ def check_place(directory: str | None) -> list[Check]:
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
-    """Check the run in the store, or probe the store if it holds no run; also return the run."""
+    """Check the run in the store, or probe the store if it has no run; also return the run."""
     try:
         data = patient.get(FORMAT_NAME, 1 << 20)
     except ObjectNotFoundError:

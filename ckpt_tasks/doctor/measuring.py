@@ -83,7 +83,7 @@ class _Trial:
         return name.startswith(f"{self.place}/")
 
     def run(self) -> Findings:
-        """Run all tests and tidy up."""
+        """Run all tests of the store, then delete what they wrote."""
         made = _missing(self.store.root) if isinstance(self.store, LocalStore) else []
         up = down = None
         disk = None
@@ -338,7 +338,7 @@ def _missing(directory: Path) -> list[Path]:
 
 
 def _fsyncs(path: Path) -> Latency:
-    """Time the fsync of a few new bytes."""
+    """Measure the time of an fsync of a few new bytes."""
     samples_s = []
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:

@@ -175,7 +175,7 @@ def _trust() -> ssl.SSLContext | bool:
 
 
 def _answer(question: Callable[[], _T]) -> _T | None:
-    """Return the server's answer to `question`; None if it does not answer as expected. Raises ConfigError."""
+    """Return the server's answer to `question`; None for an unexpected answer. Raises ConfigError."""
     try:
         return question()
     except ConfigError:

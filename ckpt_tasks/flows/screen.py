@@ -1,4 +1,4 @@
-"""The screen of a flow in a terminal: one live line while it works, and tables at the end."""
+"""What a flow shows in a terminal: one live line while it works, and tables at the end."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def is_group(name: str) -> bool:
 
 
 def is_run_key(name: str) -> bool:
-    """Return True if a name can be a run's key: one flat part, which can also be a directory's name."""
+    """Return True if a name can be a run's key: one flat part, which can also name a directory."""
     return _PART.fullmatch(name) is not None
 
 
@@ -208,7 +208,7 @@ def fold(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def repeated(sets: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return the names that are in more than one of these sets, folded. The sets may hold folded and plain names."""
+    """Return, folded, the names in more than one of these sets, which may have folded and plain names."""
     runs: dict[_Key | str, list[list[_Run]]] = {}
     for names in sets:
         for key, ranks in _by_key(names).items():
@@ -243,7 +243,7 @@ def is_folded(name: str) -> bool:
 
 
 def folded_count(names: Iterable[str]) -> int:
-    """Count the single names behind folded ones; plain names do not count."""
+    """Count the single names for which folded names stand; plain names do not count."""
     return sum(_count(_parsed(name)[1]) for name in names if "[" in name)
 
 

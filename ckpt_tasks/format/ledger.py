@@ -50,15 +50,15 @@ _MAX_DEPTH = 100  # The depth of the JSON; only the notes of users can nest deep
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that is true of a run once a ledger entry is committed.
+    """The whole state of a run after a committed ledger entry.
 
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
     folded names of objects that are given up but may not be deleted yet; `stalled_attempts` counts how often the flow
     run `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of
     a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: an entry could not be
-    read when the owner of this epoch came; that entry may name objects of attempts up to this epoch, so these are
-    never swept. `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory")
-    is what a flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last
+    read when the owner of this epoch came; that entry may name objects of attempts up to this epoch, so these are never
+    swept. `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory") is
+    what a flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last
     rollback. `drills` are the last good restore drill, and the last one if it was not good.
     """
 
@@ -125,7 +125,7 @@ class State:
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
-        """Metrics of evaluations, by checkpoint identity; the later of two values of a metric counts."""
+        """The metrics of evaluations, by checkpoint identity; of two values of one metric the later counts."""
         metrics: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:
             metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
@@ -157,13 +157,13 @@ class State:
         return Names(self.retired)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
-        """Return the state without retired objects that are gone."""
+        """Return the state without the retired objects that are deleted."""
         if not deleted or not self.retired:
             return self
         return replace(self, retired=fold(name for name in unfold(self.retired) if name not in deleted))
 
     def retire(self, digests: frozenset[str], objects: tuple[str, ...], deleted: frozenset[str]) -> State:
-        """Return the state after checkpoints (`digests`) were removed, and their `objects` given up for deletion."""
+        """Return the state after removing checkpoints (`digests`) and giving up their `objects` for deletion."""
         state = self.without_deleted(deleted)
         return replace(
             state,
@@ -184,7 +184,7 @@ class State:
         return replace(self, leases=(*(x for x in self.leases if x.expires_at > now and x.id != lease.id), lease))
 
     def without_lease(self, lease_id: str) -> State:
-        """Return the state without a lease."""
+        """Return the state without one of its leases."""
         return replace(self, leases=tuple(x for x in self.leases if x.id != lease_id))
 
     def with_evaluation(self, evaluation: Evaluation) -> State:
@@ -192,7 +192,7 @@ class State:
         return replace(self, evaluations=(*self.evaluations, evaluation))
 
     def with_drill(self, drill: Drill) -> State:
-        """Return the state after a restore drill."""
+        """Return the state with the result of a restore drill."""
         good = [before for before in self.drills if before.fault is None]
         return replace(self, drills=(drill,) if drill.fault is None else (*good, drill))
 
@@ -238,7 +238,7 @@ class Entry:
         return data, digest
 
     def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
-        """Return a parsed entry with the checkpoints of its segments put before its own (the tail)."""
+        """Return a parsed entry to which the checkpoints of its segments are added, before its own (the tail)."""
         live = joined(segments, self.state.live)
         return replace(self, segments=segments, state=replace(self.state, live=live))
 

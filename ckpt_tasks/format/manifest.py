@@ -27,10 +27,10 @@ MAX_GROUPS = 4096
 
 
 class ObjectRecord(NamedTuple):
-    """One object of a checkpoint.
+    """The record of one object of a checkpoint.
 
-    `name` is relative to the run directory. `digest` (hex) covers the first `digested_bytes`: all of an index or
-    table, and the header of a safetensors file, whose data the index digests region by region.
+    `name` is relative to the run directory. `digest` (hex) covers the first `digested_bytes`: all of an index or table,
+    and the header of a safetensors file, whose data the index digests region by region.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ObjectRecord(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of one checkpoint.
+    """The contents of one checkpoint: its groups and objects.
 
     `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; a module's
     "buffers" are the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def buffers(self) -> frozenset[str]:
-        """The full keys of rank 0's tensors of which every other rank has its own."""
+        """The full keys of those tensors of rank 0 of which every other rank has its own."""
         return frozenset(f"{name}/{one}" for name, group in self.groups.items() for one in group.get("buffers", ()))
 
     def to_bytes(self) -> bytes:

@@ -26,7 +26,7 @@ _MARKS = b'"[]{},'
 _OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SHALLOW = 16
-_MAX_QUOTES = 1 << 23  # At most this many quotes may stand around strings with brackets or commas in them.
+_MAX_QUOTES = 1 << 23  # At most this many quotes around strings with brackets or commas in them.
 _DIGITS = 4300  # Python itself reads whole numbers of this many digits by default.
 
 
@@ -58,35 +58,35 @@ def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
 
 
 def text(value: Any) -> str:
-    """Return a text; raise ValueError for anything else."""
+    """Return a value that is a text; raise ValueError for anything else."""
     if type(value) is not str:
         raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
 def whole(value: Any, most: int = MAX_INT64) -> int:
-    """Return a whole number from 0 to `most`; raise ValueError for anything else."""
+    """Return a value that is a whole number from 0 to `most`; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value!r:.80} is not a whole number from 0 to {most}")
     return value
 
 
 def finite(value: Any, most: float = 1e300) -> float:
-    """Return a number from -`most` to `most`; raise ValueError for anything else."""
+    """Return a value that is a number from -`most` to `most`; raise ValueError for anything else."""
     if type(value) not in (int, float) or not -most <= value <= most:
         raise ValueError(f"{value!r:.80} is not a number")
     return float(value)
 
 
 def flag(value: Any) -> bool:
-    """Return a boolean; raise ValueError for anything else."""
+    """Return a value that is a boolean; raise ValueError for anything else."""
     if type(value) is not bool:
         raise ValueError(f"{value!r:.80} is neither true nor false")
     return value
 
 
 def optional(value: Any) -> str | None:
-    """Return a text or None; raise ValueError for anything else."""
+    """Return a value that is a text or None; raise ValueError for anything else."""
     return None if value is None else text(value)
 
 

@@ -214,13 +214,13 @@ def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_lease(item: Mapping[str, Any]) -> Lease:
-    """Read a lease."""
+    """Read a lease from JSON data."""
     texts = {name: text(item[name]) for name in ("id", "manifest_digest", "holder")}
     return Lease(**{**item, **texts, "expires_at": finite(item["expires_at"])})
 
 
 def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
-    """Read an evaluation."""
+    """Read an evaluation from JSON data."""
     texts = {name: text(item[name]) for name in ("manifest_digest", "suite", "table", "table_digest", "evaluated_at")}
     step = whole(item["step"], MAX_STEP)
     if not is_evaluation(texts["table"], step, texts["suite"]):
@@ -229,7 +229,7 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
 
 
 def read_drill(item: Mapping[str, Any]) -> Drill:
-    """Read a drill."""
+    """Read the result of a restore drill from JSON data."""
     return Drill(
         manifest_digest=text(item["manifest_digest"]),
         step=whole(item["step"], MAX_STEP),
@@ -274,7 +274,7 @@ def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
 
 
 def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Read the parameters of a program; None if they were not recorded."""
+    """Read the parameters of a program from JSON data; None if they were not recorded."""
     if item is not None and not isinstance(item, dict):
         raise ValueError(f"{item!r:.80} are no parameters")
     return item

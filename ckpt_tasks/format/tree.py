@@ -137,7 +137,7 @@ def like(model: Any, content: Any) -> Any:
 
 
 def tensor_refs(value: Any) -> list[TensorRef]:
-    """Return every TensorRef of a tree, in the tree's order."""
+    """Return every TensorRef in a tree, in the tree's order."""
     refs: list[TensorRef] = []
     waiting = [value]
     while waiting:

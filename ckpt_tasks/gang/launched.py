@@ -141,7 +141,7 @@ launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=N
 
 
 class _Leading(LocalSession):
-    """The session of rank 0: the other ranks do what it does."""
+    """The session of rank 0, whose orders the other ranks carry out, too."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
         super().__init__(ckpt, program, params)

@@ -122,7 +122,7 @@ class Failed(Message):
 
     @classmethod
     def of(cls, error: BaseException, step: int = 0) -> Failed:
-        """Describe an exception."""
+        """Make the message that describes an exception."""
         ours = isinstance(error, CkptError)
         said = sealed(error).decode() if ours else f"{type(error).__name__}: {error}"[:2000]
         trace = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]

@@ -52,7 +52,7 @@ STACKS = signal.SIGUSR1  # On this signal a rank writes the stacks of its thread
 _JOIN_S = 120.0
 _TELL_EVERY_S = 0.05
 _MOVED_EVERY_S = 1.0
-_SIOCGIFADDR = 0x8915  # The number of the ioctl on Linux.
+_SIOCGIFADDR = 0x8915  # The ioctl's number on Linux.
 _log = logging.getLogger("ckpt_tasks")
 
 

@@ -37,7 +37,7 @@ class ImportPlan:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all tensors."""
+        """The size of all tensors to import."""
         return sum(spec_of(key, tensor).size_bytes for key, tensor in self.tensors.items())
 
 

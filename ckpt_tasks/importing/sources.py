@@ -74,12 +74,12 @@ class Source:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files."""
+        """The names of the files of this source."""
         return tuple(file.name for file in self.opened)
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files."""
+        """The size of all files of this source."""
         return sum(file.size_bytes for file in self.opened)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Source:
 
     @property
     def about(self) -> Mapping[str, Any] | None:
-        """What an export of ours says about a torch.save file: step, kinds of groups, names of parameters."""
+        """What our own export recorded in a torch.save file: step, kinds of groups, names of parameters."""
         about = self.values.get(_OURS)
         is_ours = isinstance(about, Mapping) and all(isinstance(about.get(n), Mapping) for n in ("kinds", "parameters"))
         return about if is_ours else None
@@ -164,7 +164,7 @@ def _weights(directory: Path, names: Iterable[str]) -> str:
 
 
 def _shards(directory: Path, index_name: str) -> Source:
-    """Read the weights that an index names.
+    """Read the weights from the shards that an index names.
 
     Raises IntegrityError if the index is malformed, or a file or a tensor is not where the index says.
     """

@@ -184,7 +184,7 @@ def _group_name(key: str) -> str | None:
 
 
 def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
-    """Yield a value, or the objects in a container of objects, with the names that a state gives them."""
+    """Yield a value, or the objects in a container of objects, with the group names that a state gives them."""
     items: Any = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     )

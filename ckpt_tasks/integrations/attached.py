@@ -12,7 +12,7 @@ from ckpt_tasks.errors import ConfigError
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a log; tensors stay on their devices."""
+    """Return the numbers among logged values; tensors stay on their devices."""
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in metrics.items()
@@ -21,7 +21,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the state with the user's own objects; raises ConfigError if a name is taken."""
+    """Return a state with the user's own objects added; raises ConfigError if a name is taken."""
     taken = sorted(state.keys() & (extra or {}).keys())
     if taken:
         raise ConfigError(f"{', '.join(taken)} in `state` is saved already", hint="Give other names to your objects.")

@@ -32,7 +32,7 @@ from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 __all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]
-_OURS = "the run"  # Trainer resumes from this name; we override every method that would read there.
+_OURS = "the run"  # Trainer resumes from this name; we override all methods that would read from it.
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
@@ -181,7 +181,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
 
 
 class CkptTrainer(CkptMixin, Trainer):  # type: ignore[misc]  # Trainer ships no types
-    """Hugging Face's Trainer with a run.
+    """Hugging Face's Trainer whose steps are saved in a run.
 
     ::
 

@@ -170,7 +170,7 @@ class CkptCallback(keras.callbacks.Callback):
         self._begin_epoch()
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Save the last step."""
+        """Save the last step of `fit`."""
         assert self.ckpt is not None
         if self._step > self.ckpt.position:
             self.ckpt.save(self._step, self._state, metrics=self._logs, epoch=self._loader.sampler.epoch)

@@ -141,7 +141,7 @@ class CkptCallback(Callback):
             self._lightning.after_first_batch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step."""
+        """Save the last step of `fit`."""
         assert self.ckpt is not None
         self._lightning.loaders = None
         if trainer.global_step > self.ckpt.position:
@@ -174,5 +174,5 @@ class CkptCallback(Callback):
 
 
 def _callbacks(trainer: Any) -> list[Callback]:
-    """Return the callbacks; mypy does not see where Lightning sets them."""
+    """Return the trainer's callbacks; mypy does not see where Lightning sets them."""
     return list(trainer.callbacks)

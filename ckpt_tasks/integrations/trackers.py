@@ -46,7 +46,7 @@ class Tracker:
         self._remember(steps[-1].step)
 
     def restored(self, ckpt: Checkpointer, report: RestoreReport) -> None:
-        """Bring the tracker to the restored step: add missing steps, mark abandoned ones."""
+        """Update the tracker to the restored step: add missing steps, mark abandoned ones."""
         known = self.known_step
         if known > report.step:
             self.left(report.step + 1, known)
@@ -68,11 +68,11 @@ class Tracker:
         return [(first, last) for first, last in self._marked().get("left", [])]
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
-        """Write the metrics of steps."""
+        """Write the metrics of committed steps to the tracker."""
         raise NotImplementedError
 
     def left(self, first: int, last: int) -> None:
-        """Mark these steps as abandoned."""
+        """Mark these steps as abandoned in the tracker."""
         raise NotImplementedError
 
     def _marked(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class WandB(Tracker):
         self._line = len(self.left_behind)
 
     def write(self, steps: Sequence[StepMetrics]) -> None:
-        """Log each step."""
+        """Log the metrics of each step."""
         for step, at_s, metrics in steps:
             self.run.log({**metrics, "step": step, "line": self._line, "at_s": at_s})
 

@@ -160,7 +160,7 @@ class _Batch:
         self._body = body
 
     def columns(self, schema: pa.Schema, words: dict[int, pa.Array]) -> pa.RecordBatch:
-        """Return the batch; `words` are the dictionaries, numbered in the order of the columns that use them."""
+        """Return the columns of the batch; `words` are the dictionaries, in the order of the columns that use them."""
         arrays, numbers = [], iter(range(len(schema)))
         for field in schema:
             if pa.types.is_dictionary(field.type):
@@ -174,7 +174,7 @@ class _Batch:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def array(self, kind: pa.DataType) -> pa.Array:
-        """Return the only column."""
+        """Return the only column of the batch."""
         array = self._take(kind)
         self._end()
         return array
@@ -211,7 +211,7 @@ class _Batch:
 
 
 class _Table:
-    """A table of a flatbuffer, at offset `at` of `data`."""
+    """A table of a flatbuffer, which begins at offset `at` of `data`."""
 
     def __init__(self, data: bytes | memoryview, at: int):
         self._data = data
@@ -220,7 +220,7 @@ class _Table:
 
     @classmethod
     def root(cls, data: bytes | memoryview) -> _Table:
-        """Return the root table of a flatbuffer."""
+        """Return a flatbuffer's root table."""
         return cls(data, _read(data, "<I", 0))
 
     def has(self, field: int) -> bool:
@@ -228,7 +228,7 @@ class _Table:
         return self._place(field) is not None
 
     def number(self, field: int, form: str) -> int:
-        """Return a number field, 0 if it is absent."""
+        """Return the number in a field, 0 if the field is absent."""
         place = self._place(field)
         return 0 if place is None else _read(self._data, form, place)
 
@@ -237,7 +237,7 @@ class _Table:
         return _Table(self._data, self._follow(field))
 
     def pairs(self, field: int) -> Iterator[tuple[int, int]]:
-        """Yield the (int64, int64) pairs of a list field; nothing if it is absent."""
+        """Yield the (int64, int64) pairs of a list field; none if it is absent."""
         if not self.has(field):
             return
         at = self._follow(field)

@@ -188,7 +188,7 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
         entries = parse_json(bytes(prefix[8 : 8 + length]), encoding="utf-8")
         metadata = entries.pop("__metadata__", None)
         for value in {} if metadata is None else metadata.values():
-            text(value)  # Refuse what safetensors refuses.
+            text(value)  # Refuse a name that safetensors refuses.
         header = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
     except (struct.error, *MALFORMED) as error:
         raise IntegrityError(f"the safetensors header is malformed: {error!r:.200}") from error

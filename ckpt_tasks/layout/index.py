@@ -67,7 +67,7 @@ class IndexRow(NamedTuple):
         return f"{self.group}/{self.key}"
 
 
-# The constructors of these classes, without a Python frame for each of 10⁵ rows.
+# Constructors of Box and IndexRow without a Python frame for each of 10⁵ rows.
 _BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
 _ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
 
@@ -130,7 +130,7 @@ class Index:
     @classmethod
     @gc_paused()
     def of(cls, rows: Iterable[IndexRow]) -> Index:
-        """Make an index from rows."""
+        """Make an index from rows of regions."""
         columns: list[Sequence[object]] = [*zip(*rows, strict=True)] or [()] * 9
         boxes: list[Sequence[object]] = [*zip(*columns.pop(4), strict=True)] or [(), ()]
         return cls.of_columns(*columns[:4], *boxes, *columns[4:])
@@ -143,12 +143,12 @@ class Index:
 
     @classmethod
     def joined(cls, parts: Iterable[Index]) -> Index:
-        """Concatenate the indexes of parts."""
+        """Concatenate the indexes of several parts of a checkpoint."""
         tables = [part.table for part in parts]
         return cls(pa.concat_tables(tables or [_SCHEMA.empty_table()]).unify_dictionaries().combine_chunks())
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows, one for each region."""
         return int(self.table.num_rows)
 
     @cached_property
@@ -175,14 +175,14 @@ class Index:
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor by full key; valid if there are no `coverage_faults`."""
+        """The dtype and shape of every tensor by full key; valid if there are no `coverage_faults`."""
         with gc_paused():
             firsts = self._take(self._tensor_numbers[1])
             of = firsts._columns
             return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
 
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
-        """Return the rows with `name` as their object, and with new digests."""
+        """Return the rows with `name` as their object's name, and with new digests."""
         field = _SCHEMA.field("object")
         codes = array(np.zeros(len(self), np.int32), pa.int32())
         of_object = pa.DictionaryArray.from_arrays(codes, array([name] if digests else [], pa.string()))
@@ -238,7 +238,7 @@ class Index:
         return rank[numbers], firsts[order]
 
     def check(self, name: str) -> None:
-        """Raise IntegrityError if a row makes no sense; `name` is that of the index."""
+        """Raise IntegrityError if a row has impossible values; `name` is that of the index."""
         of = self._columns
         bad = [n for n in of.object.used if not is_shard(n)]
         bad += [g for g in of.group.used if not is_group(g)]
@@ -306,7 +306,7 @@ class Index:
         return faults
 
     def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
-        """List every object whose regions do not fill it one after the other; `objects`: name → data begin and end.
+        """List every object whose regions do not fill it without gaps; `objects`: name → data begin and end.
 
         Filled objects have exactly one digest for every byte, and a tensor takes no more memory than its object has
         bytes.

@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
 

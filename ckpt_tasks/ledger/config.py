@@ -23,7 +23,7 @@ BestMode = Literal["min", "max"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Say where a run's checkpoints live, when to save and what to keep.
+    """Where a run's checkpoints are, when to save and which to keep.
 
     The text below each option is its row in docs/OPTIONS.md: `python -m tools.pages.options` writes the table there.
 

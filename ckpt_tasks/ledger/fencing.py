@@ -1,4 +1,4 @@
-"""Whether this process still owns a run directory."""
+"""Check that this process still owns a run directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ckpt_tasks.format.records import Owner
 
 
 def check_owner(current: Owner | None, mine: Owner) -> None:
-    """Raise FencedError if the directory has another owner, or no owner any more."""
+    """Raise FencedError if the directory has another owner, or none any more."""
     if current is None:
         raise FencedError(
             "the run directory has no owner any more: it was moved, emptied or damaged",

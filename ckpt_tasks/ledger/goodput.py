@@ -49,7 +49,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """A stretch of wall time, and the share that it counts for: one of SHARES."""
+    """A stretch of wall time, and the share to which it belongs: one of SHARES."""
 
     kind: str
     begin_s: float
@@ -70,7 +70,7 @@ class Course:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds by share; together they are the wall time."""
+        """The seconds of each share; together they are the wall time."""
         sums = dict.fromkeys(SHARES, 0.0)
         for span in self.spans:
             sums[span.kind] += span.end_s - span.begin_s
@@ -231,7 +231,7 @@ def _final_line(commits: list[Moment]) -> frozenset[int]:
         while older and older[-1].n >= at.n:
             older.pop()
         if at.identity is not None and at.parent is None:
-            break  # Training began at this commit.
+            break  # Training began with this commit.
         parent = known.get(at.parent) if at.parent is not None else None
         if parent is None or parent.n >= at.n:
             parent = older[-1] if older else None

@@ -43,7 +43,7 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import read_good
 from ckpt_tasks.system import now_iso, system
 
-SYNCED = "synced"  # The event that a finished copy of a run leaves in the target's ledger.
+SYNCED = "synced"  # The event that a finished copy of a run writes into the target's ledger.
 
 _SAME_NUMBER_TRIES = 5
 _NEWEST = 16  # List this many names at first; if that is not enough, list all.
@@ -70,7 +70,7 @@ class Head:
 
     @property
     def state(self) -> State:
-        """The state after the newest good entry."""
+        """The state of the run after the newest good entry."""
         return self.entry.state if self.entry else State()
 
     @property
@@ -92,7 +92,7 @@ class History(RunFormat):
         self._whole = whole
         self._segments = Segments(store)
         self._known: Head | None = None  # The newest entry read by this process, if no newer one is damaged.
-        self._seen = False  # True if the last look found no damage: then `_known` is the newest entry.
+        self._seen = False  # True if the last read found no damage: then `_known` is the newest entry.
         self._looked_s = -math.inf
         self._warned: tuple[str, ...] = ()
 

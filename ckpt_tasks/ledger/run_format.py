@@ -74,7 +74,7 @@ class RunFormat:
         return key
 
     def _runs_below(self) -> str:
-        """Return a sentence that names some runs inside this directory; "" if there is none."""
+        """Return a sentence that names some runs inside this directory; "" if it has none."""
         with suppress(StoreError):
             names = self.store.names("", limit=_LOOKED_AT)
             runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})

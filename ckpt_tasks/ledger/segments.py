@@ -17,7 +17,7 @@ _AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few are sent on
 
 
 class Segments:
-    """Read and put the segments of one run directory."""
+    """Reads and puts the segments of one run directory."""
 
     def __init__(self, store: Store):
         self._store = store
@@ -35,7 +35,7 @@ class Segments:
         return tuple(known[segment.digest] for segment in segments)
 
     def put(self, segments: tuple[Segment, ...]) -> None:
-        """Put the new segments; raise StateError for one that readers would refuse."""
+        """Put new segments of a list of live checkpoints; raise StateError for one that readers would refuse."""
         for segment in segments:
             if segment.digest in self._known:
                 continue

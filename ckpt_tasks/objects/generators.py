@@ -35,7 +35,7 @@ def _tree(generator: Any, state: Any, path: str, tensors: TensorSet) -> dict[str
 
 
 class GeneratorPart:
-    """Restore one generator."""
+    """Restores one random generator."""
 
     guard: Guard | None = None
 

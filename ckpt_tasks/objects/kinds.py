@@ -1,4 +1,4 @@
-"""The kinds of groups as live objects: which objects are of a kind, how they are captured and restored.
+"""The kinds of groups as live objects: which objects are of a kind, and how they are captured and restored.
 
 format/kinds.py has the same kinds from the format's side. The process's random streams are a group without an object.
 """

@@ -79,7 +79,7 @@ def capture_module(
 
 
 class ModulePart:
-    """Restore one module; the names in `kept` keep their values."""
+    """Restores one module; the names in `kept` keep their values."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def takes_part(module: nn.Module) -> bool:
 
 def _is_torchs(hook: Any) -> bool:
     """Return True for a hook of torch.distributed: FSDP's hooks shard parameters and change no value."""
-    function = getattr(hook, "hook", hook)  # torch wraps hooks that take the module.
+    function = getattr(hook, "hook", hook)  # torch wraps a hook that gets the module as an argument.
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 

@@ -88,7 +88,7 @@ def capture_optimizer(
 
 
 class OptimizerPart:
-    """Restore one optimizer, in its own order of parameters; those in `kept` keep their current state."""
+    """Restores one optimizer, in its own order of parameters; those in `kept` keep their current state."""
 
     def __init__(
         self,

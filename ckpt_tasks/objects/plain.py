@@ -59,7 +59,7 @@ def belongs_to_another(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
-        return False  # It is a view: its base holds the memory.
+        return False  # A view: its base holds the memory.
     return _uses(value) > _uses(torch.empty(1))
 
 
@@ -121,7 +121,7 @@ _Place = tuple[Any, ...]  # The group's name, then keys and indices.
 
 
 class PlainPart:
-    """Restore one plain value of a state."""
+    """Restores one plain value of a state."""
 
     guard: Guard | None = None
 

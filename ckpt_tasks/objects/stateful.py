@@ -18,7 +18,7 @@ from ckpt_tasks.tensors.values import unpack
 
 
 class StatefulPart:
-    """Restore an object through its own load_state_dict."""
+    """Restores an object through its own load_state_dict."""
 
     def __init__(self, target: Any, name: str, tree: Any):
         self._target = target
@@ -42,7 +42,7 @@ class StatefulPart:
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Make the state with new tensors, on the devices of the current ones."""
+        """Make the saved state with new tensors, on the devices of the current ones."""
         self._value = unpack(self._tree, make, self._live)
 
     def write(self) -> None:

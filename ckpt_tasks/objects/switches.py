@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
-_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules.
+_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules that hold the choice.
 # Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for a choice.
 Modes = dict[str, Any]
 

@@ -42,7 +42,7 @@ def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: st
 
 
 class TablePart:
-    """Restore one table from the trees of the ranks that saved it.
+    """Restores one lookup table from the trees of the ranks that saved it.
 
     `home` is the identity of the checkpoint, if it is committed: then the next save goes on with its files.
     """
@@ -94,5 +94,5 @@ class TablePart:
         self._chain = Chain([TableFile(number, count, [str(self._home)]) for number, count in files_here])
 
     def write(self) -> None:
-        """Put the new rows into the table."""
+        """Replace the table's rows by the new ones."""
         replace_all(self._table, self._trees[0], self._store, self._chain)

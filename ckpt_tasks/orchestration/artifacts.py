@@ -106,7 +106,7 @@ class RunPages:
             self._client.__exit__(None, None, None)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that training has reached `step`; do nothing if the artifacts were updated a moment ago."""
+        """Show that training has reached `step`, unless the artifacts were updated a moment ago."""
         now_s = time.monotonic()
         self._paces.append((now_s, step))
         self._step, self._metrics = step, dict(metrics)
@@ -217,7 +217,7 @@ class RunPages:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Write a table; Prefect's page shows its cells as markdown, and its headings as text."""
+    """Write a table for Prefect's page, which shows cells as markdown, and headings as text."""
     return json.dumps([{printable(name): in_markdown(cell) for name, cell in row.items()} for row in rows])
 
 

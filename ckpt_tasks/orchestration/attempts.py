@@ -59,7 +59,7 @@ PERMANENT = (
 )
 
 _LONGEST_DELAY_S = 60.0
-_MOST_RETRIES = 50  # Prefect's limit for a list of delays
+_MOST_RETRIES = 50  # Prefect's limit for a list of delays.
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ckpt_tasks.storage.secrets import secret_options, without_secrets
 _OVERLOADED = (408, 429)
 _RUN_KEY = "{run_key}"
 _B = TypeVar("_B", bound=Block)
-_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call
+_NAME = re.compile(r"[a-z0-9-]+")  # Prefect's rule; another name could change the path of the API call.
 _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets"
 
 

@@ -49,10 +49,10 @@ _COMPUTE_LOCK = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What a suite measured on a checkpoint.
+    """The result of a suite's evaluation of a checkpoint.
 
-    `outcome` is "recorded" (by this evaluation), "known" (it was recorded before; nothing changed), or
-    "pruned" (the checkpoint is gone; nothing was measured).
+    `outcome` is "recorded" (by this evaluation), "known" (it was recorded before; nothing changed), or "pruned" (the
+    checkpoint is gone; nothing was measured).
     """
 
     step: int

@@ -4,8 +4,8 @@ Saving costs time: training waits `stall_s` at every save. Failures cost time as
 committed snapshot is repeated. A longer interval costs less of the former and more of the latter. `AutoCadence` turns a
 run's measurements into an interval; nothing here reads a clock or a store.
 
-Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531;
-J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006) 303–312.
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531; J. T.
+Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006) 303–312.
 docs/CADENCE.md derives and tests our additions: flushes during training, and a failure rate that is learnt.
 """
 
@@ -76,7 +76,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """How often to save, and why.
+    """A recommended interval between saves, and why.
 
     `interval_s` is the training between two saves, `steps` the same in steps (None: the time of a step is unknown).
     `optimum_s` is Daly's interval for `mtbf_s`; `least_s` is the shortest that flush and overhead cap allow.
@@ -93,7 +93,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class TradeOff:
-    """What one interval costs, each as a part of all time.
+    """The expected cost of one interval between saves, each as a share of all time.
 
     `overhead` is spent waiting for saves, `expected_loss` on repeating lost training; restarts, which cost the same at
     every interval, are left out. `total` is the sum; goodput is 1 - total.
@@ -199,7 +199,7 @@ def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float,
     beat = (interval_s + stall_s) / mtbf_s
     if beat <= 0:
         return math.exp(-(flush_s + restart_s) / mtbf_s)
-    if beat > 700:  # exp() overflows at 709. Here not one save in e^700 is committed.
+    if beat > 700:  # exp() overflows at 709; at 700, hardly any save is ever committed.
         return 0.0
     kept = interval_s / (interval_s + stall_s)
     return kept * beat / math.expm1(beat) * math.exp(-(flush_s + restart_s) / mtbf_s)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Candidate(Protocol):
-    """The facts of a checkpoint on which retention depends."""
+    """The properties of a checkpoint on which retention depends."""
 
     @property
     def step(self) -> int: ...

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.system import system
 
-_DONTFORK = 10  # MADV_DONTFORK; the mmap module of some Python builds lacks it.
+_DONTFORK = 10  # This is MADV_DONTFORK, which the mmap module of some Python builds lacks.
 _FAILED = ctypes.c_void_p(-1).value
 # /proc/<pid>/fd shows this name for every file of open_nameless.
 NAMELESS = "ckpt-tasks"

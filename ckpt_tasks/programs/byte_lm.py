@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict each next byte; the embedding and the output layer share their weights."""
+    """Predicts each next byte; the embedding and the output layer share their weights."""
 
     def __init__(self, context: int, d_model: int, n_layers: int, n_heads: int, dropout: float):
         super().__init__()

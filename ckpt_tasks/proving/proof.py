@@ -106,7 +106,7 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
 
 
 def _place(one: FirstDifference) -> tuple[int, bool]:
-    """Return the sort key of a difference: its step, then ranks whose streams or metrics differ before all others."""
+    """Return the sort key of a difference: by step; in a step, ranks whose streams or metrics differ come first."""
     return one.step, not one.what[0].startswith(("rng/", "metric "))
 
 

@@ -1,1 +1,1 @@
-"""How the ranks of one training agree."""
+"""The protocol by which the ranks of one training agree."""

@@ -99,7 +99,7 @@ class Alone(Exchange):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let an exception through."""
+        """Let an exception in the block pass."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
         """Return this rank's word."""
@@ -211,7 +211,7 @@ class StoreExchange(Exchange):
             return bytes(self._request("get", key)) if self._has(key) else None
 
     def send(self, topic: str, word: bytes) -> None:
-        """Send this rank's word to rank 0."""
+        """Send this rank's word on a topic to rank 0."""
         with _reaching(topic):
             self._put(f"{topic}/{self.rank}", word)
 

@@ -56,7 +56,7 @@ class StoreMeeting:
             self._tell(raised)
         elif not self._over:
             try:
-                self._hear()  # Raises what rank 0 raises, which may be another rank's error.
+                self._hear()  # This raises what rank 0 raises, which may be another rank's error.
             except BaseException as heard:
                 raise heard from None
         if raised is not error:

@@ -102,7 +102,7 @@ class Opened:
 
     @property
     def rows(self) -> tuple[IndexRow, ...]:
-        """The rows of the index."""
+        """The rows of the checkpoint's index."""
         return self.index.rows
 
     @property

@@ -63,7 +63,7 @@ class Run:
         return f"<Run {self.run_key} at {self.history.store.url}>"
 
     def head(self) -> Head:
-        """Read the newest ledger entry."""
+        """Read the newest entry of the run's ledger."""
         return self.history.head()
 
     def checkpoints(self) -> list[Checkpoint]:

@@ -284,7 +284,7 @@ def _apply(plan: RestorePlan, source: TensorSource, together: Together, step: in
 
 @contextmanager
 def _naming(step: int) -> Iterator[None]:
-    """Add the step to an error that the block raises."""
+    """Add the step of the checkpoint to an error that the block raises."""
     try:
         yield
     except StateError as error:

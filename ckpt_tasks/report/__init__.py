@@ -1,1 +1,1 @@
-"""Show a run to people: words, SVG, and the report as markdown and HTML."""
+"""A run for people: words, SVG, and the report as markdown and HTML."""

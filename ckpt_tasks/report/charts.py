@@ -41,7 +41,7 @@ class Curves:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all values."""
+        """The size in bytes of all values of the curves."""
         return sum(values.nbytes for values in self.by_metric.values())
 
     def add(self, moments: Iterable[Moment], tables: Mapping[int, Sequence[StepMetrics] | None]) -> None:

@@ -56,7 +56,7 @@ Scale = Callable[[float], float]
 
 
 class _Point(NamedTuple):
-    """A value at a time, with the text of its tooltip."""
+    """A value at a time on the time line, with the text of its tooltip."""
 
     elapsed_s: float
     value: float

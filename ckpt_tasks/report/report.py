@@ -132,7 +132,7 @@ class Report:
         }
 
     def caveats(self) -> list[str]:
-        """Return the facts that this report cannot know, in sentences."""
+        """Return, in sentences, what this report cannot know."""
         lines = []
         if self.timeline.copied:
             lines.append("This is a copy: times are those of the copying, not of the training.")
@@ -162,7 +162,7 @@ class Report:
         ]
 
     def data(self) -> dict[str, Any]:
-        """Return the facts as JSON data."""
+        """Return the facts of the report as JSON data."""
         course = self.course
         return {
             "run_key": self.run_key,

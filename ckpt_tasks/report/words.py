@@ -50,7 +50,7 @@ def fine_span(seconds: float) -> str:
 
 
 def percent(part: float) -> str:
-    """Write a part of all time with two digits or more: 0.034 %, 0.34 %, 3.4 %, 34 %."""
+    """Write a share of all time with two digits or more: 0.034 %, 0.34 %, 3.4 %, 34 %."""
     amount = 100 * part
     if 0 < amount < 0.001:
         return "< 0.001 %"

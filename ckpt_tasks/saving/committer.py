@@ -120,7 +120,7 @@ class Committer:
         cost_s: float,
         observed: Mapping[str, object],
     ) -> tuple[Entry, tuple[StepMetrics, ...]]:
-        """Put the ledger entry, which also retires what the policy no longer keeps.
+        """Put the ledger entry of a checkpoint, which also retires those that the policy no longer keeps.
 
         `admitted` is the result of `admit`; `cost_s` and `observed` are those of `commit.commit`. Returns the entry,
         and the metrics of the steps that it adds.
@@ -141,7 +141,7 @@ class Committer:
         return entry, steps
 
     def put_manifest(self, prepared: PreparedCheckpoint) -> None:
-        """Check every object's size, then write index and manifest."""
+        """Check every object's size, then write the checkpoint's index and manifest."""
         write_index_and_manifest(self._history.store, prepared)
 
     def prune_behind(self, entry: Entry) -> None:

@@ -24,7 +24,7 @@ from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.objects.parts import Captured, TableFileCapture
 from ckpt_tasks.snapshot.snapshot import Image
 
-_ALIGNMENT = 64  # The alignment of Arrow's columns.
+_ALIGNMENT = 64  # Arrow aligns columns to this many bytes.
 _LENGTH = struct.Struct("<Q")
 _REUSED_BYTES = 1 << 20  # Below this size, writing an object costs less than depending on an older checkpoint.
 
@@ -90,7 +90,7 @@ class Saving:
     world_size: int = 1
     number: int = 0  # Counts the saves of this owner.
     steps: tuple[StepMetrics, ...] = ()  # Steps whose metrics are not known to be committed.
-    environment: Mapping[str, str] = field(default_factory=dict)  # Facts for people, beside the versions.
+    environment: Mapping[str, str] = field(default_factory=dict)  # Facts for people, in addition to the versions.
 
     @property
     def turn(self) -> int:

@@ -40,17 +40,17 @@ _LAST = (FencedError, CommitUncertainError)
 
 
 class Committed(NamedTuple):
-    """The snapshot is committed; its checkpoint exists."""
+    """The outcome of a snapshot that is committed; its checkpoint exists."""
 
     checkpoint: Checkpoint
 
 
 class Superseded(NamedTuple):
-    """A newer snapshot replaced this one."""
+    """The outcome of a snapshot that a newer one replaced."""
 
 
 class Failed(NamedTuple):
-    """The snapshot was not committed, because of `error`."""
+    """The outcome of a snapshot that was not committed, because of `error`."""
 
     error: BaseException
 

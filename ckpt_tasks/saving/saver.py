@@ -90,7 +90,7 @@ class Saver:
             listeners=self.listeners,
             deadline_s=config.flush_timeout_s,
         )
-        self._workers: list[threading.Thread] = []  # They seal snapshots, or make memory.
+        self._workers: list[threading.Thread] = []  # These threads seal snapshots, or allocate memory.
         self._early = False  # True if memory was prepared before a step, which may change the state's structure.
         self._warned_stuck = False
         self._turn = system().lock()

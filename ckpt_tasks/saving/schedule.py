@@ -54,12 +54,12 @@ class Position:
         self.last, self._resume = point(step, epoch), resume
 
     def saves(self, now: SavePoint) -> tuple[Save, Save]:
-        """Return the save at `now` and the previous one, as a retention rule sees them."""
+        """Return the save at `now` and the previous one, in the form for retention rules."""
         at_s = system().time()
         return Save(now.step, at_s), Save(self.last.step, at_s - now.clock_s + self.last.clock_s)
 
     def stepped(self, now: SavePoint) -> None:
-        """Record a completed step."""
+        """Record that training has completed a step."""
         self.step = now.step
         if self._resume is not None:
             self._resume.stepped()
@@ -69,7 +69,7 @@ class Position:
         self._since = now
 
     def saved(self, step: int, epoch: int | None, *, interim: bool) -> None:
-        """Record a save; an interim one does not move the intervals."""
+        """Record a save; an interim save does not move the intervals."""
         self.step = self.saved_step = step
         self._since = point(step, epoch)
         if not interim:
@@ -87,7 +87,7 @@ def point(step: int, epoch: int | None) -> SavePoint:
 
 
 class SaveSchedule:
-    """Decide when a snapshot is due, by the policy or by the automatic cadence.
+    """Decides when a snapshot is due, by the policy or by the automatic cadence.
 
     `cadence` is None until the first step: a loop that never calls step() does not read the history.
     """
@@ -102,7 +102,7 @@ class SaveSchedule:
         return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
-        """Return True if a snapshot is due at `now` by steps, epochs or time. `last` is the last save."""
+        """Return True if a save is due at `now` by steps, epochs or time. `last` is the last save."""
         if self._config.automatic and self.cadence is None:
             self.cadence = LearningCadence(self._history)
         timely = self.cadence is not None and self.cadence.due(last, now)

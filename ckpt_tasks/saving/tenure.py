@@ -111,7 +111,7 @@ class Resume:
         return self
 
     def begun(self) -> Resume:
-        """Begin without a restore: the run has no checkpoint."""
+        """Begin without a restore, because the run has no checkpoint."""
         self._at_s = system().monotonic()
         return self
 
@@ -158,7 +158,7 @@ class Tenure:
         interim: bool,
         steps: tuple[StepMetrics, ...] = (),
     ) -> Saving:
-        """Name a new attempt to save a step."""
+        """Name a new attempt to save a step, and collect the facts of this save."""
         number = self.next_number()
         return Saving(
             attempt=new_attempt(step, self.owner, number),
@@ -174,7 +174,7 @@ class Tenure:
         )
 
     def next_number(self) -> int:
-        """Return the number of the next save; all ranks count alike."""
+        """Return the number of the next save, which is the same in all ranks."""
         self.saves += 1
         return self.saves
 
@@ -193,7 +193,7 @@ class Tenure:
             self.heartbeat = self.committer.heartbeat()
 
     def quiet(self) -> None:
-        """Stop the heartbeat: other processes may take the directory after the timeout."""
+        """Stop the heartbeat, so that other processes may take the directory after the timeout."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
             self.heartbeat = None

@@ -25,7 +25,7 @@ _MOMENT_BYTES = 2_000
 
 
 class OpenRun:
-    """What is known of one run; calls for one run wait for each other."""
+    """What the server knows of one run; calls for one run wait for each other."""
 
     def __init__(self, store: Store):
         self._store, self._lock = store, threading.Lock()
@@ -44,7 +44,7 @@ class OpenRun:
             return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
 
     def about(self) -> dict[str, Any]:
-        """Return the run's report, its parameters, and what made its newest checkpoint."""
+        """Return the run's report and parameters, and what made its newest checkpoint."""
         with self._lock:
             history = History(self._store)
             head = history.head()
@@ -105,7 +105,7 @@ class OpenRuns:
         self._lock = threading.Lock()
 
     def ask(self, name: str, store: Store, question: Callable[[OpenRun], dict[str, Any]]) -> dict[str, Any]:
-        """Answer a question about a run."""
+        """Answer a request of the page about a run."""
         with self._lock:
             run = self._runs.setdefault(name, OpenRun(store))
             self._runs.move_to_end(name)

@@ -86,7 +86,7 @@ def _restored(run: Run, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def main(given: str, answer: str) -> None:
-    """Carry out an order, and write its answer."""
+    """Carry out the order in one file, and write the answer to the other."""
     order = json.loads(Path(given).read_text(encoding="utf-8"))
     try:
         run = open_run(Location(**order["location"]))

@@ -108,7 +108,7 @@ class StateSession:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state that is saved and restored."""
+        """The state that this session saves and restores."""
         return self._state
 
     @property
@@ -179,7 +179,7 @@ class LocalSession(StateSession):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The live program's state, which is saved and restored."""
+        """The live program's state, which this session saves and restores."""
         return self.program.state
 
     @property

@@ -19,7 +19,7 @@ from ckpt_tasks.saving.listening import Listener
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One completed step: metrics, seconds, how many `unit` it used, and the newest commit."""
+    """The progress of one completed step: metrics, seconds, how many `unit` it used, and the newest commit."""
 
     step: int
     metrics: Mapping[str, float]
@@ -40,7 +40,7 @@ class TrainedRun(Protocol):
 
     @property
     def config(self) -> CheckpointConfig:
-        """The run's options."""
+        """The options of the run."""
 
     @property
     def position(self) -> int:

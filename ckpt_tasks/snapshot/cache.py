@@ -151,7 +151,7 @@ class SnapshotCache:
     def _snapshot(
         self, slot: str | None, own: Part, of_rank: Callable[[int], Iterable[Part]], live: tuple[Checkpoint, ...]
     ) -> CachedSnapshot | RankSnapshot:
-        """Return the snapshot of this rank's part; `of_rank` lists the parts that another rank of this host has."""
+        """Return the snapshot of this rank's part; `of_rank` has for each other rank of this host its parts."""
         checkpoint = next((one for one in live if one.manifest == own.seal.checkpoint.manifest), own.seal.checkpoint)
         if self._world.size == 1:
             return CachedSnapshot(own.seal, own.store, slot, checkpoint)

@@ -166,7 +166,7 @@ def _beside_captures() -> Iterator[None]:
         yield
         return
     mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # Now `mode` is the previous one.
+    exchange(ctypes.byref(mode))  # Now `mode` has the previous mode.
     try:
         yield
     finally:

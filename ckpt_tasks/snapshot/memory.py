@@ -52,7 +52,7 @@ Fill = Callable[[Mapping[str, int]], bool]
 
 
 class SnapshotMemory(Protocol):
-    """The memory of the two slots' images."""
+    """The memory of the images of two slots."""
 
     url: str
 
@@ -242,7 +242,7 @@ class MemoryDirectory(SlotFiles):
             raise StoreError(f"the snapshot in {directory} cannot be sealed: {error.strerror}") from error
 
     def clear(self, slot: str) -> None:
-        """Empty a slot."""
+        """Remove all files of a slot."""
         with suppress(StoreError):  # A file or link in place of the seal is removed too; a link is not followed.
             self.unseal(slot)
         if self.is_there:

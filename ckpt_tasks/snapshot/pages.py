@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
-_TOUCHED_BYTES = 16 << 20  # Touch this much at once.
+_TOUCHED_BYTES = 16 << 20  # Touch this many bytes at once.
 
 
 class GaveWay(Exception):  # noqa: N818 (it is not an error)

@@ -22,9 +22,9 @@ from ckpt_tasks.snapshot.snapshot import storable
 
 _TENSORS = 32  # Each save samples about this many tensors.
 _SAVES = 64  # So many saves sample all bytes; more saves with over 2,048 tensors.
-_WHOLE_BYTES = 4096  # A smaller tensor is sampled whole.
-_VALUE_BYTES = 1 << 16  # A sample of a tensor that all ranks share has about this many bytes at most.
-_VALUES_BYTES = 16 << 20  # The samples of all such tensors together have about this many bytes.
+_WHOLE_BYTES = 4096  # A smaller tensor is sampled as a whole.
+_VALUE_BYTES = 1 << 16  # Sample at most about this many bytes of a tensor that all ranks share.
+_VALUES_BYTES = 16 << 20  # The samples of all such tensors have together about this many bytes.
 _SHOWN = 4  # A sample of so few elements holds the values themselves, for the message.
 
 # For each key, this rank's part and the offset of the part in the whole tensor.

@@ -37,25 +37,25 @@ class SlotStore:
         self._slot = slot
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return a file's bytes; raise IntegrityError if there are more than `max_bytes`."""
+        """Return the bytes of a file of the slot; raise IntegrityError if there are more than `max_bytes`."""
         data = self.map(name)
         if len(data) > max_bytes:
             raise IntegrityError(f"the file has {len(data)} bytes, more than {max_bytes}", key=name)
         return bytes(data)
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a buffer from a file; raise IntegrityError if it ends early."""
+        """Fill a buffer from a file of the slot; raise IntegrityError if the file ends early."""
         data = self.map(name)
         if begin + into.nbytes > len(data):
             raise IntegrityError(f"the file ends at byte {len(data)}", key=name)
         into[:] = data[begin : begin + into.nbytes]
 
     def size(self, name: str) -> int:
-        """Return a file's size in bytes."""
+        """Return the size in bytes of a file of the slot."""
         return len(self.map(name))
 
     def map(self, name: str) -> memoryview:
-        """Map a file; raises ObjectNotFoundError and IntegrityError."""
+        """Map a file of the slot; raises ObjectNotFoundError and IntegrityError."""
         try:  # Ignore the attempt in the name: a slot holds a whole snapshot, including reused objects.
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:

@@ -56,7 +56,7 @@ class RestorePlan:
         self._draws = draws
 
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
-        """Restore from a source of the stored tensors.
+        """Restore the planned groups from a source of the stored tensors.
 
         `confirm` is called before any change, and again after the user's code has run; if it raises, the target is
         unchanged.
@@ -95,7 +95,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # The error itself says what differs.
+                raise  # This error itself says what differs.
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:

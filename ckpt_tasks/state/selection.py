@@ -132,7 +132,7 @@ class _Chooser:
             self._whole(name)
 
     def streams(self, *, wanted: bool) -> None:
-        """Choose whether the random streams are restored."""
+        """Choose whether a restore also restores the random streams."""
         if not wanted:
             return
         if RNG in self._groups:
@@ -143,7 +143,7 @@ class _Chooser:
         self._here[RNG] = [RNG]
 
     def finish(self) -> Chosen:
-        """Record unexpected places, and check that every name matches something."""
+        """Record unexpected places, and raise an error for a name that matches nothing."""
         self._check_names()
         if not self._taken - {RNG}:
             self._differences.missing += [name for name in self._here if name != RNG]
@@ -256,7 +256,7 @@ class _Chooser:
             self._lack(name, source)
 
     def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
-        """Return the checkpoint's group for a place, and the value there (_ABSENT if there is none).
+        """Return the checkpoint's group for a place, and the value at that place (_ABSENT if there is none).
 
         If the group is of another kind, returns None and records the difference.
         """

@@ -36,7 +36,7 @@ _HINTS = {
     "QuotaExceeded": "The quota of the bucket or its user is used up: raise it, prune runs, or use another bucket.",
     "StorageFull": "The store has no room left: free some, prune runs, or use another store.",
 }
-# fsspec's file systems raise these instead of an answer.
+# fsspec's file systems raise these exceptions instead of an answer.
 _SAID: dict[type[BaseException], tuple[int, str]] = {
     FileNotFoundError: (404, "NotFound"),
     FileExistsError: (412, "PreconditionFailed"),
@@ -110,14 +110,14 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
     for cause in _behind(error):
         response: Any = getattr(cause, "response", None)
-        if isinstance(response, dict):  # botocore raised it.
+        if isinstance(response, dict):  # From botocore.
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(response.get("Error", {}).get("Code", ""))
             return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
-        if isinstance(status, int):  # azure.core or aiohttp raised it.
+        if isinstance(status, int):  # From azure.core or aiohttp.
             return status, str(getattr(cause, "error_code", "") or "")
-        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # gcsfs raised it.
+        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # From gcsfs.
             return int(cause.code), ""  # type: ignore[attr-defined]
     return None, ""
 

@@ -57,7 +57,7 @@ _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class LocalStore(OneByOne):
-    """Keep objects as files below a directory.
+    """Keeps objects as files below a directory.
 
     `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with
     `group_access`. `calls` is the module of system calls to use.
@@ -175,7 +175,7 @@ class LocalStore(OneByOne):
         """Do nothing: every local file system has `link`, which never replaces."""
 
     def keep_room(self) -> None:
-        """Reserve room that only ledger entries use."""
+        """Reserve disk space that only ledger entries use."""
         self._reserve.fill()
 
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +228,7 @@ class LocalStore(OneByOne):
     def _mkdir(self, directory: Path) -> None:
         try:
             self._calls.mkdir(directory, self._directory_mode)
-        except (FileNotFoundError, PermissionError) as error:  # Nobody can make a directory in /proc.
+        except (FileNotFoundError, PermissionError) as error:  # For example, /proc allows no new directory.
             if self.root.exists():
                 raise
             hint = "Choose another directory, or change who may write there."

@@ -20,7 +20,7 @@ from ckpt_tasks.system import system
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# The system calls that change or read the disk: the module `os`, or a test's stand-in for it.
+# The system calls that change or read the disk: the module `os`, or a replacement in tests.
 Calls = Any
 
 # These errors concern one object, so an older checkpoint may be good; all other errors are the store's. ext4 and xfs

@@ -95,7 +95,7 @@ class Location:
             if not os.path.isdir(place):
                 raise ConfigError(f"{place} is a file, and a run is a directory", hint=_instead_of(str(place)))
             return local
-        from ckpt_tasks.storage.objects import ObjectStore  # Imports fsspec.
+        from ckpt_tasks.storage.objects import ObjectStore  # This imports fsspec.
         from ckpt_tasks.storage.retrying import RetryingStore
 
         store = ObjectStore(location.url, location.storage_options)
@@ -129,7 +129,7 @@ def stores_below(store: Store) -> dict[str, Store]:
                 sorted(entry.name for entry in os.scandir(place.root) if entry.is_dir()) if place.root.is_dir() else []
             )
         return {name: LocalStore(Path(place.root, name)) for name in names if not name.startswith(".")}
-    from ckpt_tasks.storage.objects import ObjectStore  # Imports fsspec.
+    from ckpt_tasks.storage.objects import ObjectStore  # This imports fsspec.
     from ckpt_tasks.storage.retrying import RetryingStore
 
     if not isinstance(place, ObjectStore):

@@ -54,7 +54,7 @@ Requests = S3Requests | OtherRequests  # Both classes send each request once.
 
 
 class ObjectStore:
-    """Keep objects below a URL like s3://bucket/run-7; see `Store` for the contract of each method.
+    """Keeps objects below a URL like s3://bucket/run-7; see `Store` for the contract of each method.
 
     `storage_options` go to the file system of fsspec (s3fs, adlfs, gcsfs); without them the client looks for
     credentials in a profile, the environment or an instance role.
@@ -94,7 +94,7 @@ class ObjectStore:
 
     @property
     def gap_bytes(self) -> int:
-        """Latency × bandwidth, as measured by the requests so far."""
+        """Latency × bandwidth, as measured by earlier requests: reading so many unneeded bytes costs one request."""
         return self._measured.gap_bytes
 
     @property

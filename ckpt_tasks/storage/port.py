@@ -107,7 +107,7 @@ class Store(ReadableStore, Protocol):
         """Free the space of unfinished writes whose names fulfil `dead(name)`: no process writes these any more."""
 
     def assume_single_writer(self) -> None:
-        """Check before every later `put_if_absent`, because the store has no conditional put."""
+        """Check for the name before every later `put_if_absent`, because the store has no conditional put."""
 
     def keep_room(self) -> None:
         """Reserve room for the ledger, so that it can be written when the disk is full; never raises."""
@@ -231,7 +231,7 @@ class WatchedStore(WrappedStore):
 
 
 def unwrapped(store: Store) -> Store:
-    """Return the innermost store, without its wrappers."""
+    """Return the store inside all wrappers."""
     while isinstance(store, WrappedStore):
         store = store.inner
     return store

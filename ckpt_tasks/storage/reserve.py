@@ -45,7 +45,7 @@ class Reserve:
         self._warned = False
 
     def fill(self) -> None:
-        """Make the missing files; log one warning if that fails."""
+        """Make the missing files of the reserve; log one warning if that fails."""
         try:
             for name in _NAMES:
                 self._make(unlinked(self._root, name, StoreError))

@@ -1,1 +1,1 @@
-"""Lookup tables: rows by id that grow while training, spread over the ranks, and saved as what has changed."""
+"""Lookup tables: rows by id, which grow during training, are spread over the ranks, and are saved as changes."""

@@ -31,7 +31,7 @@ class FileBytes:
 
     @cached_property
     def bytes(self) -> memoryview:
-        """The bytes of the file."""
+        """The file's bytes."""
         assert self._rows is not None
         data, self._rows = write_rows(self._rows, self._slots), None
         return data

@@ -63,7 +63,7 @@ class RowStore:
 
     @property
     def count(self) -> int:
-        """The number of ids."""
+        """The number of ids that have a row."""
         return len(self._at)
 
     @property

@@ -39,7 +39,7 @@ class SGD:
 
 @dataclass(kw_only=True)
 class Adagrad:
-    """Divide each step by the root of the sum of all squared gradients of the row so far."""
+    """Divide each step by the square root of the sum of the row's squared gradients so far."""
 
     slots: ClassVar[tuple[str, ...]] = ("sum",)
     lr: float = 0.01

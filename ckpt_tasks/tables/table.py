@@ -101,7 +101,7 @@ class LookupTable(nn.Module):
         return f"{self.dim}, slots={self.rule}, count={self.count}"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids of any shape, with one more dimension; on the device of `ids`.
+        """Return the rows for ids of any shape, with one more dimension, on the device of `ids`.
 
         Raises ConfigError if the ids are not int64.
         """
@@ -141,7 +141,7 @@ class LookupTable(nn.Module):
         self.store.touched[places] = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that no `step` has used."""
+        """Drop gradients that no `step` has applied."""
         super().zero_grad(set_to_none)
         self._waiting.clear()
 

@@ -155,7 +155,7 @@ def _contents(tree: Any, stored: Stored) -> str:
 
 
 def _extent(live: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first to its last element in memory."""
+    """Return the range of memory from a tensor's first to its last element."""
     last = sum((size - 1) * step for size, step in zip(live.shape, live.stride(), strict=True))
     return (last + 1) * live.element_size()
 

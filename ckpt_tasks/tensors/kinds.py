@@ -31,7 +31,7 @@ _PATHS: dict[str, type[PurePath]] = {
     "PureWindowsPath": PureWindowsPath,
 }
 _OF_ROWS, _OF_COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
-# The parts of a sparse tensor other than its values.
+# The parts of a sparse tensor besides its values.
 _INDICES = {
     torch.sparse_coo: ("_indices",),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _OF_ROWS),
@@ -96,7 +96,7 @@ def _fits(kind: Any, names: tuple[str, ...], *, enum: bool) -> bool:
 
 @lru_cache(256)
 def _name_of(kind: Any) -> str:
-    """Name a class so that a restore finds it; raise UnsupportedStateError if a restore could not."""
+    """Name a class so that a restore finds it; raise UnsupportedStateError if no restore could."""
     name, enum = f"{kind.__module__}:{kind.__qualname__}", isinstance(kind, EnumMeta)
     if not _fits(_imported(name), (*kind.__members__,) if enum else kind._fields, enum=enum):
         hint = "Define the class at the top of a module, under its own name: a restore looks for it there."

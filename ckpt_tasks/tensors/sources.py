@@ -58,11 +58,11 @@ class HeldTensors:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # Maps a full key to torch's name of the dtype, and the shape.
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # For each full key, torch's name of the dtype, and the shape.
 
 
 class Maker:
-    """Make new tensors and arrays for refs. Equal refs get the same tensor, so that ties are restored."""
+    """Makes new tensors and arrays for refs. Equal refs get the same tensor, so that ties are restored."""
 
     def __init__(self, source: TensorSource):
         self.source = source

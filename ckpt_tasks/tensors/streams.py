@@ -46,7 +46,7 @@ class OwnStreams:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Set training's streams for a block; the first block starts with those of the process."""
+        """Use training's streams in a block; the first block starts with those of the process."""
         outside = current_streams()
         set_streams(self._inside)
         try:
@@ -142,7 +142,7 @@ def set_stream(generator: Any, state: Any) -> None:
 
 
 def scratch_generator(generator: Any) -> Any:
-    """Make another generator of the same type."""
+    """Make another generator of the same type, to try a state on."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device)
     if isinstance(generator, np.random.Generator):

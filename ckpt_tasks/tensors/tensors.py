@@ -80,12 +80,12 @@ class TensorSet:
 
     @property
     def many(self) -> bool:
-        """Whether there are many ranks."""
+        """Whether the state is that of many ranks."""
         return self.world is not None and self.world.size > 1
 
     @contextmanager
     def by(self, rule: RankRule) -> Iterator[None]:
-        """Apply this rule to tensors that the block adds; tensors of a part that is by rank keep their rule."""
+        """Apply this rule to tensors that the block adds; tensors of a ByRank part keep their rule."""
         before = self._rule
         if self.many and before is not RankRule.BY_RANK:
             self._rule = rule

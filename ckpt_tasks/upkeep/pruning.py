@@ -68,7 +68,7 @@ class Pruner:
         self._warned = False
         self._failed = False
         self._warned_of_refusal = False
-        self._one = system().lock()  # prune() and the thread take turns.
+        self._one = system().lock()  # A direct prune and the background thread take turns.
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
@@ -86,7 +86,7 @@ class Pruner:
         return verdicts if self._knows_good(verdicts) else []
 
     def with_commit(self, state: State, checkpoint: Checkpoint) -> Retirement:
-        """Prepare the retirement for the entry that commits a checkpoint upon `state`.
+        """Prepare the retirement for the entry that adds a checkpoint to `state`.
 
         The previous newest checkpoint stays: until the entry is put, other saves may choose to reuse its objects.
         """
@@ -291,7 +291,7 @@ class Background(Generic[_T]):
         self._cancelled = False
 
     def request(self, argument: _T) -> None:
-        """Request the work; this replaces a request that still waits."""
+        """Request the work; a request that still waits is replaced."""
         with self._changed:
             self._requested = [argument]
             if not self._running:

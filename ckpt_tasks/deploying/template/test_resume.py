@@ -1,4 +1,4 @@
-"""Train once without a break and once with a kill: `python -m pytest`. Both runs must end bit for bit equal."""
+"""Train once without a break and once with a kill: `python -m pytest`. Both results must be equal bit for bit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 
-STEPS, EVERY = 3_000, 100  # So many that a kill after the first save finds it running for seconds.
+STEPS, EVERY = 3_000, 100  # So many steps that a kill after the first save finds the training running.
 CKPT = Path(sys.executable).with_name("ckpt")
 
 
 def start(run: Path) -> subprocess.Popen[bytes]:
-    """Start training here, as you would."""
+    """Start training in this directory, as you would."""
     options = ["--steps", str(STEPS), "--step-interval", str(EVERY), "--checkpoint-dir", str(run)]
     return subprocess.Popen([CKPT, "train", "training:Training", *options], cwd=Path(__file__).parent)
 
 
 def saved(run: Path) -> int:
-    """Return the newest step that is saved, 0 without one."""
+    """Return the newest saved step, 0 without one."""
     try:
         return open_run(str(run)).find("latest").step
     except CheckpointNotFoundError:
@@ -29,7 +29,7 @@ def saved(run: Path) -> int:
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    """Killed in the middle and started again, the run ends with the bits of the one that was left alone."""
+    """A training that is killed and started again ends with the same bits as one that was not disturbed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert start(whole).wait() == 0
     training = start(killed)

@@ -1,4 +1,4 @@
-"""What is trained: a program. The comments "your data" and "your model" say what to replace."""
+"""The program to train. The comments "Your data" and "Your model" say what to replace."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckpt_tasks import ResumableSampler
 
 
 class Training:
-    """Tell two spirals apart. The arguments are set by `ckpt train … --param width=128`."""
+    """Learns to tell two spirals apart. Arguments are set by `ckpt train … --param width=128`."""
 
-    unit = "points"  # train_step() returns under this name how many points it used.
+    unit = "points"  # train_step() returns the number of points that it used under this name.
 
     def __init__(self, *, seed: int = 0, width: int = 64, lr: float = 3e-3, batch_size: int = 32):
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ class Training:
         ).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
-        # The state is what a checkpoint holds: everything that changes while training, and the place in the data.
+        # The state is what a checkpoint holds: everything that changes during training, and the position in the data.
         sampler = ResumableSampler(len(training), batch_size, seed=seed)
         self.batches = sampler.follow(DataLoader(training, batch_sampler=sampler))
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "data": sampler}
@@ -48,7 +48,7 @@ class Training:
         return {"loss": loss.item(), "points": float(len(points))}
 
     def evaluate(self, suite: str) -> dict[str, float]:
-        """Measure the model on what it has not seen; `suite` is a name of your choice, `quick` by default."""
+        """Measure the model on held-out points; `suite` is a name of your choice, by default `quick`."""
         points, arms = self.held_out
         self.model.eval()
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Training:
 
 
 def spirals(count: int) -> tuple[Tensor, Tensor]:
-    """Return points of two noisy spirals, float32 of shape (count, 2), and of which spiral each is."""
+    """Return points of two noisy spirals, float32 of shape (count, 2), and the spiral of each point."""
     drawn = torch.Generator().manual_seed(1)
     arms = torch.arange(count) % 2
     turn = torch.rand(count, generator=drawn).sqrt() * 3 * math.pi
