@@ -92,7 +92,7 @@ def _is_report(head: bytes) -> bool:
 
 
 def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
-    from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN
+    from ckpt_tasks.report.report import SHARES_MEAN
 
     yield title(run)
     yield made.summary, "bold"
@@ -108,11 +108,10 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
             column("means", lambda share: SHARES_MEAN[share[0]]),
         )
         yield listing(columns, made.shares, lambda share: "bold" if share[0] == "useful" else "")
-    if returns := made.returns():
+    heads, returns = made.returns()
+    if returns:
         yield ("From a death to the first step, and the step of the first commit:", "bold")
-        yield listing(
-            [column(name, itemgetter(n), numbers=True) for n, name in enumerate(RETURNS_HEAD)], returns[:_RETURNS]
-        )
+        yield listing([column(name, itemgetter(n), numbers=True) for n, name in enumerate(heads)], returns[:_RETURNS])
     yield from ((caveat, "yellow") for caveat in made.caveats())
     yield ["Report: ", (str(place), "bold")]
 

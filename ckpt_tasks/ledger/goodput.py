@@ -29,7 +29,9 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-from ckpt_tasks.ledger.timeline import RESUMED, Moment
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.timeline import RESUMED, Moment, Timeline, read_timeline
+from ckpt_tasks.storage.port import Store
 
 SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
 # The parts of the time until training runs again, in order; "noticed_s" lasts from the previous owner's last entry to
@@ -165,6 +167,27 @@ def follow(moments: Iterable[Moment]) -> Course:
             last_step = moment.step
         placed.append(Placed(elapsed_s, moment))
     return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
+
+
+class Followed:
+    """The course of one run, as far as it was read: `read` reads only the new entries of the ledger.
+
+    `runs` counts the runs that were found in the directory, one after the other.
+    """
+
+    def __init__(self, store: Store):
+        self._store, self.runs = store, 1
+        self.timeline, self.course = Timeline(), follow(())
+
+    def read(self) -> Course:
+        """Return the course up to now. Raises StoreError if the store fails."""
+        history, known = History(self._store, whole=False), self.timeline
+        if not known.stands_in(history):
+            self.runs, known = self.runs + 1, Timeline()
+        self.timeline = read_timeline(history, known=known)
+        if self.timeline != known:
+            self.course = follow(self.timeline.moments)
+        return self.course
 
 
 def _usual_step_s(moments: list[Moment]) -> float | None:

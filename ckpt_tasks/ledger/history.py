@@ -46,6 +46,7 @@ from ckpt_tasks.system import now_iso, system
 SYNCED = "synced"  # The event that a finished copy of a run writes into the target's ledger.
 
 _SAME_NUMBER_TRIES = 5
+_LOOKED_AT = 8  # A look reads so many of an entry's live checkpoints.
 _NEWEST = 16  # List this many names at first; if that is not enough, list all.
 # Give up after losing this many numbers to other writers. Chance never costs so many, since other writers wait.
 _NUMBERS_TRIED = 64
@@ -84,7 +85,7 @@ class Head:
 class History(RunFormat):
     """Read and extend the ledger of one run directory.
 
-    If not `whole`, the entries that it reads lack the checkpoints of their segments: enough for an overview.
+    If not `whole`, it is only for a look: the entries that it reads have only their newest live checkpoints.
     """
 
     def __init__(self, store: Store, *, whole: bool = True):
@@ -129,7 +130,7 @@ class History(RunFormat):
                 _log.warning("%s: its listing lacks ledger entry %d, %s", self.store.url, before.next_n - 1, _LATE)
         if not head.damaged:
             self._known = head if head.entry else None
-        elif head.damaged != self._warned:
+        elif head.damaged != self._warned and self._whole:
             self._warned = head.damaged
             self._warn(head)
         self._seen, self._looked_s = not head.damaged, system().monotonic()
@@ -200,7 +201,8 @@ class History(RunFormat):
 
     def _read_entry(self, n: int) -> tuple[Entry, str]:
         name = ledger_name(n)
-        entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name)
+        newest = None if self._whole else _LOOKED_AT
+        entry, digest = Entry.from_bytes(self.store.get(name, MAX_ENTRY_BYTES), name, newest)
         if entry.n != n:
             raise IntegrityError(f"the entry says that it is number {entry.n}", key=name)
         if entry.segments and self._whole:

@@ -84,6 +84,14 @@ class Timeline:
         """Whether `ckpt sync` made this copy of the run: then the times are those of the copy."""
         return any(moment.kind == "copied" for moment in self.moments)
 
+    def stands_in(self, history: History) -> bool:
+        """Return True if the newest moment is still that of its entry, so that this is the same run's ledger."""
+        for last in self.moments[-1:]:
+            good = history.good_entry(last.n)
+            now = moment(good[0]) if good else None
+            return now is not None and (now.at_s, now.epoch, now.identity) == (last.at_s, last.epoch, last.identity)
+        return True
+
 
 def read_timeline(history: History, most: int = MOST_ENTRIES, known: Timeline | None = None) -> Timeline:
     """Read the newest `most` entries of a ledger, several at once from a remote store.

@@ -50,7 +50,7 @@ def summaries_below(store: Store) -> list[RunSummary]:
 
     Raises StoreError if the directory itself cannot be listed.
     """
-    return summaries_of(stores_below(store))
+    return [look.summary for look in looks_at(stores_below(store)).values()]
 
 
 def places_of(root: Store) -> dict[str, Store]:
@@ -60,12 +60,6 @@ def places_of(root: Store) -> dict[str, Store]:
     """
     is_run = bool(root.names(LEDGER_PREFIX, limit=1))
     return {root.url.rstrip("/").rpartition("/")[2]: root} if is_run else stores_below(root)
-
-
-def summaries_of(places: Mapping[str, Store]) -> list[RunSummary]:
-    """Summarise the runs among these directories, by name; a damaged run is listed, not raised."""
-    looked = in_threads(lambda place: look_at(*place), places.items(), _THREADS, "ckpt-overview")
-    return [look.summary for look in looked if look is not None]
 
 
 class Look(NamedTuple):
@@ -78,6 +72,12 @@ class Look(NamedTuple):
     state: State
     partial: bool = False
     n: int = -1
+
+
+def looks_at(places: Mapping[str, Store]) -> dict[str, Look]:
+    """Look at the runs among these directories, by name."""
+    looks = in_threads(lambda place: look_at(*place), places.items(), _THREADS, "ckpt-overview")
+    return {name: look for name, look in zip(places, looks, strict=True) if look is not None}
 
 
 def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
@@ -96,12 +96,11 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
         return Look(say(state="damaged", why=str(error)), State())
     except CkptError as error:
         return Look(say(state="unreadable", why=str(error)), State())
-    segments = head.entry.segments if head.entry else ()
-    is_partial = bool(segments) and not whole
+    is_partial = head.entry is not None and head.entry.partial
     newest_first = lineage(head.state.live)
     newest = newest_first[0] if newest_first else None
     if is_partial and (newest is None or newest.abandoned):
-        return look_at(name, store)  # The newest checkpoint is in a segment, which must be read.
+        return look_at(name, store)  # The newest checkpoint is an older one.
     summary = say(
         state=state,
         why=why,
@@ -143,8 +142,9 @@ def _evaluated(state: State) -> dict[str, float]:
     by_digest: dict[str, list[Evaluation]] = {}
     for evaluation in state.evaluations:
         by_digest.setdefault(evaluation.manifest_digest, []).append(evaluation)
-    for checkpoint in lineage(state.live):
-        for evaluation in by_digest.get(checkpoint.manifest_digest, ()):
+    newest_first = [checkpoint.manifest_digest for checkpoint in lineage(state.live)]
+    for digest in dict.fromkeys([*newest_first, *reversed(by_digest)]):  # A partial state lacks older checkpoints.
+        for evaluation in by_digest.get(digest, ()):
             for name, value in evaluation.metrics.items():
                 metrics.setdefault(f"{evaluation.suite}/{name}", value)
     return metrics

@@ -14,9 +14,10 @@ from collections.abc import Set as AbstractSet
 from html import escape
 from importlib.resources import files
 
+from ckpt_tasks.ledger.goodput import RETURNED
 from ckpt_tasks.report.charts import chart_data, curves_of
 from ckpt_tasks.report.picture import draw_run
-from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN, Report
+from ckpt_tasks.report.report import SHARES_MEAN, Report
 from ckpt_tasks.report.words import fine_span, percent, printable
 
 GENERATOR = '<meta name="generator" content="ckpt-tasks report">'
@@ -47,9 +48,7 @@ def to_html(report: Report) -> str:
         '<div id="charts"></div>',
         f"<noscript>{draw_run(report.course, heading=report.run_key, curve=report.curve)}</noscript>",
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
-        _html_table(
-            "From a death to the first step", RETURNS_HEAD, report.returns(), numbers={*range(len(RETURNS_HEAD))}
-        ),
+        _html_table("From a death to the first step", *report.returns(), numbers={*range(len(RETURNED) + 2)}),
         _html_table("In numbers", (), report.facts(), texts={1}),
         _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={2}),
         _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.ledger.goodput import Course, follow
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
-from ckpt_tasks.reading.overview import Look, look_at, places_of, summaries_of
+from ckpt_tasks.ledger.goodput import Course, Followed, follow
+from ckpt_tasks.ledger.timeline import Moment
+from ckpt_tasks.reading.overview import Look, looks_at, places_of
 from ckpt_tasks.storage.port import Store
 
 _Sample = tuple[Mapping[str, str], float]
@@ -28,39 +28,65 @@ def registry_of(store: Store) -> CollectorRegistry:
 
     Raises CheckpointNotFoundError if there is none now.
     """
-    runs = Runs(store)
-    if not summaries_of(places_of(store)):
+    places: dict[str, Store] = {}
+    followed: dict[str, Followed] = {}
+
+    def looks() -> Mapping[str, Look]:
+        places.update(found := places_of(store))
+        return looks_at(found)
+
+    def course(name: str, look: Look) -> Course:
+        run = followed.setdefault(name, Followed(places[name]))
+        if look.summary.state != "running":
+            del followed[name]
+        return run.read()
+
+    if not looks():
         raise CheckpointNotFoundError(f"there is no run in {store.url}, nor directly below it")
     registry = CollectorRegistry()
-    registry.register(runs)
+    registry.register(Runs(looks, course, reads=True))
     return registry
 
 
-@dataclass
-class _Known:
-    """What is known of a run up to its entry `n`: its samples by metric, and its time line while it is running."""
-
-    n: int
-    samples: _Samples
-    timeline: Timeline | None
-
-
 class Runs:
-    """A collector of prometheus_client over runs; it reads only new entries of a ledger that it has read.
+    """A collector of prometheus_client over runs: `looks` has the newest look at each, `course` reads a run's course.
 
-    After `most_s` seconds it reads no more whole ledgers: until the next time, runs that are not known have only the
-    metrics of their newest entry. Of a run that does not train it keeps the samples alone.
+    What a course says is kept until the run's ledger grows: of a run that does not train, these samples are all that is
+    kept. If not `reads`, `collect` only tells what the newest looks and earlier calls of `read` say.
     """
 
-    def __init__(self, root: Store, most_s: float = math.inf):
-        self._root, self._most_s = root, most_s
-        self._known: dict[str, _Known] = {}
+    def __init__(
+        self, looks: Callable[[], Mapping[str, Look]], course: Callable[[str, Look], Course], *, reads: bool = False
+    ):
+        self._looks, self._course, self._reads = looks, course, reads
+        self._known: dict[str, tuple[object, _Samples]] = {}
+        self._reading = threading.Lock()
+
+    def read(self, looks: Mapping[str, Look], most_s: float = math.inf) -> None:
+        """Read the courses that have changed, those of running runs first; begin none after `most_s` seconds."""
+        until_s = time.monotonic() + most_s
+        if not self._reading.acquire(timeout=-1 if math.isinf(most_s) else most_s):
+            return
+        try:
+            self._known = {name: known for name, known in self._known.items() if name in looks}
+            for name, look in sorted(looks.items(), key=lambda item: item[1].summary.state != "running"):
+                if time.monotonic() >= until_s:
+                    return
+                sign = look.n, look.summary.saved_at
+                if name in self._known and self._known[name][0] == sign:
+                    continue
+                with suppress(CkptError):  # The metric of the run's state says so.
+                    self._known[name] = sign, _measured(look, self._course(name, look), _OF_THE_LEDGER)
+        finally:
+            self._reading.release()
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric, with one sample or more for each run."""
-        until_s = time.monotonic() + self._most_s
-        places = places_of(self._root)
-        runs = {name: self._samples(name, store, until_s) for name, store in places.items()}
+        looks = self._looks()
+        if self._reads:
+            self.read(looks)
+        known = {name: self._known[name][1] if name in self._known else {} for name in looks}
+        runs = {name: {**known[name], **_measured(look, _NO_COURSE, _OF_A_LOOK)} for name, look in looks.items()}
         for name, (about, _) in _METRICS.items():
             counts = name.endswith("_total")
             metric = Metric(f"ckpt_{name.removesuffix('_total')}", about, "counter" if counts else "gauge")
@@ -68,26 +94,6 @@ class Runs:
                 for labels, value in samples.get(name, ()):
                     metric.add_sample(f"ckpt_{name}", {"run": run, **labels}, value)
             yield metric
-
-    def _samples(self, name: str, store: Store, until_s: float) -> _Samples:
-        """Return a run's samples by metric; none for a directory that is no run."""
-        look = look_at(name, store, whole=False)
-        if look is None:
-            return {}
-        known = self._known.get(name)
-        if known is not None and known.n == look.n:
-            return {**known.samples, **_measured(look, _NO_COURSE, ["run_state"])}
-        newest = _measured(look, _NO_COURSE, _OF_THE_NEWEST)
-        if time.monotonic() > until_s:
-            return newest
-        look = look_at(name, store) or look
-        try:
-            timeline = read_timeline(History(store, whole=False), known=known.timeline if known else None)
-        except CkptError:  # The metric of the run's state shows it.
-            return newest
-        samples = _measured(look, follow(timeline.moments), _METRICS)
-        self._known[name] = _Known(look.n, samples, timeline if look.summary.state == "running" else None)
-        return samples
 
 
 def _measured(look: Look, course: Course, names: Iterable[str]) -> _Samples:
@@ -126,8 +132,11 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: seconds_of(look.summary.saved_at) if look.summary.saved_at else None),
     ),
     "last_checkpoint_step": ("its step", _one(lambda look, course: look.summary.step)),
-    "checkpoints": ("live checkpoints", _one(lambda look, course: look.summary.checkpoints)),
-    "size_bytes": ("bytes of the live checkpoints", _one(lambda look, course: look.summary.size_bytes)),
+    "checkpoints": ("live checkpoints", _one(lambda look, course: None if look.partial else look.summary.checkpoints)),
+    "size_bytes": (
+        "bytes of the live checkpoints",
+        _one(lambda look, course: None if look.partial else look.summary.size_bytes),
+    ),
     "metric": (
         "a metric of the newest checkpoint, or the newest of an evaluation suite",
         lambda look, course: [({"name": name}, value) for name, value in look.summary.metrics.items()],
@@ -158,8 +167,17 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: any(drill.fault for drill in look.state.drills) if look.state.drills else None),
     ),
 }
-# One read of a ledger yields these metrics.
-_OF_THE_NEWEST = ("run_state", "last_checkpoint_timestamp_seconds", "last_checkpoint_step", "metric")
+_OF_A_LOOK = (
+    "run_state",
+    "last_checkpoint_timestamp_seconds",
+    "last_checkpoint_step",
+    "checkpoints",
+    "size_bytes",
+    "metric",
+    "last_good_drill_timestamp_seconds",
+    "drill_failed",
+)
+_OF_THE_LEDGER = tuple(name for name in _METRICS if name not in _OF_A_LOOK)
 _NO_COURSE = follow(())
 
 

@@ -41,18 +41,12 @@ _SAID = {
     "copied": "copied",
 }
 # The parts of RETURNED in words; the step is that of the first commit after the restore.
-RETURNS_HEAD = (
-    "saved at",
-    "noticed",
-    "start",
-    "owner",
-    "compiled",
-    "read",
-    "verify",
-    "copy",
-    "data",
-    "first step",
-    "together",
+_RETURNED_SAID = dict(
+    zip(
+        RETURNED,
+        ("noticed", "start", "owner", "compiled", "read", "verify", "copy", "data", "first step"),
+        strict=True,
+    )
 )
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
@@ -150,16 +144,22 @@ class Report:
         moments = [moment.moment for moment in self.course.of(*_SAID)]
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
-    def returns(self) -> list[list[str]]:
-        """Return a row of texts for each of the newest restores, newest first: its step, and where its time went."""
-        return [
+    def returns(self) -> tuple[list[str], list[list[str]]]:
+        """Return heads, and a row of texts for each of the newest restores, newest first: its step, and its parts.
+
+        A part that none of them has is left out.
+        """
+        newest = self.course.returns[: -_HAPPENINGS_SHOWN - 1 : -1]
+        had = {name: head for name, head in _RETURNED_SAID.items() if any(name in parts for _, parts in newest)}
+        rows = [
             [
                 f"{moment.step or 0:,}",
-                *(fine_span(parts[name]) if name in parts else "" for name in RETURNED),
+                *(fine_span(parts[name]) if name in parts else "" for name in had),
                 fine_span(sum(parts.values())),
             ]
-            for moment, parts in reversed(self.course.returns[-_HAPPENINGS_SHOWN:])
+            for moment, parts in newest
         ]
+        return ["saved at", *had.values(), "together"], rows
 
     def data(self) -> dict[str, Any]:
         """Return the facts of the report as JSON data."""
@@ -268,8 +268,8 @@ def to_markdown(report: Report) -> str:
             "### Where the time went",
             _markdown_table(("", "", "time", "part"), shares, right=2),
             *(
-                ["### From a death to the first step", _markdown_table(RETURNS_HEAD, report.returns(), right=0)]
-                if report.returns()
+                ["### From a death to the first step", _markdown_table(*report.returns(), right=0)]
+                if report.course.returns
                 else []
             ),
             "### In numbers",

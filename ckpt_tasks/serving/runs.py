@@ -5,23 +5,23 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.ledger.curve import Curve, read_tables
-from ckpt_tasks.ledger.goodput import Course, follow
+from ckpt_tasks.ledger.goodput import Course, Followed
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.timeline import Timeline, read_timeline
 from ckpt_tasks.report.charts import Curves, chart_data
 from ckpt_tasks.report.kept import kept_because
-from ckpt_tasks.report.report import RETURNS_HEAD, SHARES_MEAN, make_report
+from ckpt_tasks.report.report import SHARES_MEAN, make_report
 from ckpt_tasks.storage.port import Store
 
 _MOST_BYTES = 96 << 20  # The memory for cached runs; the run that was viewed longest ago is dropped first.
 _MOMENT_BYTES = 2_000
+_Answer = TypeVar("_Answer")
 
 
 class OpenRun:
@@ -29,18 +29,17 @@ class OpenRun:
 
     def __init__(self, store: Store):
         self._store, self._lock = store, threading.Lock()
-        self._timeline, self._curves = Timeline(), Curves()
-        self._course: Course = follow(())
+        self._followed, self._curves = Followed(store), Curves()
 
     @property
     def size_bytes(self) -> int:
         """Roughly how much memory it takes."""
-        return len(self._timeline.moments) * _MOMENT_BYTES + self._curves.size_bytes
+        return len(self._followed.timeline.moments) * _MOMENT_BYTES + self._curves.size_bytes
 
     def curves(self, names: Sequence[str], *, by: str, low: float, high: float, most: int) -> dict[str, Any]:
         """Return the data for charts of some metrics."""
         with self._lock:
-            course = self._read(curves=True)
+            course = self._read_curves()
             return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
 
     def about(self) -> dict[str, Any]:
@@ -48,10 +47,10 @@ class OpenRun:
         with self._lock:
             history = History(self._store)
             head = history.head()
-            course, state = self._read(), head.state
+            course, state = self._followed.read(), head.state
             kept = {digest: ", ".join(reasons) for digest, reasons in kept_because(state).items()}
             run_key = history.check(None)
-            report = make_report(run_key, self._store.url, self._timeline, state, kept, read_curve=_no_curve)
+            report = make_report(run_key, self._store.url, self._followed.timeline, state, kept, read_curve=_no_curve)
         shares = [{"name": n, "seconds": s, "part": part, "means": SHARES_MEAN[n]} for n, s, part in report.shares]
         about: dict[str, Any] = finite_json(
             {
@@ -63,7 +62,7 @@ class OpenRun:
                 "wall_s": course.wall_s,
                 "shares": shares,
                 "facts": report.facts(),
-                "returns": {"head": RETURNS_HEAD, "rows": report.returns()},
+                "returns": dict(zip(("head", "rows"), report.returns(), strict=True)),
                 "happenings": report.happenings(),
                 "checkpoints": report.checkpoints,
                 "live": len(state.live),
@@ -72,19 +71,23 @@ class OpenRun:
         )
         return about
 
-    def _read(self, *, curves: bool = False) -> Course:
-        """Read new entries of the ledger; with `curves`, also the new tables of steps."""
-        history = History(self._store, whole=False)  # A commit's checkpoint is among the newest of its entry.
-        before = self._timeline
-        self._timeline = read_timeline(history, known=before)
-        if self._timeline != before:
-            self._course = follow(self._timeline.moments)
-        if curves:
-            new = [one for one in self._timeline.moments if one.n > self._curves.newest_n]
-            commits = [one for one in new if one.kind == "commit" and one.steps is not None]
-            tables = dict(zip((one.n for one in commits), read_tables(history, commits), strict=True))
-            self._curves.add(new, tables)
-        return self._course
+    def course(self) -> Course:
+        """Return the run's course."""
+        with self._lock:
+            return self._followed.read()
+
+    def _read_curves(self) -> Course:
+        """Read what is new in the ledger, and the new tables of steps."""
+        runs, course = self._followed.runs, self._followed.read()
+        if self._followed.runs > runs:
+            self._curves = Curves()
+        new = [one for one in self._followed.timeline.moments if one.n > self._curves.newest_n]
+        commits = [one for one in new if one.kind == "commit" and one.steps is not None]
+        tables = dict(
+            zip((one.n for one in commits), read_tables(History(self._store, whole=False), commits), strict=True)
+        )
+        self._curves.add(new, tables)
+        return course
 
     def _environment(self, state: State) -> dict[str, str]:
         for newest in lineage(state.live)[:1]:
@@ -104,11 +107,13 @@ class OpenRuns:
         self._runs: OrderedDict[str, OpenRun] = OrderedDict()
         self._lock = threading.Lock()
 
-    def ask(self, name: str, store: Store, question: Callable[[OpenRun], dict[str, Any]]) -> dict[str, Any]:
-        """Answer a request of the page about a run."""
+    def ask(self, name: str, store: Store, question: Callable[[OpenRun], _Answer], *, keep: bool = True) -> _Answer:
+        """Answer a question about a run. Without `keep`, a run that was not there is the first to be forgotten."""
         with self._lock:
+            is_new = name not in self._runs
             run = self._runs.setdefault(name, OpenRun(store))
-            self._runs.move_to_end(name)
+            if keep or is_new:
+                self._runs.move_to_end(name, last=keep)
         answer = question(run)
         with self._lock:
             while len(self._runs) > 1 and sum(one.size_bytes for one in self._runs.values()) > _MOST_BYTES:

@@ -18,7 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
+from ckpt_tasks.ledger.goodput import Course
+from ckpt_tasks.reading.overview import Look
 from ckpt_tasks.report.prometheus import Runs
 from ckpt_tasks.serving.access import Access
 from ckpt_tasks.serving.runs import OpenRuns
@@ -44,7 +46,8 @@ _HEADERS = {
 }
 _MOST_POINTS, _MOST_METRICS = 4_000, 64
 _IDLE_S = 60.0
-_SCRAPE_S = 5.0  # By default Prometheus waits for 10 s.
+# Seconds to read whole ledgers for an answer to Prometheus, which waits for 10 s, and after it.
+_SCRAPE_S, _AFTER_S = 1.0, 5.0
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -59,8 +62,15 @@ class PageServer(ThreadingHTTPServer):
         self.table, self.runs = table, OpenRuns()
         super().__init__((host, port), _Request)
         self.access = Access(host, self.server_address[1], token)
+        self.measured = Runs(lambda: table.looks(_SCRAPE_S), self._course)
         self.metrics = CollectorRegistry(auto_describe=False)
-        self.metrics.register(Runs(table.root, _SCRAPE_S))
+        self.metrics.register(self.measured)
+
+    def _course(self, name: str, look: Look) -> Course:
+        store = self.table.stores.get(name)
+        if store is None:
+            raise CheckpointNotFoundError(f"the run {name!r:.200} is gone")
+        return self.runs.ask(name, store, lambda run: run.course(), keep=look.summary.state == "running")
 
     def server_bind(self) -> None:
         """Bind the socket; the standard library would also look up the host's name, which can take seconds."""
@@ -108,11 +118,16 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(status, _JSON, json.dumps(answer, allow_nan=False, separators=(",", ":")).encode())
 
     def _measure(self) -> None:
+        """Tell what is known; then go on reading, so that the next answer has more."""
         try:
-            status, body = 200, generate_latest(self.server.metrics)
+            looks = self.server.table.looks(_SCRAPE_S)
+            self.server.measured.read(looks, _SCRAPE_S)
+            body = generate_latest(self.server.metrics)
         except CkptError as error:
-            status, body = 503, str(error).encode()
-        self._answer(status, CONTENT_TYPE_LATEST if status == 200 else _TEXT, body)
+            self._answer(503, _TEXT, str(error).encode())
+            return
+        self._answer(200, CONTENT_TYPE_LATEST, body)
+        self.server.measured.read(looks, _AFTER_S)
 
     def _answer(self, status: int, kind: str, body: bytes, more: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

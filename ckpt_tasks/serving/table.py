@@ -11,15 +11,14 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.parsing import finite_json
-from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.overview import Look, life_of, look_at, places_of
@@ -35,11 +34,14 @@ _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 
 @dataclass(frozen=True)
 class Row:
-    """A run's row; `sign` identifies the state of its ledger, `owner` is its owner until the release."""
+    """A run's row; `sign` tells one state of its ledger from another.
+
+    Of the state, `look` has only the drills, and the owner if that may be alive.
+    """
 
     facts: Mapping[str, Any]
     sign: object
-    owner: Owner | None
+    look: Look
     revision: int
 
 
@@ -76,6 +78,20 @@ class RunTable:
                 "gone": [name for name, at in self._gone.items() if at > revision],
             }
 
+    def looks(self, most_s: float) -> dict[str, Look]:
+        """Return the newest look at each run; wait at most so long for one, if the thread has rested.
+
+        Raises StoreError if there is none yet, or if the root cannot be listed.
+        """
+        with self._changed:
+            rested = not self._looks or time.monotonic() - self._asked_s > _ASKED_S
+            looks, self._asked_s = self._looks, time.monotonic()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not rested or self._looks > looks, most_s)
+            if self.error or not self._looks:
+                raise StoreError(self.error or "the runs have not been looked at yet")
+            return {name: row.look for name, row in self._rows.items()}
+
     def look(self) -> None:
         """Look at every run once; if the store does not answer, keep the rows as they are and report it."""
         try:
@@ -91,6 +107,7 @@ class RunTable:
             for name in self._rows.keys() - stores.keys():
                 self._drop(name)
             self._looks += 1
+            self._changed.notify_all()
 
     def _watch(self) -> None:
         while True:
@@ -98,17 +115,17 @@ class RunTable:
             self.look()
             took_s = time.monotonic() - began_s
             least_s = _EVERY_S if self.root.near else len(self.stores) / _REQUESTS_PER_S
+            # The first look reads less of long lists: the second one follows at once.
+            due_s = began_s + took_s + (0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
             with self._changed:
-                # The first look reads only a part of long lists, so the second one follows at once.
-                self._changed.wait(0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
-                while time.monotonic() - self._asked_s > _ASKED_S:
-                    self._changed.wait()
+                while (now_s := time.monotonic()) < due_s or now_s - self._asked_s > _ASKED_S:
+                    self._changed.wait(due_s - now_s if now_s < due_s else None)
 
     def _look_at(self, name: str, store: Store, *, first: bool) -> None:
         known = self._rows.get(name)
         sign = _sign_of(store)
         if known is not None and sign is not None and sign == known.sign:
-            if known.owner is not None:
+            if known.look.state.owner is not None:
                 self._look_for_life(name, known, store)
             return
         look = look_at(name, store, whole=not first)
@@ -116,24 +133,26 @@ class RunTable:
             with self._changed:
                 self._drop(name)
             return
-        owner = look.state.owner
-        alive = owner if look.summary.state in ("running", "silent") else None
-        self._put(name, _facts(look), None if look.partial else sign, alive)
+        facts, about = _facts(look), look.summary.state
+        kept = State(owner=look.state.owner if about in ("running", "silent") else None, drills=look.state.drills)
+        again = look.partial or about == "unreadable"
+        self._put(name, facts, None if again else sign, look._replace(state=kept))
 
     def _look_for_life(self, name: str, known: Row, store: Store) -> None:
         try:
-            state, why = life_of(History(store), State(owner=known.owner))
+            state, why = life_of(History(store), known.look.state)
         except CkptError as error:
             state, why = "unreadable", str(error)
-        self._put(name, {**known.facts, "state": state, "why": why}, known.sign, known.owner)
+        look = known.look._replace(summary=replace(known.look.summary, state=state, why=why))
+        self._put(name, {**known.facts, "state": state, "why": why}, known.sign, look)
 
-    def _put(self, name: str, facts: Mapping[str, Any], sign: object, owner: Owner | None) -> None:
+    def _put(self, name: str, facts: Mapping[str, Any], sign: object, look: Look) -> None:
         with self._changed:
             known = self._rows.get(name)
             is_new = known is None or known.facts != facts
             self._revision += is_new
             revision = self._revision if known is None or is_new else known.revision
-            self._rows[name] = Row(facts, sign, owner, revision)
+            self._rows[name] = Row(facts, sign, look, revision)
             self._gone.pop(name, None)
 
     def _drop(self, name: str) -> None:
@@ -145,11 +164,11 @@ class RunTable:
 def _sign_of(store: Store) -> object:
     """Return a value that changes with every new ledger entry; None if it is unknown, or changed a moment ago."""
     place = unwrapped(store)
-    if not isinstance(place, LocalStore):
-        return tuple(store.names(LEDGER_PREFIX, limit=1)) or None
     try:
+        if not isinstance(place, LocalStore):
+            return tuple(store.names(LEDGER_PREFIX, limit=1)) or None
         times = [Path(place.root, part).stat().st_mtime_ns for part in ("", LEDGER_PREFIX)]
-    except OSError:
+    except (OSError, CkptError):
         return None
     return None if time.time() - max(times) / 1e9 < _FRESH_S else tuple(times)
 

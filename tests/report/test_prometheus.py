@@ -20,8 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.ledger.goodput import follow
+from ckpt_tasks.ledger.goodput import Course, Followed, follow
 from ckpt_tasks.ledger.timeline import read_timeline
+from ckpt_tasks.reading.overview import Look, looks_at, places_of
 from ckpt_tasks.report.prometheus import Runs, metric_texts, registry_of
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import die
@@ -65,15 +66,27 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_a_reader_without_time_has_what_the_newest_entries_say(runs: Path) -> None:
-    """After its time is up, a collector gives the steps of all runs; the next time it goes on with the ledgers."""
-    collector = Runs(Location(str(runs)).open(), most_s=0.0)
-    first = {(one.name, sample.labels["run"]) for one in collector.collect() for sample in one.samples}
-    assert ("ckpt_last_checkpoint_step", "killed") in first
-    assert ("ckpt_commits", "killed") not in first
-    collector = Runs(Location(str(runs)).open())
-    whole = [{one.name: one.samples for one in collector.collect()} for _ in range(2)]
-    assert whole[0] == whole[1]
-    assert whole[0]["ckpt_commits"]
+    """Without time a collector has the steps of all runs; with time it reads each ledger once, and again if it grew."""
+    read: list[str] = []
+    looks = looks_at(places_of(Location(str(runs)).open()))
+
+    def course(name: str, look: Look) -> Course:
+        read.append(name)
+        return Followed(Location(str(runs / name)).open()).read()
+
+    def found() -> set[tuple[str, str]]:
+        return {(one.name, sample.labels["run"]) for one in prometheus.collect() for sample in one.samples}
+
+    prometheus = Runs(lambda: looks, course)
+    prometheus.read(looks, most_s=0.0)
+    assert ("ckpt_last_checkpoint_step", "killed") in found()
+    assert ("ckpt_commits", "killed") not in found()
+    for _ in range(2):
+        prometheus.read(looks)
+        assert ("ckpt_commits", "killed") in found()
+    looks = {**looks, "killed": looks["killed"]._replace(n=looks["killed"].n + 1)}
+    prometheus.read(looks)
+    assert read == ["damaged", "killed", "killed"]
 
 
 def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:

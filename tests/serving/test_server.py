@@ -255,6 +255,8 @@ def test_a_token_is_needed_where_there_is_one(root: Path) -> None:
 
 def test_prometheus_reads_the_same_runs(asked: Asked) -> None:
     """/metrics has the step of each run's newest checkpoint, as `ckpt metrics` prints it."""
+    assert asked.raw("/metrics")[0] == 503  # Nothing has been looked at: an empty answer would look like no run.
+    asked.table.look()
     status, headers, body = asked.raw("/metrics")
     assert (status, headers["Content-Type"].partition(";")[0]) == (200, "text/plain")
     assert 'ckpt_last_checkpoint_step{run="first"} 2.0' in body.decode().splitlines()
