@@ -183,8 +183,8 @@ class StoreError(CkptError, OSError):
     """The store refused or failed a request; `key` is the object's name.
 
     `transient`: the same request may succeed a moment later (no answer, overload), so it is worth another try.
-    `refused`: the store said that it did nothing.
-    `denied`: permissions, or a disk that is full or read-only, do not allow it.
+    `refused`: the store said that it did nothing. `denied`: permissions, a full disk or a read-only disk do not allow
+    it.
     """
 
     transient: bool = False

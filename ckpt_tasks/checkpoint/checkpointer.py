@@ -135,10 +135,10 @@ class Checkpointer(HeldRun):
     ) -> int:
         """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
 
-        Modules, optimizers and other statefuls are restored in place, plain values of `state` are replaced. A restore
-        is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one; `last_restore` says
-        which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError, OwnedError or
-        RunMismatchError; the state is untouched then.
+        Modules, optimizers and other objects with a state are restored in place; plain values of `state` are replaced.
+        A restore is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one;
+        `last_restore` says which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError,
+        OwnedError or RunMismatchError; the state is untouched then.
 
         A loose restore takes a part, for fine-tuning: `only` names the groups ("model", "rng") and keys ("model/head")
         to take, or maps them to their names in the checkpoint; `leave` names those that are not taken. With
@@ -253,10 +253,10 @@ class Checkpointer(HeldRun):
     ) -> Checkpoint:
         """Save now; return when the checkpoint is committed. A thread then prunes what the policy no longer keeps.
 
-        `interim` says that only a batch has ended. If the configuration has an interval, an interim checkpoint does
-        not count among the newest `max_num_checkpoints`, and does not move the interval.
-        Raises UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or
-        CommitUncertainError; the newest checkpoint is still the old one then.
+        `interim`: the save happens because a batch has ended. If the configuration has an interval, an interim
+        checkpoint does not count among the newest `max_num_checkpoints`, and does not move the interval. Raises
+        UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or CommitUncertainError;
+        the newest checkpoint is still the old one then.
         """
         step, epoch = check_step(step, self._at.step), check_epoch(epoch)
         if not isinstance(interim, bool):

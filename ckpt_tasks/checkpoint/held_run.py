@@ -212,9 +212,9 @@ class HeldRun:
     ) -> Checkpoint:
         """Go back to the checkpoint of a step; later checkpoints are marked as abandoned.
 
-        Call `restore` next. `skip_batches` are then skipped: they are (first, last), the steps that had trained on
-        these batches; an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte of
-        the checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
+        Call `restore` next. It skips the batches `skip_batches`, given as (first, last) of the steps that had trained
+        on them; for this an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte
+        of the checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
         ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing changes then.
         """
         self._held()
@@ -274,8 +274,8 @@ class HeldRun:
     def _begin_save(self, error: Exception | None = None) -> Tenure:
         """Take the run for a save; the caller holds `turn()`.
 
-        `error` says why this rank cannot save: it is raised in all ranks. If this is the first save, nothing is written
-        then.
+        `error` says why this rank cannot save; it is raised in all ranks. If this is the first save, nothing is
+        written.
         """
         if not (self._ranks.alone or self._knows_state):
             with self._ranks.together("state") as confirm:

@@ -37,9 +37,9 @@ class Interrupt:
     """Remember a signal until the step boundary, then raise it again for the previous handler.
 
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
-    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not, since
-    schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end a
-    step that hangs. A forked child gets the previous handlers. While signals are held back, notices of the cloud
+    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not act at once,
+    since schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end
+    a step that hangs. A forked child gets the previous handlers. While signals are held back, notices of the cloud
     `spot_notices` also arrive as SIGTERM.
     """
 
@@ -216,7 +216,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
     """End this process's flow run by Prefect's Abort, which sets no state: another process continues the flow run.
 
-    A failure would be shown, and retried, although the run trains. Returns outside of that flow run.
+    Otherwise a failure would be shown and retried, although the run trains. Does nothing outside that flow run.
     """
     context: Any = sys.modules.get("prefect.context")
     current = context.FlowRunContext.get() if context else None

@@ -148,7 +148,7 @@ class _Google:
 class _Azure:
     """Notices of Azure: Scheduled Events of type Preempt, by the instance's name (learn.microsoft.com).
 
-    An event is not acknowledged (StartRequests): Azure would then evict the host at once, for other programs too.
+    Do not acknowledge an event (StartRequests): Azure would then evict the host at once, for other programs too.
     """
 
     every_s = 1.0

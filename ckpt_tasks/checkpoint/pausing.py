@@ -17,7 +17,7 @@ def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
     """Hold SIGTERM and Ctrl-C back until the next step, or deliver them at once, including a pending one.
 
-    For a pause within the `with` block (the delay before a retry); outside of the block this does nothing.
+    Meant for a pause within the `with` block (the delay before a retry); outside the block this does nothing.
     """
     if not ckpt._entered or not ckpt._process.is_here:
         return
@@ -47,7 +47,7 @@ def end_waits(ckpt: Checkpointer) -> None:
 def give_up(ckpt: Checkpointer) -> None:
     """End waits for other ranks, and ignore SIGTERM while this process, which has failed, ends.
 
-    A launcher sends SIGTERM because of the failure, and it would hide the cause. Call this in the main thread.
+    A launcher sends SIGTERM because of the failure, and that signal would hide the cause. Call this in the main thread.
     """
     end_waits(ckpt)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

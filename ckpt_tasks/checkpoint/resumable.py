@@ -69,13 +69,13 @@ def resumable(
             for batch in loader:
                 ...
 
-    `checkpoint` is a directory, a URL or a CheckpointConfig; `state` names what is saved, as for `Checkpointer`.
-    A DataLoader becomes a ResumableLoader over the same data set, with the same options; its order is another one, and
-    depends on the seed of its generator, or else on that of torch. The data set may be a stream that has a state.
+    `checkpoint` is a directory, a URL or a CheckpointConfig; `state` names what is saved, as for `Checkpointer`. A
+    DataLoader becomes a ResumableLoader over the same data set, with the same options but another order, which depends
+    on the seed of its generator, or else on torch's seed. The data set may be a stream that has a state.
 
     A batch after which no optimizer of the state has stepped belongs to the step after it. SIGTERM and Ctrl-C end the
-    loop after the current step, with a commit. The last step is committed when the epochs are over; a loop that is left
-    by a `break` does not save what was not due.
+    loop after the current step, with a commit. The last step is committed when the epochs are over; a loop that a
+    `break` leaves saves nothing that was not due.
 
     Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
     """
@@ -94,7 +94,7 @@ def resumable(
 class Epochs(Iterator[int]):
     """The numbers of the remaining epochs; `resumable` makes them.
 
-    The call for the next number ends the current epoch. After the last epoch the last step is committed, and the run is
+    Asking for the next number ends the current epoch. After the last epoch the last step is committed, and the run is
     released.
     """
 

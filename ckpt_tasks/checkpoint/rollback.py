@@ -78,7 +78,7 @@ class Spikes:
     def seen(self, step: int, metrics: Mapping[str, Any] | None) -> tuple[int, int] | None:
         """Add the metric of a completed step; return the first and the last step of a spike, again until a restore.
 
-        Waits for a tensor on a device. Raises StateError if the metric is not a number.
+        Waits for a metric that is a tensor on a device. Raises StateError if the metric is not a number.
         """
         if not self.metric or self._spike is not None:
             return self._spike

@@ -32,9 +32,8 @@ class Difference:
 
     `place` is the path in the state; `what` is the kind of difference: "values" of a tensor, its "dtype", "shape",
     "layout", "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a
-    container, a group's "kind", or "only in A", "only in B". `a` and `b` show both sides briefly. For values `elements`
-    were compared and `differing` of them differ, by `max_abs` at most (None if unknown), `unmeasured` of them because
-    they are not numbers.
+    container, a group's "kind", or "only in A", "only in B". `a` and `b` show both sides briefly. For "values",
+    `differing` of `elements` differ, by `max_abs` at most (None if unknown); `unmeasured` of them are not numbers.
     """
 
     place: str

@@ -35,7 +35,7 @@ def plan_peft_export(
 ) -> ExportPlan:
     """Plan the export of one adapter to the directory `out`; write nothing.
 
-    It is the adapter `default`, or the only one. Raises ConfigError if the checkpoint has no such adapter or no
+    The adapter is `default`, or the only one. Raises ConfigError if the checkpoint has no such adapter or no
     configuration for it, or if its kind keeps tensors that do not have its name.
     """
     target = check_out(store, out, overwrite, one_file=False)

@@ -65,8 +65,8 @@ class ForkPlan:
 def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
     """Find the checkpoint to fork: the step `which`, or "latest" (also None) or "best".
 
-    If a fork to `target` was begun and killed, returns the checkpoint of that fork, even if the source has newer ones.
-    Raises what `Run.find` raises.
+    If a fork to `target` was started and killed, returns the checkpoint of that fork, even if the source has newer
+    ones. Raises what `Run.find` raises.
     """
     if not isinstance(which, int):
         there = set(target.names(""))

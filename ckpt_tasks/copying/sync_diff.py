@@ -47,8 +47,8 @@ class _Mark(NamedTuple):
 
     `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source.
     `pruned` are the checkpoints that the target once had and no longer has. `given_up` are objects that more than one
-    owner of the target was going to delete: each but the last owner may have stalled and delete them late. An object
-    that a single owner recorded as deleted is not among them.
+    owner of the target was going to delete: every owner except the last may have stalled, and may delete them later. An
+    object that a single owner recorded as deleted is not among them.
     """
 
     entry: int

@@ -35,8 +35,8 @@ def sample_generator(
             return self.rows[index] + torch.randn(8, generator=generator)
 
     The numbers depend on (seed, epoch, index) alone: not on workers, ranks, batch size or the order of the samples. In
-    the data set or `collate_fn` of a ResumableLoader, seed and epoch are the loader's unless given. `numpy` returns a
-    NumPy generator. Raises ConfigError if seed or epoch is not given elsewhere.
+    the data set or `collate_fn` of a ResumableLoader, seed and epoch default to the loader's. `numpy` returns a NumPy
+    generator. Elsewhere, raises ConfigError if seed or epoch is missing.
     """
     of_batch = _of_batch.get()
     seed, epoch = (of_batch[0] if seed is None else seed), (of_batch[1] if epoch is None else epoch)

@@ -67,19 +67,20 @@ class ResumableLoader(Started):
                 ...
 
     `options` are those of DataLoader (`num_workers`, `pin_memory`, `drop_last` and so on). The position moves when a
-    batch is handed out. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or
-    torch or from generators in their attributes, depend on `seed`, the epoch and the batch alone (and on the seeds of
-    these generators). Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With
-    tensor parallelism the ranks of one model need the same samples: give the data-parallel part of the mesh
+    batch is yielded. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or torch
+    or from generators in their attributes, depend on `seed`, the epoch and the batch alone (and on the seeds of these
+    generators). Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor
+    parallelism the ranks of one model need the same samples: give the data-parallel part of the mesh
     (`mesh=mesh["dp"]`), or the data-parallel `rank` and `world_size`.
 
     The data set may be a stream that has `state_dict()` and `load_state_dict()`, such as one of datasets. Each worker
-    reads its part; a resume needs as many workers, and takes `set_epoch(epoch)` to the stream by itself. A worker reads
-    its last batch once more: if it differs, the first batch of the loop is a StateMismatchError. `replay=True` takes
-    any stream that gives the same samples each time: a resume reads the epoch again up to the position. A stream of
-    batches has `batch_size=None`. With several ranks, each of which reads its own part, save ``ByRank(loader)``.
+    reads its part; a resume needs as many workers, and calls `set_epoch(epoch)` itself. A worker reads its last batch
+    again: if it differs, the loop raises StateMismatchError. `replay=True` accepts a stream that repeats its samples: a
+    resume reads the epoch again. A stream of batches has `batch_size=None`. With several ranks, each of which reads its
+    own part, save ``ByRank(loader)``.
 
-    Raises ConfigError for a stream that cannot be resumed, a batch size that gives no batch, and a sampler of the user.
+    Raises ConfigError for a stream that cannot be resumed, a batch size that gives no batch, and a sampler of the
+    user's.
     """
 
     effects: ClassVar[Mapping[str, str]] = {

@@ -59,9 +59,9 @@ class ResumableSampler(Sampler[list[int]]):
             ...
 
     `batch_size` is per rank; `mesh` is the data-parallel part of a DeviceMesh, in place of `rank` and `world_size`. A
-    step takes the next batch_size x world_size samples of the epoch's order and deals them out in turn, so a checkpoint
-    can resume with another number of ranks (or another batch size): no sample of the epoch is lost or repeated, and
-    while batch_size x world_size stays the same, every step sees the same samples.
+    step takes the next batch_size x world_size samples of the epoch's order and assigns them to the ranks in turn, so a
+    checkpoint can resume with another number of ranks (or another batch size): no sample of the epoch is lost or
+    repeated, and while batch_size x world_size stays the same, every step sees the same samples.
 
     All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill the last batch of all
     ranks together; otherwise the last batches are smaller, as even as possible. If fewer samples than ranks are left
@@ -144,7 +144,7 @@ class ResumableSampler(Sampler[list[int]]):
         The loader must have this sampler as its `batch_sampler`, else ConfigError. After `load_state_dict` the next
         batch is that of the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
         workers comes from the position, not from a global stream or the loader's generator. Workers still draw from
-        their own streams, which start again on a resume: wrap the data set in `seeded` if it draws random numbers. If
+        their own streams, which start anew after a resume: wrap the data set in `seeded` if it draws random numbers. If
         the loader has a `state_dict`, leave the loader out of the state.
         """
         if loader.batch_sampler is not self:

@@ -32,7 +32,7 @@ _ENDED = -1  # In a state: the samples of an ended epoch. A stream has no size t
 class StreamPosition:
     """Yield the batches of a stream, and continue after the last yielded one when restored.
 
-    It has the methods by which a ResumableLoader moves a ResumableSampler. `make` gives a DataLoader for a data set of
+    It has the methods of a ResumableSampler that a ResumableLoader calls. `make` returns a DataLoader for a data set of
     batches.
     """
 
@@ -123,7 +123,7 @@ class StreamPosition:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position from a `state_dict` of a stream that as many workers read.
 
-        Raises StateMismatchError, and changes nothing, if it is for other workers or another seed.
+        Raises StateMismatchError, and changes nothing, if it is of another number of workers or another seed.
         """
         own = self.state_dict()
         missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())

@@ -34,7 +34,7 @@ Values = Mapping[str, Any]
 class Naming(NamedTuple):
     """How a state is named: the root group, and for each of DCP's names its group and its path in the group.
 
-    `exact`: the group `dcp` holds names and `paths`; these are None if DCP's planner has none.
+    `exact`: the group `dcp` holds names and `paths`; `paths` is None if DCP's planner has none.
     """
 
     root: str

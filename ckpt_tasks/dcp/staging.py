@@ -42,7 +42,7 @@ _lock = system().lock()
 def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
     """Copy a state with all its tensors and arrays, also in dicts, lists and tuples, to the CPU; wait for the copy.
 
-    DCP copies other values, or does not, as with its own writer.
+    Other values are treated as by DCP's own writer.
     """
     with _lock:
         old, _free[:] = (_free[0] if _free else []), []

@@ -58,8 +58,8 @@ def build_automations(
 ) -> list[AutomationCore]:
     """Build the automations that the server should have.
 
-    A flow run without a sign of life for three heartbeats of `heartbeat_s` seconds is marked as crashed. A crashed flow
-    run is scheduled again, until it has started `max_runs` times. The notification blocks in `notify` report a flow run
+    A flow run that misses three heartbeats, one every `heartbeat_s` seconds, is marked as crashed. A crashed flow run
+    is scheduled again, until it has started `max_runs` times. The notification blocks in `notify` report a flow run
     that failed for good or was not resumed.
     """
     built = [_mark_zombies(heartbeat_s), _resume_crashed(max_runs)]

@@ -35,8 +35,8 @@ _PAGE_ASKS = "PREFECT_SERVER_UI_API_URL"
 def start_server(host: str, port: int, options: Sequence[str] = (), password: str = "") -> int | None:
     """Start a server and return its process id once it answers; None if a server answers already. Raises SiteError.
 
-    With a `password` ("user:secret") it answers only requests that have it. The server reads it from its environment,
-    which no other user can read.
+    With a `password` ("user:secret") the server answers only requests with it. It reads the password from its
+    environment, which no other user can read.
     """
     url = api_url(host, port)
     if answers(url):

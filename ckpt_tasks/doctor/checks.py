@@ -345,8 +345,8 @@ def judge_drills(drills: Sequence[Drill]) -> Check:
 def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int | None, fits: bool | None) -> Check:
     """Judge whether the next process on this host would find the snapshots of a killed one.
 
-    `room`: free bytes and all bytes; None without the directory. `needed_bytes`: for two snapshots. `fits`: whether a
-    run would use the directory.
+    `room`: its free bytes and its size; None if there is no directory. `needed_bytes`: the size of two snapshots.
+    `fits`: whether a run would use the directory.
     """
     if room is None:
         do = "Mount a tmpfs at /dev/shm, or name a memory_dir; without one a restart goes back to storage."

@@ -127,7 +127,7 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
 def clock_of(url: str) -> tuple[float | None, float]:
     """Return how many seconds the clock of the server at a URL is ahead of ours, and the error of that in seconds.
 
-    The first is None if no answer comes or the answer has no date; any answer counts, even a refusal.
+    The first number is None without an answer, or if the answer has no date; a refusal counts as an answer.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust()) as client:

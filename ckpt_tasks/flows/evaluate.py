@@ -47,12 +47,12 @@ def evaluate(
     """Evaluate checkpoints with `suite`, each once, and record the results beside them.
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
-    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits that long for a run
-    that does not exist yet, and looks for new commits until none has been pending for `follow_s` seconds. The flow's
-    task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A checkpoint
-    is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned unchanged.
-    `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow run
-    evaluated that checkpoint or `which` names it.
+    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits up to `follow_s`
+    seconds for a run that does not exist yet, and then looks for new commits until none has been pending for so long.
+    The flow's task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A
+    checkpoint is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned
+    unchanged. `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow
+    run evaluated that checkpoint or `which` names it.
     """
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     if follow_s:

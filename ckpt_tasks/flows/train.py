@@ -74,11 +74,11 @@ def train(
 
     The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is one task: it restores
     if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times. However this flow run
-    ends, another one with the same `run_key` and directory continues from the newest good checkpoint; it crashes, so
-    that it is resumed, where the store or Prefect's API does not answer. A new run begins with the checkpoint
-    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and leaves out `skip_batches` ("401-410", or how
-    many). `early_stop` suspends the flow run at the end of a batch. Above 1, `ranks` processes train the program
-    together (docs/RANKS.md): of this host, or with `engine` "ray" of a cluster, `min_ranks` while it has no room.
+    ends, another one with the same `run_key` and directory continues from the newest good checkpoint. If the store or
+    Prefect's API does not answer, it ends as crashed, so that it is resumed. A new run begins with the checkpoint
+    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a number
+    of batches). `early_stop` suspends the flow run at the end of a batch. Several `ranks` train the program together
+    (docs/RANKS.md): on this host, or with `engine` "ray" on a cluster, of which `min_ranks` suffice.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # The API serves blocks.

@@ -55,11 +55,11 @@ class State:
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
     folded names of objects that are given up but may not be deleted yet; `stalled_attempts` counts how often the flow
     run `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of
-    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: an entry could not be
-    read when the owner of this epoch came; that entry may name objects of attempts up to this epoch, so these are never
-    swept. `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory") is
-    what a flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last
-    rollback. `drills` are the last good restore drill, and the last one if it was not good.
+    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
+    epoch came, an entry was unreadable; it may name objects of attempts up to this epoch, so these are never swept.
+    `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory") is what a
+    flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last rollback.
+    `drills` holds the last good restore drill, and the last drill if it was not good.
     """
 
     owner: Owner | None = None

@@ -43,9 +43,9 @@ class ObjectRecord(NamedTuple):
 class Manifest:
     """The contents of one checkpoint: its groups and objects.
 
-    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; a module's
-    "buffers" are the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
-    `world_size` is the number of ranks that wrote it; `environment` says for people what made it.
+    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; "buffers" of a
+    module lists the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
+    `world_size` is the number of ranks that wrote it; `environment` describes for people what made it.
     """
 
     run_key: str

@@ -60,9 +60,9 @@ class Checkpoint:
     checkpoint from which training continued to this one; `n` is the ledger entry that committed it; `cost_s` is how
     long training had waited when the entry was put, in seconds; `epochs` counts completed epochs, if the loop reported
     them. `abandoned`: training went back to an older checkpoint, so this one is on an abandoned line. `reuses` has the
-    folded names of older attempts' objects that are part of it, because they had not changed. `interim`: it was saved
-    because a batch or the process ended, not because an interval had passed; it does not count among the newest that
-    retention keeps.
+    folded names of older attempts' objects that are part of it, because their contents had not changed. `interim`: it
+    was saved because a batch or the process ended, not because an interval had passed; it does not count among the
+    newest that retention keeps.
     """
 
     step: int
@@ -132,8 +132,8 @@ class Origin:
 class Rollback:
     """The last rollback: its checkpoint, and the batches that training skips because of it.
 
-    `skip` holds the first and the last of the steps that had trained on these batches. It is `pending` until a commit's
-    position in the data is behind them. `by` is the flow run that requested the rollback.
+    `skip` holds the first and the last of the steps that had trained on these batches. It is `pending` until the
+    position in the data of a commit is beyond these batches. `by` is the flow run that requested the rollback.
     """
 
     identity: str
@@ -326,9 +326,9 @@ class Seal:
     """A complete snapshot: its checkpoint, or the checkpoint that its commit would create.
 
     When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` that of
-    the older snapshot that storage did not have yet (under way, or failed). It may be restored while one of the two is
-    the newest in the ledger, or if it is committed itself. `checkpoint.n` is -1: only the ledger knows whether it was
-    committed. `compared`: the digests that many ranks compare before they restore it.
+    the older snapshot that storage did not have yet (under way, or failed). The snapshot may be restored while one of
+    the two is the newest in the ledger, or if the snapshot is committed. `checkpoint.n` is -1: only the ledger knows
+    whether it was committed. `compared`: the digests that many ranks compare before they restore it.
     """
 
     run_key: str

@@ -13,7 +13,7 @@ from ckpt_tasks.gang.messages import Begin, Message
 class RankProcess:
     """A rank's process: its last step, how it has ended (None: unknown), and its condition when last checked.
 
-    `host` is the address of its node, "" for the agent's own, and `lost` says why that cannot be reached any more;
+    `host` is the address of its node, "" for the agent's own, and `lost` says why that node cannot be reached any more;
     `written` are the stacks that the rank has written.
     """
 

@@ -60,7 +60,7 @@ class Orders:
     def take(self, is_over: Callable[[], bool]) -> Given | None:
         """Wait for the next order, in a rank other than 0; return None once `is_over` returns True.
 
-        Raises StoreError if rank 0 has ended, StateError for an order that is none.
+        Raises StoreError if rank 0 has ended, StateError for an invalid order.
         """
         self._count += 1
         look_s = time.monotonic() + _LOOK_S

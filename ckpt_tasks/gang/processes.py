@@ -100,7 +100,7 @@ class Gang:
     def start(self, begin: Begin) -> int:
         """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server fails.
 
-        Rank 0 listens only at its `host`: on the given port, or on any (0).
+        Rank 0 listens only at its `host`: on the given port, or (0) on any free port.
         """
         self.prepare()
         self._oom_kills = oom_kills()

@@ -3,8 +3,8 @@
 Invariants
 
 1. No rank outlives its actor: it is the agent of `processes.py`, and Ray ends it with its node's raylet and its driver.
-2. A node that cannot be reached is lost as a whole: no rank of it is counted on any more, and its actor is killed when
-   it comes back. Until then the run's ledger fences it: the head takes the run over.
+2. A node that cannot be reached is lost as a whole: no rank of it is expected any more, and its actor is killed when it
+   comes back. Until then the run's ledger fences it: the head takes the run over.
 3. Every wait for a node has a time limit.
 """
 

@@ -4,8 +4,7 @@ Invariants
 
 1. Bytes are read by `pread` only: a mapped file that another process cuts would kill the reader (SIGBUS). The mapping
    only gives tensors an identity; `copied` reads their bytes.
-2. A zip file is refused if it has more than one reading: one central directory, at the end, with stored records of
-   different names.
+2. A zip file has exactly one meaning: one central directory, at the end, with stored records of different names.
 """
 
 from __future__ import annotations

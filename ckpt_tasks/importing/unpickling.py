@@ -2,8 +2,8 @@
 
 Invariants
 
-1. Nothing in the pickle is imported or executed: it can name what torch.save names for tensors and plain values, no
-   more.
+1. Nothing in the pickle is imported or executed: it may only use the names that torch.save writes for tensors and plain
+   values.
 2. The cost of a step is known before the step runs. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to
    hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler lets them.
 

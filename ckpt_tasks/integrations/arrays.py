@@ -32,7 +32,7 @@ def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
     """Return a tensor that shares an array's memory, or bytes with the dtype's name.
 
     `constant`: nobody writes to that memory while the array is referenced, so a save may copy it later. Raises
-    UnsupportedStateError with the key for an array of something else than numbers.
+    UnsupportedStateError with the key for an array of anything but numbers.
     """
     dtype, narrow = _TORCH.get(array.dtype.name), _is_of_ml_dtypes(array.dtype)
     if dtype is None and not (narrow and array.dtype.itemsize == 1):

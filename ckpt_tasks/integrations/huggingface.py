@@ -40,9 +40,9 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
     CheckpointConfig; `state` names objects of your own that are saved too; with `base` a frozen base is not stored, but
-    named so (`without_base`). `train(resume_from_checkpoint=…)` counts
-    only until the run has a checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the
-    training after the current step, with a commit. What Trainer logs becomes the metrics of the step.
+    referred to by this name (see `without_base`). `train(resume_from_checkpoint=…)` is used only until the run has a
+    checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the training after the
+    current step, with a commit. What Trainer logs becomes the metrics of the step.
 
     Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
     """
@@ -163,7 +163,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Remember logged values as metrics of the next checkpoint.
 
-        With fp16 a non-finite norm of gradients is left out: the scaler skips such a step.
+        With fp16 a non-finite norm of gradients is omitted: the scaler skips such a step.
         """
         super().log(logs, *args, **kwargs)
         self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}

@@ -31,11 +31,11 @@ class JaxState:
             ckpt.step(step, state)
 
     Leaves are JAX's arrays (keys of jax.random and narrow dtypes too), NumPy's arrays, and plain values. Containers may
-    be any that JAX knows. A restore replaces `value` by a tree of the same structure; each array comes back with the
-    sharding that the program's has, so a program on another number of devices gets the same values.
+    be of any type that JAX knows. A restore replaces `value` by a tree of the same structure; each array gets the
+    sharding of the program's array, so a program on another number of devices gets the same values.
 
-    JAX's arrays cannot be changed, so training does not wait until one is copied: a save holds it until then. A
-    function to which such an array is donated gets new memory meanwhile. Arrays on several devices are copied at once.
+    JAX's arrays cannot be changed, so training does not wait for their copies: a save refers to an array until it is
+    copied. A function to which such an array is donated gets new memory. Arrays on several devices are copied at once.
 
     Raises UnsupportedStateError, by its path, for a leaf of another kind and for an array with shards in other
     processes; StateMismatchError if names, shapes or dtypes differ.

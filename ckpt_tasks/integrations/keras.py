@@ -40,10 +40,10 @@ class CkptCallback(keras.callbacks.Callback):
             model.fit(saving.data, epochs=3, shuffle=False, callbacks=[saving, *others])
 
     `checkpoint` is a directory, a URL or a CheckpointConfig. `data` is the loader of the training data, on every
-    backend. `state` names objects of your own that are saved too. Name this callback first: what others do when a batch
+    backend. `state` names objects of your own that are saved too. List this callback first: what others do when a batch
     begins belongs to that batch. A step is a batch; what `fit` logs becomes the step's metrics. Within the block
     SIGTERM and Ctrl-C end the training after the current step, with a commit, and an error in `fit` releases the run;
-    Keras tells a callback of neither.
+    Keras informs a callback of neither.
 
     Raises ConfigError if a resumed epoch would begin within one execution of `steps_per_execution` batches, and what
     Checkpointer's `restore` and `step` raise.

@@ -37,9 +37,9 @@ class CkptCallback(Callback):
 
         trainer = Trainer(max_epochs=3, callbacks=[CkptCallback("runs/first")])
 
-    `checkpoint` is a directory, a URL or a CheckpointConfig. `state` names objects of your own that are saved too.
-    Give the trainer a ResumableLoader, or any loader with a state; a plain DataLoader that shuffles keeps no position.
-    `fit(ckpt_path=…)` counts only as long as the run has no checkpoint. SIGTERM and Ctrl-C end the training after the
+    `checkpoint` is a directory, a URL or a CheckpointConfig. `state` names objects of your own that are saved too. Give
+    the trainer a ResumableLoader, or any loader with a state; a plain DataLoader that shuffles keeps no position.
+    `fit(ckpt_path=…)` is used only while the run has no checkpoint. SIGTERM and Ctrl-C end the training after the
     current step, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
 
     Raises ConfigError for a strategy other than one device or DDP and for StochasticWeightAveraging, and what

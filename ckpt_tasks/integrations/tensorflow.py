@@ -41,11 +41,11 @@ class TfState:
         state = {"train": TfState(tf.train.Checkpoint(model=model, optimizer=optimizer, data=iterator))}
         begin = ckpt.restore(state)
 
-    Models, optimizers, variables, tables, tf.random.Generator, iterators of tf.data, and all else that has a place in a
-    tf.train.Checkpoint; the seeds of Keras's layers among them, TensorFlow's global generator and the seeds of eager
-    operations. A restore is whole: everything in the checkpoint finds its object, and each object its value, or it
-    raises StateMismatchError. Under a strategy of many workers, each worker restores and the first commits; iterators
-    are each worker's own: ``ByRank(TfState(tf.train.Checkpoint(data=iterator)))``.
+    It saves models, optimizers, variables, tables, tf.random.Generator, iterators of tf.data, and all else that a
+    tf.train.Checkpoint can hold; and the seeds of Keras's layers in it, TensorFlow's global generator and the seeds of
+    eager operations. A restore raises StateMismatchError if a value in the checkpoint has no object, or an object no
+    value. Under a strategy of many workers, each worker restores and the first one commits; each worker has its own
+    iterators: ``ByRank(TfState(tf.train.Checkpoint(data=iterator)))``.
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint):
@@ -171,7 +171,7 @@ def export_saved_model(
 
         export_saved_model(open_run("runs/first"), {"train": TfState(checkpoint)}, "serving/7", model.export)
 
-    The checkpoint is verified and restored into `state`, then `write` writes what it belongs to:
+    The checkpoint is verified and restored into `state`, then `write` writes the object of the state:
     `partial(tf.saved_model.save, module)`, or a Keras model's `export`. `assets.extra/checkpoint.json` names run, step
     and digest. `out` appears when it is whole. Raises ConfigError if it exists, and what `Run.restore` raises.
     """

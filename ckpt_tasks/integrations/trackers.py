@@ -127,8 +127,8 @@ class MLflow(Tracker):
     """One MLflow run for one run of training, however often that is resumed.
 
     `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names abandoned steps;
-    later values of the same steps are added to the earlier ones. The run is finished while no process trains, unless
-    the last one was killed.
+    later values of the same steps are added to the earlier ones. While no process trains, the run has the status
+    finished, unless the last process was killed.
     """
 
     def __init__(

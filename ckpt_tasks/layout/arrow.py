@@ -49,7 +49,7 @@ class _Message(NamedTuple):
 def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
     """Make an array of values of one type, none of them missing.
 
-    `pa.array` would import pandas if it is installed: 0.3 s for a training that has no use for it.
+    `pa.array` would import pandas if it is installed: 0.3 s for a training that does not use it.
     """
     if pa.types.is_dictionary(kind):
         codes: dict[Any, int] = {}

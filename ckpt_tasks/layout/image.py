@@ -177,7 +177,7 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Read the header of a safetensors file: name → (safetensors dtype, stored shape, begin, end).
 
-    Bytes count from the file's start. `prefix` holds at least the header; `size_bytes` is the size of the whole file.
+    Offsets count from the file's start. `prefix` holds at least the header; `size_bytes` is the size of the whole file.
     Raises IntegrityError if the file's header is cut, too large or malformed, if a tensor's bytes do not fit its dtype
     and shape, or if the tensors do not fill the rest of the file exactly.
     """

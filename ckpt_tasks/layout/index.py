@@ -2,7 +2,7 @@
 
 It is an Arrow file because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested
 before they are parsed: a damaged Arrow file may parse, and may crash its reader. Numbers are bounded before they become
-objects, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are made on
+objects, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are lazy.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def untiled(tensor: Numbers, full: Numbers, offset: Numbers, shape: Numbers) -> 
 
     Each row is a box. `tensor` (int64, shape (n,)) is the number of its tensor, in rising order. `full`, `offset` and
     `shape` (int64, (n, d)) are the tensor's shape, and the box's first index and extent; all tensors have d dimensions.
-    The rows of one tensor have the same `full`. A tensor without elements is tiled by one box, itself; any other tensor
-    by boxes that have elements. Boxes with more than MAX_CORNERS corners, cut along many dimensions, are refused.
+    The rows of one tensor have the same `full`. A tensor without elements is tiled by one box, the whole; others by
+    boxes that have elements. Boxes with more than MAX_CORNERS corners, cut along many dimensions, are refused.
     """
     if not len(tensor):
         return tensor

@@ -100,8 +100,8 @@ class History(RunFormat):
     def head(self) -> Head:
         """Read the newest good entry; skip torn and foreign entries, and warn of them by name.
 
-        Numbers are dense: on a local disk, a reader of entry n just looks for n + 1; a list of 6,000 names takes 5 ms.
-        A server lists the newest few as fast as that, and might cache the answer that n + 1 is missing.
+        Numbers are dense: on a local disk, a reader of entry n only looks for n + 1, since a list of 6,000 names takes
+        5 ms. A server lists the newest few names as fast, and might cache the answer that n + 1 is missing.
         """
         known = self._known
         return self._truth((self.store.near and known and self._followed(known)) or self._listed(known), known)
@@ -223,7 +223,7 @@ class History(RunFormat):
 
         `owner`: only this owner may write the event. `standing`: a checkpoint of the newest entry, of which every byte
         has just been read. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome
-        is unknown, StoreError if nothing was written, and what `change` raises.
+        is unknown, StoreError if nothing was written, and errors of `change`.
         """
         nonce, head = system().token_hex(16), self._to_follow(owner, standing)
         for lost in range(_NUMBERS_TRIED):

@@ -100,8 +100,8 @@ class GoingBack:
 class FiniteMetrics:
     """Check the metrics of every step; warn, stop or go back if one is NaN or infinite.
 
-    Consecutive bad steps give one warning. A tensor on a device is checked only when its step is saved, since the save
-    reads it anyway: reading waits for the device.
+    Consecutive bad steps give one warning. A tensor on a device is checked only when its step is saved, since reading
+    it waits for the device, and the save reads it anyway.
     """
 
     def __init__(self, on_non_finite: str):

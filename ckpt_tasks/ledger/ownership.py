@@ -140,10 +140,10 @@ def acquire(
     """Take the run directory and return the owner record of this process.
 
     If the owner is another attempt of the same flow run, waits up to 35 s for its release, or one and a half heartbeats
-    if that is longer: a preempted process commits and releases within its grace. If it still shows life then, the flow
-    run was started twice: raises OwnedError with `same_flow_run`. A flow run waits `timeout_s` for an owner that is not
-    a flow run (upkeep, a person who prunes), to see whether it is alive. Every process waits as long if the owner's
-    clock is unusable. Raises OwnedError if the owner may be alive and `take_over` is False.
+    if that is longer: a preempted process commits and releases within its grace period. If it still renews its
+    heartbeat then, the flow run was started twice: raises OwnedError with `same_flow_run`. A flow run waits `timeout_s`
+    for an owner that is not a flow run (upkeep, a person who prunes), to see whether it is alive. Every process waits
+    as long if the owner's clock is unusable. Raises OwnedError if the owner may be alive and `take_over` is False.
     """
     began_s, signs = system().monotonic(), Signs(history, timeout_s)
     while True:

@@ -47,10 +47,10 @@ class Moment:
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
     "compiled" (compiled code was kept, of `text` bytes) or "copied". `at_s` is in seconds since 1970 by the writer's
-    clock. `text` is the entry's own text: why an owner came, what failed, which suite. Identities and seconds are those
-    of a commit: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown; of
-    "compiled": of the first step, which built the code); `steps` are name and digest of its table of steps; `resumed`
-    says where the time of the resume before it went, by RESUMED.
+    clock. `text` is the entry's own text: why an owner came, what failed, which suite. A commit also has identities,
+    and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown; of
+    "compiled": the first step, which built the code). `steps` are name and digest of its table of steps; `resumed` has
+    the parts of the preceding resume, by RESUMED.
     """
 
     kind: str

@@ -49,8 +49,8 @@ def capture_module(
 ) -> dict[str, Any]:
     """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
-    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code is
-    involved, so live tensors are used: detaching a DTensor takes longer than the rest of this function. Raises
+    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code runs,
+    so live tensors are used: detaching a DTensor takes longer than the rest of this function. Raises
     UnsupportedStateError for a weight that could not be restored.
     """
     # Each rank has running statistics of its own batches.

@@ -89,10 +89,10 @@ class Captured:
     """A captured state: the trees of its groups, and its live tensors by full key, detached and not copied.
 
     `frozen` are the keys of parameters without gradient: they go into separate files, which need not be written again.
-    `places` has, for each part of a sharded tensor, the shape of the whole and the part's offset. `replicated` has the
-    parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has all
-    other plain tensors, which one rank writes for all. `constant` are keys of tensors whose values do not change while
-    they are referenced.
+    `places` has, for each part of a sharded tensor, the shape of the whole tensor and the part's offset. `replicated`
+    has the parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has
+    all other plain tensors, which one rank writes for all. `constant` are keys of tensors whose values do not change
+    while they are referenced.
     """
 
     groups: dict[str, GroupState]
@@ -110,7 +110,7 @@ class RestorePart(Protocol):
 
     `compare` records every difference before a tensor is read. `prepare` changes nothing: it makes new values, which
     `fetch` of the maker's source fills; all groups share the maker. `write` changes the target. If it runs the user's
-    code, `guard` undoes its changes when it raises.
+    code, `guard` undoes the changes of code that raises.
     """
 
     guard: Guard | None

@@ -44,7 +44,7 @@ def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: st
 class TablePart:
     """Restores one lookup table from the trees of the ranks that saved it.
 
-    `home` is the identity of the checkpoint, if it is committed: then the next save goes on with its files.
+    `home` is the identity of the checkpoint, if it is committed: then the next save continues its files.
     """
 
     guard: Guard | None = None

@@ -91,7 +91,7 @@ class AttemptHooks:
 class Attempts:
     """Runs a task's body between the hooks, attempt by attempt.
 
-    If `counted`, an attempt is one step when its body reported no step through `ckpt.step()`.
+    If `counted`, an attempt whose body reports no step through `ckpt.step()` counts as one step.
     """
 
     def __init__(self, session: Session, *, counted: bool, max_stalled: int, hooks: AttemptHooks | None = None):
@@ -192,9 +192,9 @@ def resumable_task(
 
     `state` is restored before the first attempt in this process and after a failed attempt. After an attempt it is
     committed: at the step that the body reported through `ckpt.step()`, else at position + 1. A failed attempt is
-    recorded in the ledger. `hooks` run at these three points. The first retry comes after `retry_delay_seconds`, each
-    further one after twice the delay (at most 60 s), with jitter. A failure that no retry can repair (`PERMANENT`) is
-    not retried. `options` are those of `prefect.task`.
+    recorded in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes after
+    `retry_delay_seconds`, each further one after twice the delay (at most 60 s), with jitter. A failure that no retry
+    can repair (`PERMANENT`) is not retried. `options` are those of `prefect.task`.
 
     Raises ConfigError for a function that cannot be resumed, or an option that prevents it.
     """

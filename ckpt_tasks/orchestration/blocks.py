@@ -31,7 +31,7 @@ _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1f
 
 
 class CheckpointStore(Block):
-    """Name a place for checkpoints and its credentials; raises ConfigError, never with a secret in its message.
+    """A location for checkpoints, with its credentials; raises ConfigError, never with a secret in its message.
 
     `secrets` are merged over `storage_options` when the store is opened, and replace equal options.
     """
@@ -95,8 +95,8 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
     def location(self, below: str = "", run_key: str | None = None) -> Location:
         """Return the block's location, or that of the path `below` it.
 
-        {run_key} in the URL becomes `below`, or `run_key` if `below` is empty. Raises ConfigError if both are empty
-        then, or if `below` is not a path below the block's own.
+        {run_key} in the URL is replaced by `below`, or by `run_key` if `below` is empty. Raises ConfigError if both are
+        empty then, or if `below` is not a path below the block's own.
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):

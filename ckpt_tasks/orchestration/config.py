@@ -65,8 +65,8 @@ def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None)
 class BatchLength:
     """The length of step-batches: `steps`, or as many steps as take `seconds`.
 
-    A batch ends at a multiple of its length, even after a stop within a batch. A length from `seconds` is a multiple of
-    `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.
+    A batch ends at a multiple of its length, even if the one before was stopped early. A length from `seconds` is a
+    multiple of `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.
     """
 
     steps: int | None = None

@@ -93,7 +93,7 @@ def announce_evaluation(
 def delivers_events() -> Iterator[None]:
     """At the end of the block wait at most 20 s until Prefect's server has the events; drop the rest with a warning.
 
-    Otherwise the end of the process would deliver one after another, and take 7 s for each if the server is gone.
+    Otherwise the process would deliver them one by one at its end, and take 7 s for each if the server is gone.
     Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server does
     not answer within another 30 s, raise Prefect's Abort, which sets no state.
     """

@@ -104,7 +104,7 @@ def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -
 def leave_to_follower(url: str, suite: str) -> None:
     """End and delete this flow run if an earlier one of its deployment evaluates this run with this suite.
 
-    A run's events start such a flow run every ten minutes. Returns if Prefect's API does not answer.
+    The events of a run start such a flow run every ten minutes. Returns if Prefect's API does not answer.
     """
     context = FlowRunContext.get()
     mine = context.flow_run if context else None

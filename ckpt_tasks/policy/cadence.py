@@ -109,7 +109,7 @@ class TradeOff:
 class AutoCadence:
     """Save as often as this run's measurements say is best; immutable: `updated` returns a new one.
 
-    `interval_s` is the first interval, until there are measurements. Raises ConfigError, a ValueError.
+    `interval_s` is the first interval, until there are measurements. Raises ConfigError, which is a ValueError.
     """
 
     interval_s: float = FIRST_INTERVAL_S
@@ -193,7 +193,7 @@ def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
 def goodput(interval_s: float, *, stall_s: float, flush_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """Return the share of all time that is spent on training that is not lost, at a constant failure rate.
 
-    After every failure `restart_s` seconds pass (a failure meanwhile restarts them), then intervals and stalls
+    After every failure `restart_s` seconds pass (and begin again after another failure), then intervals and stalls
     alternate. A save counts once it is committed, `flush_s` after its stall: flushing acts like a longer restart.
     """
     beat = (interval_s + stall_s) / mtbf_s

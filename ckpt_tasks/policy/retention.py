@@ -57,7 +57,7 @@ class RetentionPolicy:
     """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
 
     Interim checkpoints, and those whose step was saved again, count among the newest only if there are too few others;
-    they never displace one of those.
+    they never displace any other checkpoint.
     """
 
     max_num_checkpoints: int | None = None

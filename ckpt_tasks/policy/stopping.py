@@ -18,8 +18,8 @@ from ckpt_tasks.errors import ConfigError
 class EarlyStop:
     """Stop a run once `patience` evaluations in a row have not made `metric` better than its best.
 
-    Better means smaller if `mode` is "min", larger if it is "max", by more than `min_delta`; NaN is never better.
-    Only evaluations by `suite` count. Raises ConfigError, a ValueError.
+    Better means smaller if `mode` is "min", larger if it is "max", by more than `min_delta`; NaN is never better. Only
+    evaluations by `suite` count. Raises ConfigError, which is a ValueError.
     """
 
     # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.

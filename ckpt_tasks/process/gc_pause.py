@@ -13,8 +13,8 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: scanning 10⁵ new live objects again and again takes half of the time.
 
-    The pause applies to the process, not to the thread: the collector is on again when the last thread that paused it
-    is done, even if the program has disabled it meanwhile.
+    The pause applies to the process, not to the thread: the collector is enabled again when the last thread that paused
+    it is done, even if the program has disabled it meanwhile.
     """
     ours = _pauses.begin()
     try:

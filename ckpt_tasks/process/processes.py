@@ -78,8 +78,8 @@ class Process:
 def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
     """Map zeroed memory of this process, or a file; writes reach the file if the mapping is `shared`.
 
-    The mapping ends with its last view. Raises OSError if there is no memory. mmap.mmap would not do: it keeps a
-    descriptor of its own for each file, which children inherit, and unmaps addresses that a child may have reused.
+    The mapping ends with its last view. Raises OSError if there is no memory. mmap.mmap does not suffice: it keeps its
+    own descriptor of each file, which children inherit, and unmaps addresses that a child may have reused.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     with _forking:

@@ -101,7 +101,7 @@ def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried:
     """Train the steps between a good and a bad checkpoint again, in a scratch copy, and search in them.
 
     The copy is in the system's directory for temporary files, with a checkpoint for each step. Raises ConfigError if
-    the replay does not fail the test where the run did: then the program does not repeat itself.
+    the replay does not fail the test where the run did: then the program is not reproducible.
     """
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="ckpt-bisect-") as folder, ExitStack() as held:
         place, good = Path(folder, "run"), run.find(between.good_step)

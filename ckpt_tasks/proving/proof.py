@@ -47,7 +47,7 @@ class FirstDifference:
 class Proof:
     """The comparison: steps, steps in which a process was killed, values per step, and the first difference.
 
-    `outside`: plain values outside the program's state that a resume has changed, although no difference shows it.
+    `outside`: plain values outside the program's state that differ after a resume, although all else is equal.
     """
 
     steps: int
@@ -67,7 +67,7 @@ def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, step
 
     Every value of the state, every metric and the random streams are compared after every step; at the end also the
     evaluation "quick", if the program has it, and what the program holds outside its state. Each process has its own
-    hash seed, unless PYTHONHASHSEED is set. On several `ranks` each is compared with itself; all are killed at once.
+    hash seed, unless PYTHONHASHSEED is set. With `ranks`, each is compared with itself, and all are killed at once.
     Raises ConfigError for fewer than 6 steps or 1 rank, and ProgramError if the program cannot be built or fails.
     """
     if type(ranks) is not int or ranks < 1:

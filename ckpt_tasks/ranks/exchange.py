@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 class Exchange(Protocol):
     """The exchange of words between the ranks of one training: this is rank `rank` of `size`; rank 0 is the `first`.
 
-    A meeting may take `patience` deadlines: rank 0 gives up after one deadline, and says which rank it waited for.
+    A meeting may take `patience` deadlines: rank 0 gives up after one, and says which rank it waited for.
     """
 
     rank: int
@@ -126,8 +126,8 @@ ALONE = Alone()
 class StoreExchange(Exchange):
     """Ranks that share a c10d store; `name` identifies one Checkpointer, and is the same in all ranks.
 
-    If the store may hold words of an earlier start (`shared`), their keys begin with a name of this start. Rank 0 draws
-    it, each rank answers with a number that it has drawn, and rank 0 repeats these numbers. The first use waits for it.
+    If the store may hold words of an earlier start (`shared`), all keys begin with a name of this start. Rank 0 draws
+    the name, each rank answers with a random number, and rank 0 repeats these numbers, which the first use awaits.
     """
 
     patience = 2

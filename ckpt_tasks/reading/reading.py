@@ -104,8 +104,8 @@ class Run:
         """Restore a checkpoint into `state`, all of its groups and the random streams, as `Checkpointer.restore` does.
 
         With `partial` only the groups that `state` names are restored, and no random stream. `only`, `missing` and
-        `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError, StoreError or,
-        for anything but a Checkpoint, ConfigError; then the state is untouched.
+        `leave` restore a part, as in `Checkpointer.restore`. Raises StateMismatchError, IntegrityError, StoreError, or
+        ConfigError for anything but a Checkpoint; the state is unchanged then.
         """
         # Import it here, so that reading a run without a restore need not import torch.
         from ckpt_tasks.reading.restore import restore_one

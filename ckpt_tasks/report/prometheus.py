@@ -51,8 +51,8 @@ def registry_of(store: Store) -> CollectorRegistry:
 class Runs:
     """A collector of prometheus_client over runs: `looks` has the newest look at each, `course` reads a run's course.
 
-    What a course says is kept until the run's ledger grows: of a run that does not train, these samples are all that is
-    kept. If not `reads`, `collect` only tells what the newest looks and earlier calls of `read` say.
+    The samples of a course are kept until the run's ledger grows; of a run that does not train, nothing else is kept.
+    If not `reads`, `collect` only uses the newest looks and earlier calls of `read`.
     """
 
     def __init__(

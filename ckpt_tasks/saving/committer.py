@@ -76,8 +76,8 @@ class Committer:
     def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
         """Return the newest head and state, on which to commit; raise FencedError if another process is the owner.
 
-        The heartbeat checks the owner, too: a server is not asked again within one beat. Warns once if the disk lacks
-        the room that the policy will need for checkpoints whose parts have this `size`.
+        The heartbeat checks the owner, too, so a server is not asked again within one beat. Warns once if the disk
+        lacks the room that the policy will need for checkpoints whose parts have this `size`.
         """
         head = self._history.head_within(self._beat_s)
         state = head.state.sparing(head.spared_epochs)

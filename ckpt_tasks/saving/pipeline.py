@@ -244,9 +244,9 @@ class Pipeline:
     def submitting(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
         """Accept a filled slot after the block, which starts the threads; yield the snapshot in the other slot.
 
-        It yields the snapshot only if storage lacks it. The threads wait until the block has ended, so that training
-        continues before they start. If the block fails, or the run was lost, it raises the error and the caller keeps
-        the slot.
+        The other snapshot is yielded only if storage lacks it. The threads wait until the block has ended, so that
+        training continues before they start. If the block fails, or the run was lost, it raises the error and the
+        caller keeps the slot.
         """
         with self._changed:
             # The flush thread is about to take the waiting snapshot.

@@ -86,7 +86,7 @@ class PreparedCheckpoint:
 def prepare_part(saving: Saving, part: RankPart, sealed: PreparedCheckpoint | None = None) -> PreparedCheckpoint:
     """Make index and manifest of one rank's part, for its own host; check a part that is a whole checkpoint.
 
-    Returns `sealed`, made earlier for the seal of the same part, if the part has reused no other objects since.
+    Returns `sealed`, which was made for the seal of the same part, if the part has reused no other objects since.
     """
     if sealed is not None and sealed.manifest.objects == part.objects:
         return sealed

@@ -58,7 +58,7 @@ class Line:
     def reusable(self, store: Store) -> Stored | None:
         """Return the parent's objects for reuse; None if not all ranks know a parent, or it cannot be read.
 
-        All ranks have the same parent: they agree on every commit before they write the next snapshot.
+        All ranks have the same parent, since they agree on every commit before they write the next snapshot.
         """
         if self.parent is None or self.unsure:
             return None
@@ -85,7 +85,7 @@ class Line:
 class Resume:
     """Where the time of a resume is spent, from the start of the process to the end of its first step.
 
-    The event of the next commit has it, in seconds by part: docs/FORMAT.md, "Events".
+    The event of the next commit has it, in seconds by part (docs/FORMAT.md, "Events").
     """
 
     def __init__(self) -> None:

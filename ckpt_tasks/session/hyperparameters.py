@@ -118,7 +118,7 @@ def _moved(rates: Sequence[Any], bases: Sequence[Any]) -> Any:
     """Return the new learning rate; both tuples hold (restored, fresh old, fresh new).
 
     A schedule derives the rate from its base, so the ratio of the bases scales it, even if the schedule begins at zero.
-    The restored base is the one that the parent really had.
+    The restored base is the one with which the parent was trained.
     """
     rate, old, new = rates
     base, old_base, new_base = bases

@@ -37,7 +37,7 @@ class Program(Protocol):
     on the next data; it returns metrics, among them how much data it used, under the name in `unit` if the program has
     that attribute, else "samples". `evaluate` must change nothing and must not draw from the training's random streams.
     `recorded_params`, if present, names parameters that may come from the run's ledger although they are texts or
-    objects; give a path or a host name in the deployment instead (docs/OPERATING.md).
+    objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
     """
 
     state: dict[str, Any]
@@ -50,8 +50,8 @@ class Program(Protocol):
 def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Import "module:Factory" and return the factory without calling it.
 
-    Raises ProgramError if the name leads nowhere, the factory does not accept `params` (None: unknown), or it is a
-    class without the attributes of a program.
+    Raises ProgramError if nothing has this name, the factory does not accept `params` (None: unknown), or it is a class
+    without the attributes of a program.
     """
     factory = find_named(name, what="program", kind="Factory", error=ProgramError)
     try:
@@ -68,7 +68,7 @@ def find_program(name: str, params: Mapping[str, Any] | None = None) -> Callable
 def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program:
     """Import "module:Factory" and call the factory with `params`.
 
-    Raises ProgramError if the name leads nowhere, the factory does not accept the parameters, or its result is not a
+    Raises ProgramError if nothing has this name, the factory does not accept the parameters, or its result is not a
     program. Other errors of the factory pass through: a retry may help.
     """
     factory = find_program(name, params)

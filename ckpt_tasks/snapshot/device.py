@@ -72,8 +72,8 @@ class Devices:
     def start(self, pairs: Sequence[_Pair]) -> DeviceCopy:
         """Queue a copy from the second tensor of every pair into the first.
 
-        Work that this thread queues later, in the current stream of each device, runs after them. Raises StateError
-        if a device cannot take them.
+        Work that this thread queues later, in the current stream of each device, runs after these copies. Raises
+        StateError if a device cannot take them.
         """
         copy = DeviceCopy(self._cuda, pairs)
         with _device_errors():

@@ -47,7 +47,7 @@ class SnapshotPlan:
     """The plan of one state structure's files, each as (group, name, layout); `signature` identifies the structure.
 
     `devices` maps files whose tensors come from CUDA devices to one such device. `places` has, for each part of a
-    sharded tensor, the shape of the whole and the part's offset.
+    sharded tensor, the shape of the whole tensor and the part's offset.
     """
 
     signature: tuple[_Described, ...]

@@ -4,7 +4,7 @@ A *state* is a dict; each key names a *group*. A value is a module, an optimizer
 state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Only
 containers are copied here: a caller that needs the tensors' current values copies them before training continues.
 
-The kind of a group alone decides how its values relate among many ranks (`KINDS` in objects/kinds.py); `ByRank`
+Only the kind of a group decides how its values may differ between ranks (`KINDS` in objects/kinds.py); `ByRank`
 overrides it.
 """
 
@@ -34,9 +34,9 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
 
     Draws no random number and changes nothing. A user's state_dict() may draw: only the streams that it moved are
     reset, since other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are stored
-    once, even across groups. `parent` is the identity of the checkpoint that a save of it would follow. In a `world` of
-    many ranks the tensors are those that this rank writes. Raises UnsupportedStateError with the path ("group/name/…")
-    of a value that cannot be stored.
+    once, even across groups. `parent` is the identity of the checkpoint that a save of this state would follow. In a
+    `world` of many ranks the tensors are those that this rank writes. Raises UnsupportedStateError with the path
+    ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
     own = by_rank_of(state)

@@ -4,8 +4,8 @@ Invariants
 
 1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
 2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure up to then has changed nothing.
-3. The user's code (load_state_dict of own objects) runs first, each call with a copy of the old state; if one raises,
-   all calls are undone. After that there are only copies and assignments.
+3. The user's code (load_state_dict of the user's objects) runs first, each call with a copy of the old state; if one
+   raises, all calls are undone. After that there are only copies and assignments.
 4. The random streams of the process come last.
 """
 
@@ -33,7 +33,7 @@ from ckpt_tasks.tensors.streams import preserved_rng
 class RestorePlan:
     """A planned restore, before anything has changed.
 
-    `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
+    `keys` are the full keys of the tensors that it needs; `chosen` has what a loose restore takes and leaves.
     `replaced` has a line for each setting of a new optimizer or schedule that the restore will replace, and for each
     argument of the run's start that has another value now.
     """

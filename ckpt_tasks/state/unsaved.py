@@ -164,7 +164,7 @@ def warn_of_trained(state: Mapping[str, Any]) -> None:
 def _has_stepped(of_parameter: object) -> bool:
     """Return True if training made an optimizer's state of a parameter.
 
-    Adagrad makes a state with step 0 at once; reading a missing one (schedulefree's) makes an empty state.
+    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty one.
     """
     if of_parameter == {}:
         return False

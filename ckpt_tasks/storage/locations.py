@@ -66,8 +66,8 @@ class Location:
     def resolve(self, run_key: str | None = None) -> Location:
         """Return the location that a name such as `block://NAME` stands for; a directory or URL returns itself.
 
-        `run_key`: some names need the run's key. Raises ConfigError if a name with its own options gets others, or if a
-        scheme lacks a slash; and raises the errors of the name's entry point.
+        `run_key`: some names need the run's key. Raises ConfigError if options are given for a name that has its own,
+        or if a scheme lacks a slash; and raises the errors of the name's entry point.
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")

@@ -22,7 +22,7 @@ GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.
 def preserved_rng() -> Iterator[None]:
     """Restore every stream of the process at the end of a block that runs foreign code, which may draw numbers.
 
-    Numbers that other threads draw meanwhile are drawn again later: wrap only the code that needs it.
+    Numbers that other threads draw meanwhile are drawn again later, so wrap only the code that needs this.
     """
     before = current_streams()
     try:

@@ -55,12 +55,12 @@ class TensorSet:
     """Collects live tensors by their full keys, and every piece of memory only once.
 
     `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
-    only one is stored: the second refers to the first one's key.
+    only the first is stored; the second refers to its key.
 
-    With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and of plain tensors what their
-    `RankRule` says. `places` has, for each part, the shape of the whole tensor and the offset in it. `one_for_all` and
-    `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER; `constant` those of tensors that
-    were added as such. Without a `world`, every tensor is taken as it is.
+    With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and the plain tensors that
+    their `RankRule` assigns to it. `places` has, for each part, the shape of the whole tensor and the offset in it.
+    `one_for_all` and `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER; `constant`
+    those of tensors added as ConstantTensor. Without a `world`, every tensor is taken as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:

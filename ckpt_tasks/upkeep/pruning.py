@@ -49,10 +49,10 @@ class Pruner:
     """Prunes for one owner; remembers which checkpoints are known to be good and which retired objects are deleted.
 
     `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
-    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events that wait until the
-    store takes a checkpoint again, to be recorded then. `named` has the objects of checkpoints that this process
-    committed, manifest first, so that they need not be listed. `in_use` returns the checkpoints whose objects saves
-    under way may reuse; a save holds `retiring` while it chooses one.
+    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events, which are recorded
+    when the store accepts a checkpoint again. `named` has the objects of checkpoints that this process committed,
+    manifest first, so that they need not be listed. `in_use` returns the checkpoints whose objects saves under way may
+    reuse; a save holds `retiring` while it chooses one.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):

@@ -29,9 +29,9 @@ _DELETED_AT_ONCE = 1000  # One request to S3 can name as many.
 class Retirement:
     """The part of a ledger entry that removes the checkpoints that `plan` removes from `state`, and their objects.
 
-    Construction lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are given
-    up with them. `deleted` names objects that were given up earlier and are gone. An entry lists at most `MAX_RETIRED`
-    objects that are given up and not deleted: the oldest checkpoints that fit go, the others later.
+    The constructor lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are
+    given up with them. `deleted` names objects given up earlier and deleted by now. An entry lists at most
+    `MAX_RETIRED` objects that are given up and not deleted: the oldest checkpoints that fit go now, others later.
     """
 
     def __init__(
