@@ -96,7 +96,7 @@ class OpenRun:
                 made = Manifest.from_bytes(data, digest=newest.manifest_digest, name=newest.manifest)
                 return dict(made.environment)
             except CkptError as error:
-                return {"unknown": str(error)}
+                return {"cannot be read": str(error)}
         return {}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve import make_root
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.cli.report import report
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.browser import Page, browser
+from tests.support.cli_runs import config
 from tests.support.histories import Told, trained
 
 ROWS = "[...document.querySelectorAll('#table tbody tr .name')].map(cell => cell.textContent)"
@@ -193,6 +197,26 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
         page.value("document.querySelector('.name button').click()")
         page.until(f"document.querySelector('#abouts').innerText.includes({EVIL!r})")
         assert page.value("document.querySelectorAll('img').length") == 0
+        server.shutdown()
+
+
+def test_what_has_no_value_says_so(page: Page, tmp_path: Path) -> None:
+    """A metric without a finite value, metrics that the newest checkpoint lacks, and a run that goes away are said."""
+    for name in ("here", "leaves"):
+        with Checkpointer(config(tmp_path / name)) as run:
+            run.step(1, {"x": 1}, metrics={"loss": 2.5, "worst": math.nan})
+            run.step(2, {"x": 1}, metrics={"loss": 1.5, "worst": math.inf})
+            run.save(2, {"x": 1})
+    table = RunTable(LocalStore(tmp_path))
+    with PageServer(table, "127.0.0.1", 0, None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        table.start()
+        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=here&run=leaves")
+        page.until(drawn("here", "leaves"))
+        said = page.value("[...document.querySelectorAll('.chart-note:not([hidden])')].map(one => one.textContent)")
+        assert said == ["No finite value: all are NaN or infinite."]
+        shutil.rmtree(tmp_path / "leaves")
+        page.until("document.getElementById('none').textContent === 'Not here, or not here any more: leaves.'")
         server.shutdown()
 
 

@@ -169,7 +169,8 @@ const ckptChart = (() => {
       const data = tables.length ? uPlot.join(tables) : [[]];
       const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
       this.title.textContent = what.title;
-      const empty = what.log ? "No value above zero." : "No value yet.";
+      const had = what.runs.some((run) => run.line.value.length);
+      const empty = !had ? "No value yet." : what.log ? "No value above zero." : "No finite value: all are NaN or infinite.";
       this.note.textContent = some ? "" : what.busy ? "Reading…" : empty;
       this.note.hidden = some;
       this.canvas.hidden = !some;
@@ -177,6 +178,8 @@ const ckptChart = (() => {
       this.canvas.setAttribute("aria-label", this.words(what));
       const shares = Object.keys(SHARES).filter((share) => what.by === "time" && (what.strip || []).includes(share));
       this.keys.replaceChildren(...shares.map((share) => element("li", {}, this.swatch(SHARES[share]), share)));
+      if (some && shares.length && (what.commits || []).length) this.keys.append(element("li", { text: "tick: a commit" }));
+      if (some && (what.marks || []).length) this.keys.append(element("li", { text: "dashed: a failure, a resume or a rollback" }));
       if (some) this.plot = new uPlot(this.options(what, series), data, this.canvas);
     }
 
@@ -218,11 +221,11 @@ const ckptChart = (() => {
           // The strip of a course lies below the curve.
           y: what.by === "time" && what.strip && !what.log
             ? { range: (_, min, max) => { const room = max - min || Math.abs(max) || 1; return [min - 0.16 * room, max + 0.06 * room]; } }
-            : { distr: what.log ? 3 : 1 },
+            : what.log ? { distr: 3 } : { range: (_, min, max) => (min === max ? [min - (Math.abs(min) || 1), max + (Math.abs(max) || 1)] : uPlot.rangeNum(min, max, 0.1, true)) },
         },
         axes: [
           { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words), ...(what.by === "time" ? { incrs: SPANS } : {}) },
-          { ...axis, font, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+          { ...axis, font, size: (_, texts) => 18 + 7 * Math.max(4, ...(texts || []).map((text) => text.length)), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
         ],
         cursor: {
           drag: { x: true, y: false, setScale: false },

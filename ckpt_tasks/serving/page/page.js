@@ -108,11 +108,8 @@
     document.title = `Runs in ${answer.root}`;
     if (new_) showTable();
     else showAges();
-    if (!answer.complete || !answer.rows.some((row) => state.runs.includes(row.name))) {
-      if (!charts.size && state.runs.length) showChosen();
-      return;
-    }
-    showChosen();
+    if (!answer.complete) return;
+    if (!charts.size || [...answer.rows.map((row) => row.name), ...answer.gone].some((name) => state.runs.includes(name))) showChosen();
   }
 
   function words(run) {
@@ -132,16 +129,20 @@
     { key: "size_bytes", title: "size", numbers: true, rare: true, words: (run) => (run.size_bytes === null ? "…" : size(run.size_bytes)) },
   ];
 
-  function metricNames(rows) {
-    const names = new Set();
-    for (const run of rows) for (const name of Object.keys(run.metrics)) names.add(name);
+  // A loss first, then what most runs have. `lists`: the names of each run's metrics.
+  function metricNames(lists) {
+    const runsWith = new Map();
+    for (const names of lists) for (const name of names) runsWith.set(name, (runsWith.get(name) || 0) + 1);
     const order = new Intl.Collator("en", { numeric: true });
     const rank = (name) => [!name.includes("loss"), name.includes("/"), !name.includes("entropy")].map(Number).join("");
-    return [...names].sort((a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : order.compare(a, b)));
+    return [...runsWith.keys()].sort((a, b) => {
+      const [x, y] = [rank(a), rank(b)];
+      return x[0] - y[0] || runsWith.get(b) - runsWith.get(a) || x - y || order.compare(a, b);
+    });
   }
 
   function columns() {
-    const names = metricNames(runs.values()).slice(0, METRIC_COLUMNS);
+    const names = metricNames([...runs.values()].map((run) => Object.keys(run.metrics))).slice(0, METRIC_COLUMNS);
     const metrics = names.map((name, n) => ({
       key: `metric ${name}`, title: name, numbers: true, extra: n > 0,
       value: (run) => run.metrics[name], words: (run) => number(run.metrics[name]),
@@ -213,7 +214,7 @@
     if (line && line.key === key) return line;
     const cells = heads.map((column) => {
       if (column.key === "name") {
-        return element("td", { class: "name" }, element("button", { type: "button", text: run.name, title: run.url, onclick: () => choose([run.name]) }));
+        return element("td", { class: "name" }, element("button", { type: "button", text: run.name, title: `${run.name}\n${run.url}`, onclick: () => choose([run.name]) }));
       }
       if (column.key === "state") {
         const why = run.why && run.state !== "ended" ? element("span", { class: "why", text: run.why }) : null;
@@ -270,18 +271,25 @@
     showChosen();
   }
 
+  // The newest checkpoint may lack metrics that earlier steps have.
+  const metricsOf = (name) => new Set([...Object.keys(runs.get(name).metrics), ...(curves.get(name)?.answer?.metrics || [])]);
+
   const chosen = () => state.runs.filter((name) => runs.has(name));
 
   function showChosen() {
     const names = chosen();
+    const missing = revision < 0 ? [] : state.runs.filter((name) => !runs.has(name));
     $("chart-tools").hidden = names.length === 0;
-    $("none").hidden = names.length > 0;
+    $("none").hidden = names.length > 0 && !missing.length;
+    $("none").textContent = missing.length
+      ? `Not here, or not here any more: ${missing.join(", ")}.`
+      : "Choose runs in the table: their curves are drawn over each other here.";
     $("by").value = state.by;
     $("log").checked = state.log;
     $("smooth").value = state.smooth;
     $("smooth-value").textContent = state.smooth.toFixed(2);
     $("whole").disabled = state.range === null;
-        const metrics = metricNames(names.map((name) => runs.get(name)));
+    const metrics = metricNames(names.map(metricsOf));
     const wanted = every ? metrics : metrics.slice(0, CHARTS);
     $("more").hidden = metrics.length <= CHARTS;
     $("more").textContent = every ? `Show ${CHARTS} metrics` : `Show all ${metrics.length} metrics`;
@@ -352,8 +360,10 @@
     };
     try {
       const answer = await ask("api/curves", asked);
-      if (curves.get(name)?.key !== key) return; // Another question was asked meanwhile.
+      if (curves.get(name)?.key !== key || !runs.has(name)) return; // Another question was asked meanwhile.
+      const known = metricsOf(name).size;
       curves.set(name, { key, answer });
+      if (metricsOf(name).size > known) showChosen();
     } catch (error) {
       if (curves.get(name)?.key === key) curves.delete(name);
       status(`${name}: ${error.message}`, true);
