@@ -101,7 +101,7 @@ class State:
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
-        """Return the state after its owner released the directory; `deleted` are retired objects that are gone.
+        """Return the state after its owner released the directory; `deleted` are retired objects that are deleted.
 
         A start that ends with a release, such as a preempted one, does not count as a stalled attempt.
         """
@@ -110,7 +110,7 @@ class State:
         return replace(self.without_deleted(deleted), owner=owner, stalled_attempts=stalled)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
-        """Return the state after a commit; `deleted` are retired objects that are gone."""
+        """Return the state after a commit; `deleted` are retired objects that are deleted."""
         parent = next((c for c in self.live if c.manifest_digest == checkpoint.parent), None)
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
@@ -199,9 +199,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One entry: its number, who wrote it when, what happened, and the state after it.
+    """One ledger entry: its number, its writer and time, its event, and the state of the run after it.
 
-    `partial`: it was read for a look, and its state lacks older live checkpoints.
+    `partial`: only the newest live checkpoints were read; the state lacks the others.
     """
 
     n: int
@@ -248,7 +248,7 @@ class Entry:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str, newest: int | None = None) -> tuple[Entry, str]:
-        """Read an entry: (entry, its digest); with `newest`, only so many of its newest live checkpoints.
+        """Read an entry: (entry, its digest); if `newest`, read only so many of its newest live checkpoints.
 
         Raises IntegrityError for torn or foreign bytes, which callers skip, and FormatVersionError for a newer version
         or an unknown event, which they must not skip.
@@ -289,9 +289,9 @@ class Entry:
 
 
 def _digested(data: bytes, at: Any, digest: Any) -> bytes:
-    """Return the bytes that an entry's digest is of, if they are as `to_bytes` writes them: all but the digest's own.
+    """Return the bytes that an entry's digest covers (all except the digest itself), if `to_bytes` wrote them.
 
-    To write the parsed entry again takes twice as long as parsing it.
+    Writing the parsed entry again would take twice as long as parsing it.
     """
     before, own = canonical_json({"at": at})[:-1], b"," + canonical_json({"digest": digest})[1:-1]
     return before + data[len(before) + len(own) :] if data.startswith(before + own) else b""

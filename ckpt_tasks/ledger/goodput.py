@@ -169,9 +169,9 @@ def follow(moments: Iterable[Moment]) -> Course:
 
 
 class Followed:
-    """The course of one run, as far as it was read: `read` reads only the new entries of the ledger.
+    """The course of one run as read so far: `read` reads only new entries of the ledger.
 
-    `runs` counts the runs that were found in the directory, one after the other.
+    `runs` counts the runs that this directory has had, one after the other.
     """
 
     def __init__(self, store: Store):
@@ -179,7 +179,7 @@ class Followed:
         self.timeline, self.course = Timeline(), follow(())
 
     def read(self) -> Course:
-        """Return the course up to now. Raises StoreError if the store fails."""
+        """Read new entries, and return the course up to now. Raises StoreError if the store fails."""
         history, known = History(self._store, whole=False), self.timeline
         if not known.stands_in(history):
             self.runs, known = self.runs + 1, Timeline()

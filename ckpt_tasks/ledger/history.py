@@ -46,7 +46,7 @@ from ckpt_tasks.system import now_iso, system
 SYNCED = "synced"  # The event that a finished copy of a run writes into the target's ledger.
 
 _SAME_NUMBER_TRIES = 5
-_LOOKED_AT = 8  # A look reads so many of an entry's live checkpoints.
+_LOOKED_AT = 8  # An overview reads this many of an entry's live checkpoints.
 _NEWEST = 16  # List this many names at first; if that is not enough, list all.
 # Give up after losing this many numbers to other writers. Chance never costs so many, since other writers wait.
 _NUMBERS_TRIED = 64
@@ -83,9 +83,9 @@ class Head:
 
 
 class History(RunFormat):
-    """Read and extend the ledger of one run directory.
+    """Reads and extends the ledger of one run directory.
 
-    If not `whole`, it is only for a look: the entries that it reads have only their newest live checkpoints.
+    If not `whole`, the entries that it reads have only their newest live checkpoints: enough for an overview.
     """
 
     def __init__(self, store: Store, *, whole: bool = True):

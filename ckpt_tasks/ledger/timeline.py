@@ -85,7 +85,7 @@ class Timeline:
         return any(moment.kind == "copied" for moment in self.moments)
 
     def stands_in(self, history: History) -> bool:
-        """Return True if the newest moment is still that of its entry, so that this is the same run's ledger."""
+        """Return True if the newest moment still agrees with its ledger entry: then this is the same run's ledger."""
         for last in self.moments[-1:]:
             good = history.good_entry(last.n)
             now = moment(good[0]) if good else None

@@ -75,7 +75,7 @@ class Look(NamedTuple):
 
 
 def looks_at(places: Mapping[str, Store]) -> dict[str, Look]:
-    """Look at the runs among these directories, by name."""
+    """Summarise the runs among these directories, by name, each with its newest state."""
     looks = in_threads(lambda place: look_at(*place), places.items(), _THREADS, "ckpt-overview")
     return {name: look for name, look in zip(places, looks, strict=True) if look is not None}
 
@@ -100,7 +100,7 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
     newest_first = lineage(head.state.live)
     newest = newest_first[0] if newest_first else None
     if is_partial and (newest is None or newest.abandoned):
-        return look_at(name, store)  # The newest checkpoint is an older one.
+        return look_at(name, store)  # The newest checkpoint is not among those read.
     summary = say(
         state=state,
         why=why,

@@ -49,7 +49,7 @@ def registry_of(store: Store) -> CollectorRegistry:
 
 
 class Runs:
-    """A collector of prometheus_client over runs: `looks` has the newest look at each, `course` reads a run's course.
+    """A collector of prometheus_client over runs: `looks` returns the newest summaries, `course` reads a run's course.
 
     The samples of a course are kept until the run's ledger grows; of a run that does not train, nothing else is kept.
     If not `reads`, `collect` only uses the newest looks and earlier calls of `read`.
@@ -63,7 +63,7 @@ class Runs:
         self._reading = threading.Lock()
 
     def read(self, looks: Mapping[str, Look], most_s: float = math.inf) -> None:
-        """Read the courses that have changed, those of running runs first; begin none after `most_s` seconds."""
+        """Read the courses that have changed, those of running runs first; start none after `most_s` seconds."""
         until_s = time.monotonic() + most_s
         if not self._reading.acquire(timeout=-1 if math.isinf(most_s) else most_s):
             return
@@ -75,7 +75,7 @@ class Runs:
                 sign = look.n, look.summary.saved_at
                 if name in self._known and self._known[name][0] == sign:
                     continue
-                with suppress(CkptError):  # The metric of the run's state says so.
+                with suppress(CkptError):  # The metric of the run's state shows it.
                     self._known[name] = sign, _measured(look, self._course(name, look), _OF_THE_LEDGER)
         finally:
             self._reading.release()

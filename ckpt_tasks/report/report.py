@@ -145,9 +145,9 @@ class Report:
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
     def returns(self) -> tuple[list[str], list[list[str]]]:
-        """Return heads, and a row of texts for each of the newest restores, newest first: its step, and its parts.
+        """Return headings, and a row for each of the newest restores, newest first: its step, and its parts.
 
-        A part that none of them has is left out.
+        A part that no restore has is omitted.
         """
         newest = self.course.returns[: -_HAPPENINGS_SHOWN - 1 : -1]
         had = {name: head for name, head in _RETURNED_SAID.items() if any(name in parts for _, parts in newest)}

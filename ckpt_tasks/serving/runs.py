@@ -72,12 +72,12 @@ class OpenRun:
         return about
 
     def course(self) -> Course:
-        """Return the run's course."""
+        """Read new entries of the ledger, and return the run's course."""
         with self._lock:
             return self._followed.read()
 
     def _read_curves(self) -> Course:
-        """Read what is new in the ledger, and the new tables of steps."""
+        """Read new entries of the ledger, and the new tables of steps."""
         runs, course = self._followed.runs, self._followed.read()
         if self._followed.runs > runs:
             self._curves = Curves()
@@ -108,7 +108,7 @@ class OpenRuns:
         self._lock = threading.Lock()
 
     def ask(self, name: str, store: Store, question: Callable[[OpenRun], _Answer], *, keep: bool = True) -> _Answer:
-        """Answer a question about a run. Without `keep`, a run that was not there is the first to be forgotten."""
+        """Answer a request about a run. If not `keep`, a run that was not cached before is dropped first."""
         with self._lock:
             is_new = name not in self._runs
             run = self._runs.setdefault(name, OpenRun(store))

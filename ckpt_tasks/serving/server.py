@@ -46,7 +46,7 @@ _HEADERS = {
 }
 _MOST_POINTS, _MOST_METRICS = 4_000, 64
 _IDLE_S = 60.0
-# Seconds to read whole ledgers for an answer to Prometheus, which waits for 10 s, and after it.
+# How many seconds to read whole ledgers during an answer to Prometheus, which waits for 10 s, and after it.
 _SCRAPE_S, _AFTER_S = 1.0, 5.0
 
 _log = logging.getLogger("ckpt_tasks")
@@ -118,7 +118,7 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(status, _JSON, json.dumps(answer, allow_nan=False, separators=(",", ":")).encode())
 
     def _measure(self) -> None:
-        """Tell what is known; then go on reading, so that the next answer has more."""
+        """Return the metrics known now; then continue reading, so that the next answer has more."""
         try:
             looks = self.server.table.looks(_SCRAPE_S)
             self.server.measured.read(looks, _SCRAPE_S)

@@ -34,9 +34,9 @@ _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 
 @dataclass(frozen=True)
 class Row:
-    """A run's row; `sign` tells one state of its ledger from another.
+    """A run's row; `sign` identifies the state of its ledger.
 
-    Of the state, `look` has only the drills, and the owner if that may be alive.
+    Of the state, `look` keeps only the drills, and the owner if it may be alive.
     """
 
     facts: Mapping[str, Any]
@@ -79,7 +79,7 @@ class RunTable:
             }
 
     def looks(self, most_s: float) -> dict[str, Look]:
-        """Return the newest look at each run; wait at most so long for one, if the thread has rested.
+        """Return the newest summary of each run; wait at most this long for one, if the thread has paused.
 
         Raises StoreError if there is none yet, or if the root cannot be listed.
         """
@@ -115,7 +115,7 @@ class RunTable:
             self.look()
             took_s = time.monotonic() - began_s
             least_s = _EVERY_S if self.root.near else len(self.stores) / _REQUESTS_PER_S
-            # The first look reads less of long lists: the second one follows at once.
+            # The first look reads only a part of long lists, so the second one follows at once.
             due_s = began_s + took_s + (0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
             with self._changed:
                 while (now_s := time.monotonic()) < due_s or now_s - self._asked_s > _ASKED_S:
