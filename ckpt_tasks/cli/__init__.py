@@ -22,18 +22,18 @@ from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, plan, report
-from ckpt_tasks.cli.serve import serve
+from ckpt_tasks.cli.samples import samples
 from ckpt_tasks.cli.show import diff, show
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
 from ckpt_tasks.cli.verify import bisect, chaos, restore_drill, verify, verify_resume
-from ckpt_tasks.cli.watch import watch
+from ckpt_tasks.cli.watch import serve, watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, run, evaluate, up, down),
-    "Look": (ls, show, watch, serve, diff, report, plan, metrics),
+    "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
     "Keep": (verify, restore_drill, verify_resume, chaos, bisect, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_),
     "Mend": (doctor, doctor_store),
@@ -49,6 +49,7 @@ _EXAMPLES = {
     "down": "ckpt down",
     "ls": "ckpt ls runs --sort=-loss",
     "show": "ckpt show runs/lm@best",
+    "samples": "ckpt samples runs/lm@best",
     "watch": "ckpt watch runs/lm",
     "serve": "ckpt serve runs",
     "diff": "ckpt diff runs/lm@30 runs/lm@40 --metrics",

@@ -240,7 +240,7 @@ class ResumableLoader(Started):
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch, moves, began_s = self.sampler.epoch, self.sampler._loads, system().monotonic()
+        epoch, moves, began_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
         while True:
             for batch in batches:
                 if self._restored:
@@ -248,11 +248,11 @@ class ResumableLoader(Started):
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
-                if self.sampler._loads > moves:
+                if self.sampler.moves > moves:
                     break
-            if self.sampler._loads == moves or self.sampler.epoch != epoch or self._ending is not None:
+            if self.sampler.moves == moves or self.sampler.epoch != epoch or self._ending is not None:
                 break
-            moves, batches = self.sampler._loads, self.sampler.iterate(self._loader)
+            moves, batches = self.sampler.moves, self.sampler.iterate(self._loader)
         self._ending = None
 
 

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -23,13 +22,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.data.drawing import own_random_numbers, seed_of
+from ckpt_tasks.data.order import ORDER_VERSION, Permutation
+from ckpt_tasks.data.position import Position
+from ckpt_tasks.data.seen import Seen
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-ORDER_VERSION = 1  # Raise this with any change to Permutation, so that a resume notices.
-_ROUNDS = 12
 _MAX_SIZE = 2**62
 _MOST_EPOCHS = 2**63
 
@@ -47,7 +47,7 @@ class SampleId(int):
         return sample
 
 
-class ResumableSampler(Sampler[list[int]]):
+class ResumableSampler(Position, Sampler[list[int]]):
     """Yield every sample of a data set once per epoch, in batches, and resume at any batch at once.
 
     ::
@@ -100,21 +100,11 @@ class ResumableSampler(Sampler[list[int]]):
         self.size, self.batch_size, self.shuffle, self.seed = size, batch_size, bool(shuffle), seed
         self.drop_last, self.rank, self.world_size = bool(drop_last), rank, world_size
         self.has_mesh = mesh is not None
-        self._epoch = self._samples = 0
-        self._loads = 0  # Counts restores and skips: after each, a running iterator starts again.
+        Position.__init__(self)
+        self._seen = Seen()
         self._ids_with_epoch = False
         self._drawn = self._drawn_before = 0  # Batches drawn up to now, and up to the last state_dict.
         self._stands = True  # True while the position has never been moved.
-
-    @property
-    def epoch(self) -> int:
-        """The number of completed epochs, which is also the number of the next batch's epoch."""
-        return self._epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that all ranks together have received."""
-        return self._samples
 
     @property
     def batch(self) -> int:
@@ -167,7 +157,7 @@ class ResumableSampler(Sampler[list[int]]):
     def begin_epoch(self) -> None:
         """Move the position to the start of the next epoch, unless it is at the start of an epoch."""
         if self._samples:
-            self._epoch, self._samples = self._epoch + 1, 0
+            self._to_next_epoch()
 
     def name_epochs(self) -> None:
         """From now on, yield ids that carry their epoch."""
@@ -182,9 +172,13 @@ class ResumableSampler(Sampler[list[int]]):
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches; a running `follow` discards prefetched ones."""
         check_count("count", count, least=0, most=_MAX_SIZE)
+        self._seen.add(self._epoch, self._samples)
         for _ in range(count):
-            self.advance()
-        self._loads += 1
+            self._samples += self._taken(self.size - self._samples)
+            self._seen.begin = self._samples
+            self._skip_empty_epoch()
+        self._stands = False
+        self.moves += 1
 
     def seeded(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
@@ -207,7 +201,7 @@ class ResumableSampler(Sampler[list[int]]):
                 "again. Iterate sampler.follow(loader), or call sampler.advance() after each batch"
             )
         self._drawn_before = self._drawn
-        return self._position()
+        return {**self._position(), "seen": self._seen.state(self._epoch, self._samples)}
 
     def _position(self) -> dict[str, Any]:
         return {
@@ -225,7 +219,7 @@ class ResumableSampler(Sampler[list[int]]):
         Raises StateMismatchError, and changes nothing, if it is for other data or another order.
         """
         own = self._position()
-        missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())
+        missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys() - {"seen"})
         if missing or unexpected:
             raise StateMismatchError("not the state of this sampler", missing=missing, unexpected=unexpected)
         ranges = {"epoch": range(_MOST_EPOCHS), "samples": range(self.size + 1)}
@@ -242,8 +236,11 @@ class ResumableSampler(Sampler[list[int]]):
                 hint="Build the sampler over the same data set, with the same seed and shuffle.",
             )
         self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
-        self._loads += 1
+        self.moves += 1
+        self._seen.begin = self._samples
         self._skip_empty_epoch()
+        # Older versions kept no record: it begins here.
+        self._seen.set(state_dict.get("seen") or {"since": [self._epoch, self._samples], "rows": []})
 
     def _count(self, samples: int) -> int:
         global_batch = self.batch_size * self.world_size
@@ -252,7 +249,11 @@ class ResumableSampler(Sampler[list[int]]):
     def _skip_empty_epoch(self) -> None:
         """Move to the next epoch if this one has no batch left."""
         if not self._taken(self.size - self._samples):
-            self._epoch, self._samples = self._epoch + 1, 0
+            self._to_next_epoch()
+
+    def _to_next_epoch(self) -> None:
+        self._seen.add(self._epoch, self._samples)
+        self._epoch, self._samples, self._seen.begin = self._epoch + 1, 0, 0
 
     def _taken(self, left: int) -> int:
         """Return how many samples the next batch takes over all ranks if `left` are left; 0 ends the epoch."""
@@ -283,11 +284,11 @@ class ResumableSampler(Sampler[list[int]]):
 
     def _follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
         while True:
-            loads = self._loads
+            moves = self.moves
             for batch in self.iterate(loader):
                 self.advance()
                 yield batch
-                if self._loads != loads:
+                if self.moves != moves:
                     break
 
 
@@ -320,39 +321,3 @@ def check_count(name: str, value: object, *, least: int, most: int) -> None:
     """Raise ConfigError if an argument is not an int within these bounds."""
     if type(value) is not int or not least <= value <= most:  # True is an int, but not a size.
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)
-
-
-class Permutation:
-    """Map range(size) onto itself in an order chosen by `key`; each position takes O(1) time and memory.
-
-    A balanced Feistel network (Luby and Rackoff, 1988) over the fewest bits, in two equal halves, that hold `size`;
-    a result outside the range is mapped again until it is inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002), fewer than four times on average. The round function is the finaliser of
-    SplitMix64 (Steele, Lea and Flood, 2014). Feistel networks as a shuffle: Mitchell, Stokes, Frank and Holmes,
-    "Bandwidth-Optimal Random Shuffling for GPUs", 2022. It is for data order and keeps nothing secret.
-    """
-
-    def __init__(self, size: int, key: str):
-        self.size = size
-        half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._half_bits, self._low_bits = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-        self._round_keys = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * _ROUNDS), dtype="<u8")
-
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the element at each position; both are int64 in range(size), of shape (n,)."""
-        values = self._map(positions.astype(np.uint64))
-        while (outside := values >= self.size).any():
-            values[outside] = self._map(values[outside])
-        return values.astype(np.int64)
-
-    def _map(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = values >> self._half_bits, values & self._low_bits
-        for key in self._round_keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._low_bits)
-        return (left << self._half_bits) | right
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpt_tasks.data.drawing import own_random_numbers
 from ckpt_tasks.data.libraries import copy_of, mark_of, order_of, return_state, way_of, why_inexact
+from ckpt_tasks.data.position import Position
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 
 _ENDED = -1  # In a state: the samples of an ended epoch. A stream has no size that would show its end.
 
 
-class StreamPosition:
+class StreamPosition(Position):
     """Yield the batches of a stream, and continue after the last yielded one when restored.
 
     It has the methods of a ResumableSampler that a ResumableLoader calls. `make` returns a DataLoader for a data set of
@@ -43,23 +44,13 @@ class StreamPosition:
         self._batches, self._make = batches, make
         self._loader: DataLoader[Any] | None = None
         self._workers = make(batches).num_workers
-        self._epoch = self._samples = self._skip = 0
+        super().__init__()
+        self._skip = 0
         self.batch = 0  # The number of the next batch of this epoch.
-        self._loads = 0  # Counts restores: after each, a running iterator starts again at the new position.
         self._turn = 0  # The worker from which the next batch comes.
         self._places: list[dict[str, Any] | None] = [None] * max(1, self._workers)
         self._read: _Item | None = None  # The batch to yield next, and whether it is the last one.
         self._is_last = False
-
-    @property
-    def epoch(self) -> int:
-        """The number of completed epochs, which is also the number of the next batch's epoch."""
-        return self._epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that this rank has received."""
-        return self._samples
 
     @property
     def batch_size(self) -> int:
@@ -146,21 +137,21 @@ class StreamPosition:
         if state_dict["samples"] != _ENDED:
             self._samples, self.batch = state_dict["samples"], state_dict["batch"]
             self._turn, self._places = state_dict["turn"], copy.deepcopy(state_dict["places"])
-        self._loads += 1
+        self.moves += 1
 
     def _to_epoch(self, epoch: int) -> None:
         self._epoch, self._samples, self.batch, self._turn = epoch, 0, 0, 0
         self._places = [None] * len(self._places)
 
     def _hand_out(self, items: Iterator[_Item], checks: int) -> Iterator[Any]:
-        moves, epoch = self._loads, self._epoch
+        moves, epoch = self.moves, self._epoch
         for item in [*islice(items, checks)]:
             _check(item)
         ours = (item for item in items if _check(item))
         ahead = next(ours, None)
         if ahead is None and self._epoch == epoch:  # Nothing is left, or the epoch is empty.
             self._to_epoch(epoch + 1)
-        while ahead is not None and (self._loads, self._epoch) == (moves, epoch):
+        while ahead is not None and (self.moves, self._epoch) == (moves, epoch):
             item, ahead = ahead, next(ours, None)
             self._read, self._is_last = item, ahead is None
             if self._skip:

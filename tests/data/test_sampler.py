@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.data.sampler import Permutation, ResumableSampler
+from ckpt_tasks.data.order import Permutation
+from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.format.tree import decode, encode
 

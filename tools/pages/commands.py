@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from typer.main import get_command
 
-from ckpt_tasks import Checkpointer, open_run
+from ckpt_tasks import Checkpointer, ResumableLoader, open_run
 from ckpt_tasks.cli import app
-from tests.support.cli_runs import Answer, ckpt, config, save_steps, some_state
+from tests.support.cli_runs import Answer, ckpt, config, save, save_steps, some_state
 from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
 
@@ -44,6 +44,7 @@ ckpt ls runs/lm
 ckpt ls runs --sort=-loss
 ckpt ls runs/none
 ckpt show runs/lm@40
+ckpt samples seen/lm
 ckpt diff runs/lm@30 runs/lm@40 --metrics
 ckpt diff runs/lm@30 runs/lm@40 --group rng --ignore rng
 ckpt verify runs/lm
@@ -77,6 +78,11 @@ def make_runs() -> None:
     with Checkpointer(config(run)) as made:
         made.restore(some_state())
         made.note("failure", error="CUDA out of memory")
+    loader = ResumableLoader(range(50), batch_size=4, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    loader.skip_batches(2)
+    for _ in loader.epochs(2):
+        assert [*loader]
+    save(Path("seen/lm"), {"data": loader})
     Path("runs/notes").mkdir()
     Path("runs/notes.txt").write_text("no run")
     costs = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.5}

@@ -1,0 +1,23 @@
+"""What each position in the data has: the epoch, the samples of it, and a count by which a running loop sees a move."""
+
+from __future__ import annotations
+
+
+class Position:
+    """A position in the data that a ResumableLoader moves, of samples by number or of a stream.
+
+    `moves` counts restores and skips: after one, a running iterator starts again at the new position.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = self._samples = self.moves = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of completed epochs, which is also the number of the next batch's epoch."""
+        return self._epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that all ranks together have received; of a stream, this rank."""
+        return self._samples

@@ -1,0 +1,122 @@
+"""Which samples the loop was handed: the record in a position's state, and the ids that it stands for.
+
+A row of the record is [first epoch, epochs, begin, end]: in each of these epochs, the samples from place `begin` up to
+`end` of the epoch's order. A row is added when batches are skipped and when an epoch ends, never in a step. `add` is
+undone exactly by the next `add` that continues its span, so the record does not depend on where a run was resumed.
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tasks.data.order import Permutation
+from ckpt_tasks.format.tree import children
+
+Ranges = NDArray[np.int64]  # Of shape (n, 2): sorted, apart from each other, each from its first id up to its second.
+
+_OF_SAMPLER = {"epoch", "samples", "size", "seed", "shuffle", "order_version"}
+_OF_STREAM = {"epoch", "samples", "batch", "workers", "turn", "places", "replayed"}
+
+
+class Seen:
+    """The record of a position: `rows`, known from (epoch, samples) `since` on; its open span starts at `begin`."""
+
+    def __init__(self) -> None:
+        self.since = [0, 0]
+        self.rows: list[list[int]] = []
+        self.begin = 0
+
+    def add(self, epoch: int, end: int) -> None:
+        """Record the samples from `begin` up to `end`; the next span starts there."""
+        self.rows, self.begin = _with_span(self.rows, epoch, self.begin, end), end
+
+    def state(self, epoch: int, end: int) -> dict[str, Any]:
+        """Return the record as plain numbers, with the open span up to `end`."""
+        rows = _with_span(self.rows, epoch, self.begin, end)
+        return {"since": [*self.since], "rows": [[*row] for row in rows]}
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Take a record from a state."""
+        self.since, self.rows = [*state["since"]], [[*row] for row in state["rows"]]
+
+
+def _with_span(rows: list[list[int]], epoch: int, begin: int, end: int) -> list[list[int]]:
+    if begin == end:
+        return rows
+    rows = [*rows]
+    if rows and rows[-1][0] + rows[-1][1] - 1 == epoch and rows[-1][3] == begin:  # It continues the last span.
+        first, epochs, begin, _ = rows.pop()
+        rows += [[first, epochs - 1, begin, _]] if epochs > 1 else []
+    if rows and rows[-1][0] + rows[-1][1] == epoch and rows[-1][2:] == [begin, end]:
+        first, epochs, *_ = rows.pop()
+        return [*rows, [first, epochs + 1, begin, end]]
+    return [*rows, [epoch, 1, begin, end]]
+
+
+def positions_in(tree: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the states of samplers, loaders and streams in a decoded tree, each with its place."""
+    if isinstance(tree, Mapping) and (tree.keys() >= _OF_SAMPLER or tree.keys() >= _OF_STREAM):
+        yield place, tree
+        return
+    for key, item in children(tree):
+        yield from positions_in(item, f"{place}/{key}")
+
+
+def is_stream(state: Mapping[str, Any]) -> bool:
+    """Return True for the state of a stream."""
+    return state.keys() >= _OF_STREAM
+
+
+def spans_of(state: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
+    """Return the spans of each epoch's order that the loop was handed, by epoch."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for first, epochs, begin, end in state["seen"]["rows"]:
+        for epoch in range(first, first + epochs):
+            spans.setdefault(epoch, []).append((begin, end))
+    return spans
+
+
+def order_in(state: Mapping[str, Any], epoch: int, spans: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return the ids in spans of an epoch's order, as they came."""
+    places = [np.arange(begin, end, dtype=np.int64) for begin, end in spans]
+    joined = np.concatenate(places) if places else np.empty(0, np.int64)
+    return Permutation(state["size"], f"{state['seed']}/{epoch}")(joined) if state["shuffle"] else joined
+
+
+def ids_in(state: Mapping[str, Any], epoch: int, spans: list[tuple[int, int]]) -> Ranges:
+    """Return the ids in spans of an epoch's order as ranges."""
+    size = state["size"]
+    # Few samples are left out of most epochs: their ids are found sooner than all others.
+    fewer = 2 * sum(end - begin for begin, end in spans) <= size
+    places = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    chosen = places if fewer else outside(places, size)
+    ids = np.sort(order_in(state, epoch, map(tuple, chosen.tolist())))
+    ranges = _joined(np.stack([ids, ids + 1], axis=1)) if len(ids) else np.empty((0, 2), np.int64)
+    return ranges if fewer else outside(ranges, size)
+
+
+def outside(ranges: Ranges, size: int) -> Ranges:
+    """Return the rest of range(size)."""
+    edges = np.concatenate([[0], ranges.ravel(), [size]]).reshape(-1, 2)
+    return edges[edges[:, 0] < edges[:, 1]]
+
+
+def times_seen(epochs: Iterable[Ranges], size: int) -> dict[int, Ranges]:
+    """Return which ids of range(size) were seen how many times, the most first."""
+    every = [*epochs, np.array([[0, size]])]
+    begins, ends = (np.concatenate([ranges[:, side] for ranges in every]) for side in (0, 1))
+    edges, where = np.unique(np.concatenate([begins, ends]), return_inverse=True)
+    steps = np.bincount(where, np.repeat([1, -1], [len(begins), len(ends)]), len(edges)).astype(np.int64)
+    times = np.cumsum(steps)[:-1] - 1
+    pieces = np.stack([edges[:-1], edges[1:]], axis=1)
+    return {int(n): _joined(pieces[times == n]) for n in sorted({*times.tolist()}, reverse=True)}
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    apart = np.flatnonzero(ranges[1:, 0] != ranges[:-1, 1])
+    return np.stack([ranges[[0, *(apart + 1)], 0], ranges[[*apart, -1], 1]], axis=1)
