@@ -44,7 +44,7 @@ def share_tenure(
     except BaseException:
         for held in taken:
             held.quiet()
-            held.release()  # This spares the next owner the wait for the timeout.
+            held.release()  # Otherwise the next owner would wait for the timeout.
         raise
     return tenure
 

@@ -86,7 +86,7 @@ class Checkpointer(HeldRun):
         self._steps = StepLog()
         self._left_out = LeftOut()
         self._unsaved = Unsaved()
-        self._restored: Mapping[str, Any] = {}  # The state is kept until the block ends.
+        self._restored: Mapping[str, Any] = {}  # The restored state, kept until the block ends.
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -176,7 +176,7 @@ class Checkpointer(HeldRun):
         self._follow(chosen, known, cached)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        elif cached is None and selection is None:  # Only such a restore has read every byte from the store.
+        elif cached is None and selection is None:  # A restore of another kind has not read every byte from the store.
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
@@ -284,7 +284,7 @@ class Checkpointer(HeldRun):
             self._close(keep=False)
 
     def _close(self, *, keep: bool) -> None:
-        keep = keep or not self._knows_line  # A process that never trained must not change the memory.
+        keep = keep or not self._knows_line  # A process that never trained must not change the snapshots in memory.
         try:
             self.wait()
         except BaseException:

@@ -42,7 +42,7 @@ from ckpt_tasks.upkeep.pruning import Background
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MOST_KINDS = 2
-_KEPT = ".kept"  # Holds the pack that the directory has, and its paths.
+_KEPT = ".kept"  # This file names the pack that the directory has, and its paths.
 _LOCKS = "locks"  # torch locks a file in this directory for each build.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -156,7 +156,7 @@ class CompiledCode:
             self._store.put(name, pieces)
         except CkptError:
             with suppress(CkptError):
-                self._store.delete(name)  # A part of it may exist.
+                self._store.delete(name)  # The failed put may have left a part of it.
             raise
 
     def _drop(self, new: Compiled) -> None:
@@ -210,7 +210,7 @@ def _is_building(directory: Path) -> bool:
     for path in (directory / _LOCKS).glob("*.lock"):
         lock = open_descriptor(path, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # torch locks it in the same way.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # torch locks the file in the same way.
         except BlockingIOError:
             return True
         finally:

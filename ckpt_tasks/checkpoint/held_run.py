@@ -153,7 +153,7 @@ class HeldRun:
                 raise
             self._damaged, self._tenure.resume.owner_s = self._tenure.damaged, system().monotonic() - began_s
             self._knows_line = False
-            self._take_over = False  # Only once: do not fence a later owner.
+            self._take_over = False  # Take over only once: do not fence a later owner.
             if self._compiled is not None:
                 self._compiled.open(self._tenure)
             self._saver.tenure = self._tenure

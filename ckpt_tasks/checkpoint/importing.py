@@ -36,8 +36,8 @@ from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
-IMPORTED_FROM = "imported_from"  # This key of a manifest's environment names the source.
-_SHARD_BYTES = 32 << 20  # Tensors of a file are in memory while it is written.
+IMPORTED_FROM = "imported_from"  # A manifest's environment has the source under this key.
+_SHARD_BYTES = 32 << 20  # The tensors of one file are in memory while it is written.
 OnProgress = Callable[[int], None]
 
 

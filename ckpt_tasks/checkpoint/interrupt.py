@@ -102,12 +102,12 @@ class Interrupt:
             signal.raise_signal(number)
         finally:
             if held:
-                self.install()  # Even after a KeyboardInterrupt, until the end of the block: the signal may come again.
+                self.install()  # Even after a KeyboardInterrupt: the signal may come again before the block ends.
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) is self._handler:
-                # None: a handler that was not set from Python, and that Python cannot restore.
+                # The previous handler is None if it was not set from Python, which cannot restore it.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
         _rename(self._handler, self._previous[signal.SIGTERM])
         self._previous = {}
@@ -120,7 +120,7 @@ class Interrupt:
             return
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            return  # A second SIGTERM before the delivery changes nothing; after it, it is a new signal.
+            return  # Only the first SIGTERM before a delivery counts.
         self._noted_s[number] = now_s
         again = number in self._seen and number != signal.SIGTERM
         self._seen.add(number)

@@ -114,7 +114,7 @@ def frame_of(value: Any) -> Frame:
             begin = entry.header_offset + 30 + sum(struct.unpack("<HH", _bytes(file, entry.header_offset + 26, 4)))
             if "/data/" in entry.filename:
                 end = begin + entry.file_size
-                sums[begin, end] = (at + 16, end + 4)  # Both in the directory, and behind the bytes.
+                sums[begin, end] = (at + 16, end + 4)  # In the directory, and behind the bytes.
             at += 46 + sum(struct.unpack("<3H", _bytes(file, at + 28, 6)))
         size_bytes = file.seek(0, os.SEEK_END)
         edges = [(0, 0), *sums, (size_bytes, size_bytes)]

@@ -40,7 +40,7 @@ class Restored(NamedTuple):
     known_n: int
 
 
-restored: dict[str, Restored] = {}  # By run; removed when a save continues from the checkpoint.
+restored: dict[str, Restored] = {}  # The key is the run; an entry is removed when a save continues from its checkpoint.
 _held: dict[str, HeldRun] = {}
 _lock = system().lock()
 

@@ -32,7 +32,7 @@ _PAGE = 200
 
 _BEATS = 3  # A flow run that misses this many heartbeats counts as dead.
 _RESUME_AFTER_S = 20  # Until then others may act on the crash: a worker that retries, or a person.
-_GIVEN_UP_AFTER_S = 60  # By then the automation that resumes has acted.
+_GIVEN_UP_AFTER_S = 60  # By then the other automation has resumed the flow run.
 # After a crash, _ALIVE means that the flow run continues, _DECIDED that a person or the flow decided otherwise.
 _ALIVE = ("AwaitingRetry", "Scheduled", "Late", "Pending", "Running", "Retrying", "Resuming")
 _DECIDED = ("Cancelling", "Cancelled", "Completed", "Paused", "Suspended")

@@ -14,7 +14,7 @@ import time
 from itertools import count
 
 _COLLECT_EVERY_S = 1.0
-_FULL_EVERY = 30  # One in this many collections is full: for a server's objects it takes a tenth of a second.
+_FULL_EVERY = 30  # One of this many collections is full: with a server's objects it takes a tenth of a second.
 
 
 def collect_apart() -> None:

@@ -24,7 +24,7 @@ _COMMAND = "prefect flow-run execute"
 _ZOMBIES = "ckpt-tasks: zombie flow runs are crashed"
 _RESUMES = "ckpt-tasks: crashed flow runs are resumed"
 
-# The next run of one of these flows completes the work of the last one.
+# The next run of such a flow completes the work of the last one, so a missed run does no harm.
 _REPEATED = ("evaluate", "upkeep", "watch")
 
 # A healthy process may be late by two heartbeats.
@@ -251,7 +251,7 @@ def _pool(facts: PrefectFacts) -> Iterator[Check]:
 
 def _stopping(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
     """Check that a flow run that gets SIGTERM is scheduled again, which must be configured."""
-    if pool.type not in ("process", "docker"):  # A Kubernetes worker requests it without configuration.
+    if pool.type not in ("process", "docker"):  # A Kubernetes worker requests a reschedule by itself.
         yield Check("preemption", "not checked", f"a pool of the type {pool.type} has its own way")
         return
     jobs = [job for job in pool.jobs if not _is_repeated(job)]

@@ -23,7 +23,7 @@ from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 
-# Not a temporary directory: it must outlive the process.
+# /dev/shm is no temporary directory: its files must outlive the process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0
 # This much shows whether the store works; `ckpt doctor-store` measures speed.

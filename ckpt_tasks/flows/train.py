@@ -81,7 +81,7 @@ def train(
     (docs/RANKS.md): on this host, or with `engine` "ray" on a cluster, of which `min_ranks` suffice.
     """
     keep_log_readers_out()
-    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # The API serves blocks.
+    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # Blocks are on the API.
         stay_as_decided()
         processes = find_engine(engine, ranks, min_ranks)
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):

@@ -103,9 +103,9 @@ def finite_json(value: Any) -> Any:
 
 def _is_deeper(brackets: bytes, most: int) -> bool:
     rest = brackets
-    for _ in range(_SHALLOW):  # Most JSON is done within these rounds, at the speed of memory.
+    for _ in range(_SHALLOW):  # Most JSON is reduced to nothing within these rounds, at the speed of memory.
         if not rest:
-            return False  # Every round removes one or two levels, and every limit is higher.
+            return False  # So few rounds, which remove one or two levels each, reach no limit.
         rest = rest.replace(b"{}", b"").replace(b"[]", b"")
     return any(depth > most for depth in accumulate(map(_STEPS.__getitem__, brackets)))
 

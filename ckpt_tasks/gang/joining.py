@@ -31,7 +31,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
         store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not list it
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return StoreExchange(store, rank, size, "orders", timeout_s)
-    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # From torch, or for a missing variable.
+    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # From torch, or because a variable is missing.
         raise RankError(
             f"rank {rank} does not reach the others: {error!s:.300}",
             hint="The launcher sets MASTER_ADDR and MASTER_PORT, where rank 0 is to be reached.",

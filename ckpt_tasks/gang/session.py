@@ -164,7 +164,7 @@ class GangSession:
                 self._start()
             self._order("restore", back=vars(self._back))
             self._back.went_back(self.position)
-            if self._gang.ranks:  # A signal whose handler returns has ended the ranks.
+            if self._gang.ranks:  # If a signal's handler returns, the signal has still ended the ranks.
                 on = self._rows.began(self._gang.ranks, gethostname(), self._done)
                 self.note("gang", step=self.position, on=on)
         except OwnedError as error:

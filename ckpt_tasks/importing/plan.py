@@ -56,7 +56,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
         number = _step_of(source) if step is None else step
     except CkptError:
         raise
-    except (RuntimeError, *MALFORMED) as error:  # A value of the file with the name of a state_dict is none.
+    except (RuntimeError, *MALFORMED) as error:  # A value that is named like a state_dict is none.
         raise IntegrityError(f"its values do not fit each other: {error!r:.200}", key=source.name) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")

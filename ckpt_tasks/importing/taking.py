@@ -112,7 +112,7 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
 
 def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return a group of the random streams of a process seeded with 0, and its tensors: no file has any streams."""
-    numpy = np.random.RandomState(0)  # A process has a NumPy stream of this kind.
+    numpy = np.random.RandomState(0)  # The process's NumPy stream is of this kind.
     streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
     tensors = TensorSet(None)
     tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
@@ -283,7 +283,7 @@ class _Taker:
             encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
         except UnsupportedStateError as error:
             where = f" (at {error.key})" if error.key not in (None, part.group) else ""
-            self.taking.left[name] = error.message + where  # The error's hint concerns a state, not a file.
+            self.taking.left[name] = error.message + where  # The error's hint is about states, and fits no file.
             return
         self.taking.groups[part.group] = encoded
         keys = {ref.key for ref in tensor_refs(tree)}

@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None
-    reads: bool = False  # True if it reads the values of tensors.
+    reads: bool = False  # True if the function reads the values of tensors.
 
 
 def _from_type(call: _Call, kind: object, args: tuple[Any, ...], state: object) -> Any:
@@ -69,7 +69,7 @@ _NAMED: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _Call(_utils._rebuild_sparse_tensor, reads=True),
     "torch._utils._rebuild_nested_tensor": _Call(_utils._rebuild_nested_tensor, reads=True),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(lambda data, dtype, *_: data.to(dtype)),
-    "torch.Tensor": torch.Tensor,  # A type, which is not called.
+    "torch.Tensor": torch.Tensor,  # This name is a type, which is not called.
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }

@@ -90,14 +90,14 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            # In a second train() accelerate wraps the optimizer.
+            # In a second train() the optimizer is wrapped by accelerate.
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
         if self._base_source is not None:
             state |= without_base(self.model, self._base_source)
-            state.pop("adapters", None)  # `trainer` saves them.
+            state.pop("adapters", None)  # The group `trainer` has them.
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
         if hasattr(getattr(self.model, "base_model", None), "rankallocator"):

@@ -129,7 +129,7 @@ class TrainerProgress(Started):
             return self._given
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._first_step
-        done = steps >= self._epoch_steps  # If true, the next epoch is drawn from the current streams.
+        done = steps >= self._epoch_steps  # If all steps are done, the next epoch is drawn from the current streams.
         own = {
             "progress": {name: getattr(state, name) for name in _PROGRESS},
             "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()],

@@ -103,5 +103,5 @@ class _Seeds(Variables):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict["state"] is not None:
-            global_seed_generator()  # Make it now: otherwise the first layer that draws would.
+            global_seed_generator()  # This creates it: otherwise the first layer that draws would.
             super().load_state_dict(state_dict)

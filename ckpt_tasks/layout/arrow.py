@@ -27,8 +27,8 @@ FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 
 _MAGIC = b"ARROW1"
 _START = 8  # The magic word and two zero bytes.
-_MOST_MESSAGES = 64  # A table is written as its schema, its dictionaries and one batch.
-_EXTENSION = b"ARROW:extension"  # Other libraries register readers for such types, and some of these unpickle.
+_MOST_MESSAGES = 64  # A table of ours has few: its schema, its dictionaries and one batch.
+_EXTENSION = b"ARROW:extension"  # Other libraries register readers for extension types, and some of these unpickle.
 _GOES_ON = 0xFFFFFFFF  # Every message begins with this mark.
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8

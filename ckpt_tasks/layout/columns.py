@@ -15,8 +15,8 @@ from ckpt_tasks.layout.arrow import array, numbers_of
 from ckpt_tasks.layout.image import MAX_DIMENSIONS
 
 MAX_REGIONS = 1 << 20
-MAX_EXTENTS = 8 * MAX_REGIONS  # The limit for all regions together.
-_MAX_ELEMENTS = 2.0**57  # The limit for a region: its size in bytes fits into an int64 with any dtype.
+MAX_EXTENTS = 8 * MAX_REGIONS  # All regions together have at most this many extents.
+_MAX_ELEMENTS = 2.0**57  # A region has at most this many elements: its size in bytes fits into an int64 with any dtype.
 _HUGE = 2.0**200
 
 

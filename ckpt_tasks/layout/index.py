@@ -30,7 +30,7 @@ from ckpt_tasks.process.gc_pause import gc_paused
 MAX_INDEX_BYTES = 256 << 20
 # A small tensor that many ranks share may have this many regions; beyond that, three per MIN_REGION_BYTES.
 _FREE_CUTS = 4096
-_MAX_BYTES = 2.0**62  # The limit for a tensor: a larger one overflows in torch, even if one of its extents is 0.
+_MAX_BYTES = 2.0**62  # A larger tensor overflows in torch, even if one of its extents is 0.
 
 _SCHEMA = pa.schema(
     [

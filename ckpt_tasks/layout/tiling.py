@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-MAX_CORNERS = 1 << 24  # The limit for all boxes together. 10⁶ boxes that are cut along four dimensions reach it.
+MAX_CORNERS = 1 << 24  # All boxes together have at most this many; 10⁶ boxes cut along four dimensions reach it.
 
 Numbers = npt.NDArray[np.int64]
 

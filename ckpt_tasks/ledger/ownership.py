@@ -326,7 +326,7 @@ class Signs:
     def _read(self, owner: Owner) -> bytes:
         try:
             return self._history.store.get(heartbeat_name(owner.epoch), 4096)
-        except ObjectNotFoundError:  # Then the time of the take-over counts.
+        except ObjectNotFoundError:  # Without a heartbeat, the time of the take-over counts.
             return canonical_json({"taken_at": owner.taken_at})
         except IntegrityError:
             return b""

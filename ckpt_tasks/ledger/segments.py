@@ -13,7 +13,7 @@ from ckpt_tasks.format.live import Segment, read_segment, write_segment
 from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.storage.port import Store
 
-_AT_ONCE, _FEW = 16, 4  # Parallel requests to a remote store; a few are sent one by one.
+_AT_ONCE, _FEW = 16, 4  # Send this many requests at once to a remote store; send up to _FEW one by one.
 
 
 class Segments:

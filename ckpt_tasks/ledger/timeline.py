@@ -20,7 +20,7 @@ _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
 # The parts of a resume in the order of time; docs/FORMAT.md, "Events", describes them.
 RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
-_MOST_S = 1e9  # This is thirty years.
+_MOST_S = 1e9  # This is about thirty years.
 # The words of ownership.py for a lost owner. An owner that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
 _NOTES = {

@@ -59,7 +59,7 @@ def belongs_to_another(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
-        return False  # A view: its base holds the memory.
+        return False  # A view is no alias: its base holds the memory.
     return _uses(value) > _uses(torch.empty(1))
 
 

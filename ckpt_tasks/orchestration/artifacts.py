@@ -40,7 +40,7 @@ from ckpt_tasks.report.words import clock, fine_span, number, printable
 from ckpt_tasks.session.session import TrainedRun
 from ckpt_tasks.upkeep.upkeep import plan_prune
 
-_PROGRESS_EVERY_S = 5.0  # One update takes 7 ms.
+_PROGRESS_EVERY_S = 5.0  # Update at most this often, since an update takes 7 ms.
 _REPORT_EVERY_S = 120.0
 _REPORT_PART = 1 / 2000  # Reports take at most this share of the time: 15 ms of a batch of 30 s.
 _PATIENCE_S = 5.0
@@ -49,7 +49,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles wi
 _LAST_S, _AGAIN_S = 8.0, 2.0
 _MOST_ENTRIES = 1_000  # The pages read so many ledger entries; `ckpt report` reads more.
 _BATCHES_MEASURED = 8
-_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy answered instead of the server.
+_NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy that answers in place of the server causes these.
 
 
 class RunPages:
@@ -211,7 +211,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # Prefect answered; the run's own error is shown anyway.
+            return isinstance(error, CkptError)  # After an error of the run itself, another try shows no more.
         self._pause_s = _PAUSE_S
         return True
 

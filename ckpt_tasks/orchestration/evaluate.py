@@ -40,7 +40,7 @@ evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
 )
 _ROUND = 16  # Before each round of this many checkpoints, look for new commits.
 _LOOK_S = 0.5
-_RELEASED_S = 120.0  # A preempted flow run has usually started again by then.
+_RELEASED_S = 120.0  # By then a preempted flow run has usually started again.
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 # Random streams belong to the process, so only one thread evaluates at a time.
@@ -137,7 +137,7 @@ class Rounds:
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
             before, held = held, state.owner is not None and not state.owner.released
-            # New checkpoints came while this flow run was following the run.
+            # The run is trained, or new checkpoints came while this flow run followed it.
             trained = trained or held or (bool(pending) and bool(self.tried))
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}

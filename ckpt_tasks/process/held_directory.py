@@ -48,7 +48,7 @@ def _try_to_hold(directory: Path, fill: Callable[[Path], None]) -> None:
         if not alone:
             fcntl.lockf(lock, fcntl.LOCK_SH)
         if not (name.exists() and os.path.samestat(os.fstat(lock), name.stat())):
-            return  # Another process has removed it meanwhile.
+            return  # Another process has removed the directory meanwhile.
         if alone:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(mode=0o700)

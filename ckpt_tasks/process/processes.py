@@ -168,7 +168,7 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-# Leave room for a thread's stack and first objects: without it, Python waits for ever until the thread has started.
+# Leave memory for a thread's stack and first objects: without it, Python waits for ever for the start of the thread.
 _ROOM_BYTES = 16 << 20
 
 

@@ -234,7 +234,7 @@ def _files(data: str | None) -> Iterator[tuple[str, Path]]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = []
         for folder, inner, names in os.walk(root):
-            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders left in this list.
+            inner[:] = set(inner) - _LEFT_OUT  # os.walk visits only the folders that stay in this list.
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
     elif glob.has_magic(data):
         parts = Path(data).parts

@@ -31,7 +31,7 @@ from ckpt_tasks.system import host_name, system
 
 _PAGE = 4096
 
-Spans = Mapping[str, npt.NDArray[np.int64]]  # For each object, the begin and end of its regions.
+Spans = Mapping[str, npt.NDArray[np.int64]]  # The begin and end of each region, for each object.
 
 
 class Readers(NamedTuple):

@@ -29,7 +29,7 @@ class Ending(Protocol):
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: make it do so
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: use it here
         # first.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)

@@ -67,7 +67,7 @@ class OneSave:
                 raise
             # Otherwise the save is committed, although not all ranks know it.
         if done is None or part is None:
-            if snapshot.tenure.committer is not None and any(parts):  # No rank is still writing: all have answered.
+            if snapshot.tenure.committer is not None and any(parts):  # All ranks have answered: none is still writing.
                 snapshot.tenure.committer.abandon(snapshot.saving.attempt)
             raise SupersededError
         self._follow(snapshot, done, part, entry)

@@ -111,7 +111,7 @@ def prepare_checkpoint(
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
     index_bytes = write_index(index)
-    del index  # For 10⁶ regions it takes 130 MiB.
+    del index  # It takes 130 MiB for 10⁶ regions.
     prepared = _prepared(saving, index_bytes, objects, groups)
     # Let the readers check it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
     try:

@@ -143,7 +143,7 @@ def _git(directory: str, *arguments: str) -> str | None:
 
 def directory_of(script: str | None) -> str:
     """Return the directory of the running script; the working directory for an installed script, or without one."""
-    installed = {"site-packages", "dist-packages"}  # These packages are the user's, the system's, or on PYTHONPATH.
+    installed = {"site-packages", "dist-packages"}  # The user's, the system's or PYTHONPATH's packages.
     if script is None or not installed.isdisjoint(Path(script).resolve().parts):
         return os.curdir
     is_command = os.path.realpath(script).startswith(os.path.realpath(sys.prefix) + os.sep)

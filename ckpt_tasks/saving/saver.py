@@ -117,7 +117,7 @@ class Saver:
         self._plan(captured)
         following = self._pipeline.next_slot()
         free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
-        with suppress(StoreError):  # Without a thread the first saves wait for their memory.
+        with suppress(StoreError):  # Without a thread, the first saves wait for their memory.
             self._work(start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
 
     def snapshot(
@@ -168,7 +168,7 @@ class Saver:
         )
         self._warn_if_stuck(saving.attempt.step)
         try:
-            self._submit(snapshot)  # Do this last: the threads could make a later statement wait.
+            self._submit(snapshot)  # Do this last: the threads that it starts could delay a later statement.
         except BaseException as error:
             if copy is not None:  # No thread waits for the copy, and the slot will be refilled.
                 copy.wait()
@@ -312,7 +312,7 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         self._pipeline.submitted()
-        system().lower_priority()  # Only now: training has waited for the start of this thread.
+        system().lower_priority()  # Only now, because training has waited for the start of this thread.
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()

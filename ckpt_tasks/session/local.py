@@ -276,7 +276,7 @@ class LocalSession(StateSession):
             except ProgramError as error:
                 hint = "What a change of parameters does is seen by building the program with those of before, too."
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
-        gc.collect()  # `discard` says why.
+        gc.collect()  # `discard` gives the reason.
         return settings
 
     def _train_step(self, program: Program) -> dict[str, float]:

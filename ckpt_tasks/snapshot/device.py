@@ -180,7 +180,7 @@ def _exchange() -> Callable[..., int] | None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:  # The runtime is linked into torch itself: saves can then break captures.
+    except OSError:  # The runtime is part of torch itself: then a save can break a capture.
         return None
     exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
     return exchange

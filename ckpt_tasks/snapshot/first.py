@@ -18,7 +18,7 @@ from ckpt_tasks.snapshot.snapshot import SnapshotPlan, storable
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.tensors.memcpy import LARGE_BYTES, THREADS, is_plain
 
-_MOST_MADE_BYTES = 32 << 20  # A tensor that is not in C order needs a contiguous copy.
+_MOST_MADE_BYTES = 32 << 20  # Contiguous copies of tensors that are not in C order take at most this much.
 
 
 class FirstCopy:

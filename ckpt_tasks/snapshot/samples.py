@@ -21,7 +21,7 @@ from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.snapshot import storable
 
 _TENSORS = 32  # Each save samples about this many tensors.
-_SAVES = 64  # So many saves sample all bytes; more saves with over 2,048 tensors.
+_SAVES = 64  # After this many saves all bytes were sampled; after more with over 2,048 tensors.
 _WHOLE_BYTES = 4096  # A smaller tensor is sampled as a whole.
 _VALUE_BYTES = 1 << 16  # Sample at most about this many bytes of a tensor that all ranks share.
 _VALUES_BYTES = 16 << 20  # The samples of all such tensors have together about this many bytes.

@@ -64,7 +64,7 @@ class RestorePlan:
         Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
         fit or are damaged; the target is unchanged then. A plan can be applied only once.
         """
-        parts, self._parts = self._parts, {}  # Without the parts, the values that they made are freed.
+        parts, self._parts = self._parts, {}  # Dropping the parts frees the values that they made.
         with _preserved(self._draws), gc_paused():
             # All parts share one maker: groups that shared memory when they were saved share memory again.
             make = Maker(source)
@@ -95,7 +95,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # This error itself says what differs.
+                raise  # The error itself says what differs.
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:

@@ -110,12 +110,12 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
     for cause in _behind(error):
         response: Any = getattr(cause, "response", None)
-        if isinstance(response, dict):  # From botocore.
+        if isinstance(response, dict):  # This one is from botocore.
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(response.get("Error", {}).get("Code", ""))
             return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
-        if isinstance(status, int):  # From azure.core or aiohttp.
+        if isinstance(status, int):  # This one is from azure.core or aiohttp.
             return status, str(getattr(cause, "error_code", "") or "")
         if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # From gcsfs.
             return int(cause.code), ""  # type: ignore[attr-defined]

@@ -196,7 +196,7 @@ class LocalStore(OneByOne):
         for part, entry in sorted(entries, key=itemgetter(0)):
             name = f"{prefix}/{entry.name}" if prefix else entry.name
             if not is_object_name(name):
-                continue  # Temporary names, .nfs*, .DS_Store and other foreign files.
+                continue  # Skip temporary names, .nfs*, .DS_Store and other foreign files.
             if part.endswith("/") and "." not in entry.name:
                 yield from self._walk(Path(entry.path), name)
             elif entry.is_file(follow_symlinks=False) or "." in entry.name:

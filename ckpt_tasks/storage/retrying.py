@@ -23,9 +23,7 @@ from ckpt_tasks.system import system
 
 _T = TypeVar("_T")
 
-_DEADLINE_S = (
-    120.0  # Counted from a request's first failure; after that the caller's policy for an unreachable store applies.
-)
+_DEADLINE_S = 120.0  # Counts from a request's first failure; then the caller decides what to do without a store.
 _FIRST_S = 0.2
 _MOST_S = 10.0
 _QUIET_TRIES = 2  # One or two refusals are normal, and not logged.

@@ -116,7 +116,7 @@ class S3Requests:
         for folder, count in Counter(key.rpartition("/")[0] for key in keys).items():
             if count > 1:
                 sizes |= await self.keys(f"{folder}/", lambda keys: False, _PAGE)
-        alone = [key for key in keys if key not in sizes]  # These keys are alone, or missing in the listing.
+        alone = [key for key in keys if key not in sizes]  # These keys are alone, or the listing lacks them.
         sizes |= await each(self.size, alone)
         return {key: sizes[key] for key in keys}
 

@@ -147,7 +147,7 @@ def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 
 def _contents(tree: Any, stored: Stored) -> str:
-    # Compare texts: there NaN equals itself, and 1 differs from True. Empty tensors share no memory.
+    # Compare texts, in which NaN equals itself, and 1 differs from True. Empty tensors share no memory.
     contents = repr(tree)
     for ref in tensor_refs(tree):
         contents = contents if all(stored[ref.key][1]) else contents.replace(repr(ref), repr(stored[ref.key]))

@@ -90,7 +90,7 @@ class Maker:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
-        # Forget the flag `array`: an array and a tensor may share memory.
+        # Ignore the flag `array`, since an array and a tensor may share memory.
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)
         if (plain, device) not in self._made:
             self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)

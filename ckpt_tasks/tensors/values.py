@@ -112,7 +112,7 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    # A tree would have equal hashes as well.
+    # A tree's keys would have equal hashes as well.
     tag, head, parts = _taken(key, path, key=True)
     return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
 
