@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cli_runs import ckpt, flip
-from tests.support.legs import assert_equal, begins, compared, random_moments, within
+from tests.support.legs import (
+    assert_equal,
+    assert_page_goes_on,
+    begins,
+    check,
+    compared,
+    hosted,
+    random_moments,
+    within,
+)
 
-ROOT = Path(__file__).parents[2]
-JOB = "tests.integrations.tensorflow_job"
+MODULE = "tests.integrations.tensorflow_job"
 ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -26,7 +30,7 @@ def on(**options: Any) -> dict[str, Any]:
 def test_killed_in_some_steps(tmp_path: Path) -> None:
     """P16, P19, P23, P25, P73: dropout, shuffled data, generators and eager operations go on exactly; tools know it."""
     stops = [1, 12, 30]
-    reference, legs, statuses = compared(f"{JOB}:train", tmp_path, on(), within(stops))
+    reference, legs, statuses = compared(f"{MODULE}:train", tmp_path, on(), within(stops))
     assert statuses == [0, *[-9] * len(stops), 0]
     assert begins(legs)[1:] == stops
     assert_equal(reference, legs)
@@ -40,7 +44,7 @@ def test_killed_in_some_steps(tmp_path: Path) -> None:
 
 def test_tensorflows_own_manager_does_not_go_on(tmp_path: Path) -> None:
     """In the same experiment its restore passes assert_consumed, and the numbers that are drawn are others."""
-    reference, legs, statuses = compared(f"{JOB}:train", tmp_path, on(theirs=True), within([12]))
+    reference, legs, statuses = compared(f"{MODULE}:train", tmp_path, on(theirs=True), within([12]))
     assert statuses == [0, -9, 0]
     assert begins(legs)[1:] == [12]
     with pytest.raises(AssertionError, match="leg 1 differs in loss of step 13"):
@@ -49,17 +53,12 @@ def test_tensorflows_own_manager_does_not_go_on(tmp_path: Path) -> None:
 
 def test_the_page_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """P73: the page's block, killed in a step and started again, ends as it does without a kill."""
-    page = (ROOT / "docs/TENSORFLOW.md").read_text(encoding="utf-8")
-    block = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
-    kill = "        if step == 13:\n            ckpt.wait()\n            os.kill(os.getpid(), 9)\n"
-    for name, more, status in (("whole", "", 0), ("killed", kill, -9), ("killed", "", 0)):
-        (tmp_path / name).mkdir(exist_ok=True)
-        call = [sys.executable, "-c", f"import os\n{block}{more}"]
-        done = subprocess.run(
-            call, cwd=tmp_path / name, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == status, done.stderr
-    one, other = (tmp_path / name / "runs/first" for name in ("whole", "killed"))
+
+    def dying(block: str) -> str:
+        return f"{block}        ckpt.wait()\n        leg.within(step)\n"
+
+    assert_page_goes_on("TENSORFLOW.md", MODULE, tmp_path, dying, **on())
+    one, other = (tmp_path / name / "runs/first" for name in ("reference", "killed"))
     # TensorFlow writes equal positions of an iterator in more ways than one.
     places = [row["place"] for row in ckpt("diff", one, other, "--ignore", "rng", "--json").data["differences"]]
     assert all(place.startswith("train/others/files") for place in places)
@@ -70,7 +69,7 @@ def test_the_page_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_killed_at_random(seed: int, tmp_path: Path) -> None:
     """P16, P73: kills in steps, in saves and anywhere change no bit."""
     reference, legs, statuses = compared(
-        f"{JOB}:train", tmp_path, on(seed=seed, interval=1 + seed % 3), random_moments(seed)
+        f"{MODULE}:train", tmp_path, on(seed=seed, interval=1 + seed % 3), random_moments(seed)
     )
     assert statuses[-1] == 0
     assert -9 in statuses
@@ -80,7 +79,7 @@ def test_killed_at_random(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_workers_go_on(killed: int, tmp_path: Path) -> None:
     """P73: under a MultiWorkerMirroredStrategy a worker is killed, the chief or the other, and both go on exactly."""
-    reference, legs, statuses = compared(f"{JOB}:workers", tmp_path, on(killed=killed), within([4, 9]))
+    reference, legs, statuses = compared(f"{MODULE}:workers", tmp_path, on(killed=killed), within([4, 9]))
     assert statuses == [0, -9, -9, 0]
     assert {"end", "end of the second"} <= {what for what, _, _ in reference}
     assert begins(legs)[0] == 0 < begins(legs)[1] <= 4 < begins(legs)[2] <= 9
@@ -89,9 +88,5 @@ def test_two_workers_go_on(killed: int, tmp_path: Path) -> None:
 
 def test_the_checks_of_values_and_refusals(tmp_path: Path) -> None:
     """Every test of tensorflow_checks.py passes."""
-    call = [sys.executable, "-m", "pytest", "tests/integrations/tensorflow_checks.py", f"--basetemp={tmp_path / 'c'}"]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(
-        [*call, "-q", "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    checks = ["tests/integrations/tensorflow_checks.py", str(tmp_path / "checks")]
+    hosted(MODULE, ENVIRONMENT, check, checks, tmp_path / "said")

@@ -1,4 +1,4 @@
-"""Trainings in a framework that takes seconds to import: it is imported once, and every leg is a fork of that process.
+"""Trainings in a framework that takes seconds to import: each test process imports it once, and forks are the rest.
 
 A leg is one process of a training that is killed, or ends. What a job records goes to a file line by line, so a killed
 leg has recorded what it did.
@@ -6,6 +6,7 @@ leg has recorded what it did.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -13,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -21,14 +23,18 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 
-from tests.support.children import Child
+from tests.support.children import forking
 
+ROOT = Path(__file__).parents[2]
+_PR_SET_PDEATHSIG = 1
 Lines = list[list[Any]]  # [what, step, value]
 Moment = tuple[Literal["step", "after_s", "steps", "files"], float]
 
@@ -115,17 +121,15 @@ def compared(
     moments: Sequence[Moment],
     *,
     number: signal.Signals = signal.SIGKILL,
+    module: str = "",
 ) -> tuple[Lines, list[Lines], list[int]]:
     """Train without a stop; train again, stopped at each of the moments, and to the end.
 
-    The folder of each has an empty `memory`. Returns the lines of the first, those of each leg of the second, and the
-    legs' statuses; no leg may fail by itself.
+    The folder of each has an empty `memory`. `module` is imported once for all, if it is not the job's. Returns the
+    lines of the first, those of each leg of the second, and the legs' statuses; no leg may fail by itself.
     """
     call = [job, str(folder), json.dumps(options), json.dumps([*moments]), str(int(number))]
-    with Child(main, call, folder / "said") as child:
-        status = child.wait(600)
-        said = child.said()
-        assert status == 0, said
+    said = hosted(module or job.partition(":")[0], options.get("environment", {}), main, call, folder / "said")
     reference, legs, statuses = json.loads((folder / "found.json").read_text())
     assert not {*statuses} - {0, -number, -signal.SIGKILL}, said[-6000:]
     return reference, legs, statuses
@@ -149,6 +153,31 @@ def assert_equal(reference: Lines, legs: Sequence[Lines]) -> None:
     assert not missing, f"never trained: {sorted(missing)}"
 
 
+def page(leg: Leg) -> None:
+    """Run the block of a page, which may call `leg.within`, as a program in the leg's folder."""
+    os.chdir(leg.folder)
+    exec(leg.options["block"], {"__name__": "__main__", "leg": leg})
+
+
+def assert_page_goes_on(name: str, module: str, folder: Path, dying: Callable[[str], str], **options: Any) -> None:
+    """Assert that the first block of docs/`name`, killed once as `dying` changes it, makes the run of no kill.
+
+    The two runs are `folder`/reference/runs/first and `folder`/killed/runs/first.
+    """
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    block = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
+    options = {**options, "block": dying(block)}
+    _, _, statuses = compared("tests.support.legs:page", folder, options, [("steps", 13)], module=module)
+    assert statuses == [0, -9, 0]
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Run a file of tests."""
+    os.chdir(ROOT)
+    file, place = arguments
+    raise SystemExit(pytest.main([file, "-q", "-p", "no:cacheprovider", f"--basetemp={place}"]))
+
+
 def within(steps: Iterable[int]) -> list[Moment]:
     """Return a moment in each of some steps, the ones before being committed."""
     return [("step", step) for step in steps]
@@ -170,17 +199,87 @@ def begins(legs: Sequence[Lines]) -> list[int]:
     return [next(step for what, step, _ in lines if what == "begin") for lines in legs]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run all legs in forks of this process, which imports the job's module once."""
-    name, where, options, moments, number = arguments
-    module, _, attribute = name.partition(":")
-    os.environ |= json.loads(options).get("environment", {})  # before the module's imports, which may read it
+class _Host:
+    """A process that has imported a module, and calls functions in forks of itself, one after the other."""
+
+    def __init__(self, module: str, environment: Mapping[str, str]):
+        self.has = module, environment
+        self._calls, theirs = multiprocessing.Pipe()
+        self._process = forking.Process(target=_serve, args=(module, {**environment}, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[[Sequence[str]], None], arguments: Sequence[str], output: Path) -> int:
+        self._calls.send((function, [*arguments], output))
+        assert self._calls.poll(600), output.read_text()
+        status: int = self._calls.recv()
+        return status
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._calls.close()
+
+
+_hosts: list[_Host] = []  # at most one: a framework takes half a gigabyte
+
+
+def hosted(
+    module: str,
+    environment: Mapping[str, str],
+    function: Callable[[Sequence[str]], None],
+    arguments: Sequence[str],
+    output: Path,
+) -> str:
+    """Call a function in a fork of a process that has imported a module; return what it said, which goes to `output`.
+
+    `environment` is set before the import, which may read it. The function may not fail.
+    """
+    if not _hosts or _hosts[0].has != (module, environment):
+        while _hosts:
+            _hosts.pop().end()
+        _hosts.append(_Host(module, environment))
+    try:
+        status = _hosts[0].call(function, arguments, output)
+    except BaseException:  # whatever it was: the next test gets another one
+        _hosts.pop().end()
+        raise
+    said = output.read_text()
+    assert status == 0, said
+    return said
+
+
+def _serve(module: str, environment: Mapping[str, str], calls: Connection) -> None:
+    """Import a module, and fork for each call."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.environ |= environment
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a script; a child of a fork server has its own
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
-    job = getattr(import_module(module), attribute)
+    import_module(module)
     gc.collect()
     gc.freeze()  # or each leg goes through what the framework has imported, again and again
+    while True:
+        try:
+            function, arguments, output = calls.recv()
+        except EOFError:
+            return
+        calls.send(_in_fork(partial(_said, function, arguments, output)))
+
+
+def _said(function: Callable[[Sequence[str]], None], arguments: Sequence[str], output: Path) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run all legs in forks of this process, which has imported the job's module."""
+    name, where, options, moments, number = arguments
+    module, _, attribute = name.partition(":")
+    job = getattr(import_module(module), attribute)
     folder = Path(where)
     plan = [("reference", None), *(("killed", moment) for moment in json.loads(moments)), ("killed", None)]
     logs: list[Lines] = []
@@ -196,13 +295,21 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _fork(job: Any, leg: Callable[[], Leg], moment: Moment | None) -> int:
+    def run() -> None:
+        made = leg()
+        logging.getLogger("ckpt_tasks").addHandler(Warned(made))
+        job(made)
+
+    return _in_fork(run, moment[1] if moment is not None and moment[0] == "after_s" else None)
+
+
+def _in_fork(run: Callable[[], None], killed_after_s: float | None = None) -> int:
+    """Call a function in a fork of this process, and return how that ended."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            made = leg()
-            logging.getLogger("ckpt_tasks").addHandler(Warned(made))
-            job(made)
+            run()
             status = 0
         except SystemExit as end:
             status = int(end.code or 0)
@@ -211,9 +318,7 @@ def _fork(job: Any, leg: Callable[[], Leg], moment: Moment | None) -> int:
         finally:
             sys.stdout.flush()
             os._exit(status)
-    timer = None
-    if moment is not None and moment[0] == "after_s":
-        timer = threading.Timer(moment[1], os.kill, (pid, signal.SIGKILL))
+    timer = threading.Timer(killed_after_s, os.kill, (pid, signal.SIGKILL)) if killed_after_s is not None else None
     if timer:
         timer.start()
     _, waited = os.waitpid(pid, 0)
