@@ -106,7 +106,10 @@ def test_a_spike_is_left_out_and_the_rest_is_as_if_it_had_never_been(run_dir: Pa
     assert said in run_dir.with_name("r.html").read_text()
 
 
-@pytest.mark.parametrize(("at", "to"), [(50, 110), (113, 113), (114, 100), (115, 100)])
+@pytest.mark.parametrize(
+    ("at", "to"),
+    [(50, 110), (114, 100), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((113, 113), (115, 100)))],
+)
 def test_a_new_process_has_the_same_window(run_dir: Path, at: int, to: int) -> None:
     """Whenever a process is killed, also within the spike, the next one goes back from the same step."""
     with Child(main, [json.dumps([str(run_dir), at])], run_dir.with_name("log")) as killed:

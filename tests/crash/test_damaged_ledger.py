@@ -111,7 +111,7 @@ def note(root: Path) -> None:
 
 
 @pytest.mark.parametrize("event", [lease, evaluate, own, note])
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("lost", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_is_appended_above_a_damaged_entry_spares_what_that_named(
     root: Path, event: Callable[[Path], None], lost: int
 ) -> None:

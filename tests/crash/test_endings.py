@@ -159,12 +159,10 @@ def check(case: Case, way: str, style: str) -> None:
         assert source.startswith(case.hosts if beside else case.location.url), source
 
 
+# Ends that tests/saving/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
 QUICK = [
-    ("local", "return", "alone"),
     ("local", "SIGTERM", "with"),
     ("local", "SIGINT", "alone"),
-    ("local, no memory", "daemon thread", "alone"),
-    ("s3", "return", "alone"),
     ("s3", "daemon thread", "alone"),
     ("s3 and local_dir", "os._exit", "alone"),
 ]

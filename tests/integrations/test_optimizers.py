@@ -19,7 +19,8 @@ LAST = 6
 LEFT_OUT = {"Optimizer", "SparseAdam", "AdEMAMix32bit", "PagedAdEMAMix32bit"}
 BEFORE = pytest.param("schedulefree", True, id="schedulefree, train() before the restore")
 AFTER = pytest.param("schedulefree", False, id="schedulefree, train() after the restore")
-OTHERS = [pytest.param("torch.optim", False), pytest.param("bitsandbytes.optim", False, marks=pytest.mark.slow)]
+# Those of torch also go on in tests/objects/test_optimizer_state.py.
+OTHERS = [pytest.param(library, False, marks=pytest.mark.slow) for library in ("torch.optim", "bitsandbytes.optim")]
 
 
 def kinds(library: str) -> Iterator[Any]:

@@ -209,7 +209,7 @@ def test_another_batch_size_goes_on_at_the_same_sample(
     assert len(said(caplog, "samples in a step: 4 → ")) == (batch * accumulation != 4)
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (2, 4))])
 def test_a_batch_size_that_is_found_goes_on_at_the_same_sample(stop: int, tmp_path: Path) -> None:
     """`auto_find_batch_size` begins with eight in each start, and comes to three: each sample is trained once."""
     options: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "most": 3}

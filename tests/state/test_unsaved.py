@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -76,8 +76,14 @@ class Box:
         """Take it."""
 
 
-@pytest.mark.parametrize("way", ["forgotten", "attribute", "saved", "boxed", "elsewhere", "unused", "of another"])
-@pytest.mark.parametrize("kind", KINDS)
+WAYS = ["forgotten", "attribute", "saved", "boxed", "elsewhere", "unused", "of another"]
+QUICK = {*product(KINDS, ["forgotten"]), *product(["AveragedModel"], WAYS)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in product(KINDS, WAYS)],
+)
 def test_a_live_object_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, way: str) -> None:
     """P1: in a variable of the loop or its attribute; not if saved, in a stateful or another run, or unused."""
     state, others = training(), ModuleType("others")
