@@ -38,6 +38,7 @@ def test_every_placeholder_has_its_variable(path: Path) -> None:
     assert placeholders == {*found["variables"]["properties"]}
 
 
+@pytest.mark.usefixtures("harness")
 @pytest.mark.parametrize("path", POOLS, ids=lambda path: path.stem)
 def test_a_preempted_run_is_rescheduled(path: Path) -> None:
     """With our deployments' variables and without, Prefect's supervisor gets SIGTERM, and no OpenMP thread spins."""

@@ -6,27 +6,20 @@ lost or late would not.
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import http.client
 import socket
 import time
-from asyncio import IncompleteReadError, StreamReader
-from contextlib import closing, suppress
-from itertools import pairwise
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.servers.s3 import S3Server
 from tests.support import answers
 from tests.support.chaos import Chaos, MissedError
 from tests.support.rules import Fault
-from tests.support.wire import Body, Head
 
 DATA = bytes(n * n % 251 for n in range(300_001))
 SLOW = Fault(answer=answers.SLOW_DOWN)
@@ -61,31 +54,6 @@ def test_bytes_and_signatures_pass_unchanged(liar: S3Server) -> None:
         stranger = S3Server(name="", endpoint=proxy.endpoint, key=liar.key, secret="guessed", pid=0).client()
         with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
             read(stranger, bucket, "a b/ü+?")
-
-
-@pytest.mark.parametrize("at", [0, 100_000])
-def test_a_request_is_reset_in_its_body(client: Any, past: Any, chaos: Chaos, bucket: str, at: int) -> None:
-    """Exactly so many bytes of the body go on before both connections are torn down; the server stores nothing."""
-    chaos.on(Fault(reset_request_at=at), operation="PutObject")
-    with pytest.raises(BotoCoreError):
-        client.put_object(Bucket=bucket, Key="a", Body=DATA)
-    assert [put.sent_bytes for put in chaos.requests()] == [at]
-    assert past.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
-
-
-@pytest.mark.parametrize("torn", [True, False], ids=["torn", "ended"])
-@pytest.mark.parametrize("at", [0, 262_144])
-def test_an_answer_ends_early(client: Any, past: Any, chaos: Chaos, bucket: str, at: int, torn: bool) -> None:  # noqa: PLR0917 (fixtures and parameters)
-    """Exactly so many bytes of the body come before the connection is torn down, or ends in good order."""
-    past.put_object(Bucket=bucket, Key="a", Body=DATA)
-    chaos.on(Fault(reset_answer_at=at) if torn else Fault(truncate_answer_at=at), operation="GetObject")
-    parts = urlsplit(client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "a"}))
-    with closing(http.client.HTTPConnection(parts.netloc, timeout=20)) as connection:
-        connection.request("GET", f"{parts.path}?{parts.query}")
-        with connection.getresponse() as answer:  # a bare connection hands out what came before an error too
-            assert (answer.status, answer.length, answer.read(at)) == (200, len(DATA), DATA[:at])
-            with pytest.raises(ConnectionResetError if torn else http.client.IncompleteRead):
-                answer.read()
 
 
 @pytest.mark.parametrize("fault", [Fault(drop_answer=True), Fault(hold_answer=60.0)], ids=["lost", "late"])
@@ -171,45 +139,3 @@ def test_a_fault_that_misses_is_an_error(ministack: S3Server, past: Any, bucket:
         with pytest.raises((MissedError, BotoCoreError)) as told, proxy, suppress(*[BotoCoreError] * caught):
             fetch()
         assert isinstance(told.value, MissedError) or "MissedError" in told.value.__notes__[0]
-
-
-# ── bodies on the wire ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def parsed(head: Head, sent: bytes, most: int, **how: bool) -> tuple[list[bytes], bytes]:
-    """Read a body from its bytes on the wire; return its pieces, and the bytes with which it is sent on."""
-
-    async def parse() -> tuple[list[bytes], bytes]:
-        reader = StreamReader()
-        reader.feed_data(sent)
-        reader.feed_eof()
-        body = Body(reader, head, **how)
-        pieces = [piece async for piece in body.pieces(most)]
-        return pieces, b"".join(map(body.framed, pieces)) + body.end()
-
-    return asyncio.run(parse())
-
-
-@given(st.binary(max_size=300), st.lists(st.integers(0, 300)), st.integers(1, 64), st.sampled_from([b"", b"a: b\r\n"]))
-def test_chunks_are_passed_on_as_chunks(data: bytes, cuts: list[int], most: int, trailer: bytes) -> None:
-    """However a body is cut into chunks, its content and its trailer come out, and again from what is sent on."""
-    head = Head("PUT / HTTP/1.1", (("Transfer-Encoding", "chunked"),))
-    ends = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    chunks = b"".join(b"%X;note=1\r\n%b\r\n" % (end - start, data[start:end]) for start, end in pairwise(ends))
-    end = b"0\r\n" + trailer + b"\r\n"
-    pieces, onward = parsed(head, chunks + end, most)
-    assert b"".join(pieces) == data
-    assert all(len(piece) <= most for piece in pieces)
-    assert onward.endswith(end)
-    assert b"".join(parsed(head, onward, most)[0]) == data
-
-
-def test_a_body_knows_its_end() -> None:
-    """Without a length a request has no body, and an answer goes on to the end of the connection."""
-    bare, sized = Head("", ()), Head("", (("content-length", "3"),))
-    assert parsed(bare, b"123", 9) == ([], b"")
-    assert parsed(bare, b"123", 9, to_the_end=True) == ([b"123"], b"123")
-    assert parsed(sized, b"123next", 9, to_the_end=True) == ([b"123"], b"123")
-    assert parsed(sized, b"", 9, empty=True) == ([], b"")
-    with pytest.raises(IncompleteReadError):
-        parsed(sized, b"12", 9)

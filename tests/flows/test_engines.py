@@ -30,9 +30,10 @@ pytest.importorskip("ray")
         ({"min_ranks": 1}, "min_ranks needs an engine of several hosts"),
         ({"engine": "ray", "min_ranks": 3}, "min_ranks is 3, and ranks is 2"),
         ({"engine": "ray", "min_ranks": 0}, "min_ranks must be a whole number from 1 on"),
+        ({"ranks": 0}, "ranks must be a whole number from 1 on"),
         ({"engine": "ray"}, "engine='ray' has no address of a cluster, and starts none of its own.*RAY_ADDRESS"),
     ],
-    ids=["name", "local", "more", "none", "address"],
+    ids=["name", "local", "more", "none", "no ranks", "address"],
 )
 def test_what_does_not_fit_is_refused(
     harness: None, run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str
@@ -41,7 +42,7 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = CheckpointConfig(checkpoint_dir=str(run_dir))
     with pytest.raises(ConfigError, match=why):
-        train(run_key="refused", total_steps=5, checkpoint=config, ranks=2, **options)
+        train(run_key="refused", total_steps=5, checkpoint=config, **{"ranks": 2, **options})
     assert not run_dir.exists()
 
 

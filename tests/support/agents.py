@@ -13,12 +13,23 @@ from typing import Any
 
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from tests.support.parallel import Parallel
 
 PARALLEL = "tests.support.parallel:Parallel"
 MARK = "CKPT_TEST_GANG"
+
+
+class _Kept(Gang):
+    """A gang whose fork server, which imports torch, stays for the next one of this process."""
+
+    def close(self) -> None:
+        self.kill()
+
+
+_kept = _Kept()
 
 
 def config_of(run_dir: Path, **options: Any) -> CheckpointConfig:
@@ -29,9 +40,13 @@ def config_of(run_dir: Path, **options: Any) -> CheckpointConfig:
 def train(
     config: CheckpointConfig, params: dict[str, Any], total: int, *, ranks: int = 2, batch: int = 5, tries: int = 9
 ) -> list[CkptError]:
-    """Train in batches, as a flow does, and go on after a failure; return the failures."""
+    """Train in batches, as a flow does, and go on after a failure; return the failures.
+
+    A process with MARK, of which nothing may be left, has a fork server for this training alone.
+    """
     failures: list[CkptError] = []
-    with GangSession(config, PARALLEL, params, ranks=ranks, flow_run_id="a flow run") as session:
+    engine = Gang() if MARK in os.environ else _kept
+    with GangSession(config, PARALLEL, params, ranks=ranks, flow_run_id="a flow run", engine=engine) as session:
         while not session.clean or session.position < total:
             try:
                 session.hold_signals(True)
