@@ -66,6 +66,10 @@ settings.register_profile("long", settings.get_profile("dev"), max_examples=1000
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 _LONG_FORM_S = 3000.0
+# Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
+_WITHOUT_DISK = {"data", "flows", "gang", "integrations", "objects", "orchestration", "session", "state", "tables"}
+_MEMORY = "/dev/shm"
+_IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
 
 
@@ -133,8 +137,8 @@ def _surroundings() -> dict[str, object]:
 def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
     yield
-    ours = os.fsencode(tmp_path_factory.getbasetemp())
-    for lock in Path("/dev/shm").glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
+    ours = tuple(map(os.fsencode, (tmp_path_factory.getbasetemp(), f"{_MEMORY}/{_IN_MEMORY}")))
+    for lock in Path(_MEMORY).glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
         if lock.read_bytes().startswith(ours):
             shutil.rmtree(lock.parent, ignore_errors=True)
 
@@ -160,11 +164,22 @@ def _same_handlers() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def fast_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return a directory on a memory file system, where an fsync costs nothing, or an ordinary one if there is none."""
-    if not os.access("/dev/shm", os.W_OK):
+    if not os.access(_MEMORY, os.W_OK):
         yield tmp_path_factory.mktemp("fast")
         return
-    with tempfile.TemporaryDirectory(prefix="ckpt-tasks-test-", dir="/dev/shm") as made:
+    with tempfile.TemporaryDirectory(prefix=_IN_MEMORY, dir=_MEMORY) as made:
         yield Path(made)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Return a directory of the test's own, in memory where the test is about no disk."""
+    if request.path.parent.name not in _WITHOUT_DISK or not os.access(_MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    made = tempfile.TemporaryDirectory(prefix=_IN_MEMORY, dir=_MEMORY, ignore_cleanup_errors=True)
+    with made as place:
+        yield Path(place)
 
 
 @pytest.fixture
