@@ -250,20 +250,32 @@ def test_a_signal_that_the_parent_holds_back_is_not_the_childs(run_dir: Path) ->
     assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [1]
 
 
-def test_a_child_goes_on_with_a_run_that_its_parent_has_closed(run_dir: Path, memory: Path) -> None:
-    """A daemon's idiom: the parent closes, a child makes a Checkpointer of its own, and trains on from memory."""
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_a_child_goes_on_with_a_run_that_its_parent_has_closed(run_dir: Path, memory: Path, closes_first: bool) -> None:
+    """A daemon's idiom: the parent closes, a child makes a Checkpointer of its own, and trains on from memory.
+
+    P76: a child that was forked before does not take the memory that its parent held for its own.
+    """
     ckpt = training(run_dir, memory)
     ckpt.save(1, state_at(1.0))
-    ckpt.close()
+    closed, closing = os.pipe()
 
     def train() -> Any:
+        os.read(closed, 1)
         with training(run_dir, memory) as own:
             state = state_at(0.0)
             restored = own.restore(state)
             own.save(2, state_at(2.0))
             return [restored, float(state["large"][0]), inherited(memory) != []]
 
-    assert forked(train)() == [1, 1.0, True]
+    if closes_first:
+        ckpt.close()
+    answer = forked(train)
+    ckpt.close()
+    os.write(closing, b"1")
+    assert answer() == [1, 1.0, True]
+    for end in (closed, closing):
+        os.close(end)
     assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [2, 1]
 
 
