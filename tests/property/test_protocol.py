@@ -30,7 +30,7 @@ from ckpt_tasks.upkeep import pruning, retiring, upkeep
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 
-SHORT = 80
+SHORT = 40
 LONG = 20_000
 BLOCK = 1_000
 ENOUGH = 2_000  # schedules, in which every part of the protocol that is taken out must be missed
@@ -64,7 +64,7 @@ def test_no_schedule_breaks_the_protocol(seeds: range) -> None:
 
 
 def test_a_few_schedules_are_rough_and_break_nothing() -> None:
-    """P30, P32, P33, P64, P65: eighty schedules lose and tear nothing, and what is to be survived happens in them.
+    """P30, P32, P33, P64, P65: forty schedules lose and tear nothing, and what is to be survived happens in them.
 
     Take-overs, deaths, every fate of every request, leases and evaluations. In another process a seed gives the same
     requests with the same outcomes.

@@ -175,7 +175,8 @@ def check(arguments: Sequence[str]) -> None:
     """Run a file of tests."""
     os.chdir(ROOT)
     file, place = arguments
-    raise SystemExit(pytest.main([file, "-q", "-p", "no:cacheprovider", f"--basetemp={place}"]))
+    imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # with what this process has imported
+    raise SystemExit(pytest.main([file, "-q", "-W", imported, "-p", "no:cacheprovider", f"--basetemp={place}"]))
 
 
 def within(steps: Iterable[int]) -> list[Moment]:
