@@ -167,6 +167,26 @@ FULL = (
 )
 
 
+def test_a_changed_byte_is_found_and_another_layout_is_read() -> None:
+    """The digest covers every byte, whether it is checked on the bytes or on the parsed entry written anew."""
+    data, digest = entry(FULL).to_bytes()
+    for n in range(len(data)):
+        with pytest.raises((IntegrityError, FormatVersionError)):
+            Entry.from_bytes(data[:n] + bytes([data[n] ^ 1]) + data[n + 1 :], "x")
+    other = json.dumps(json.loads(data), indent=1).encode()
+    assert Entry.from_bytes(other, "x") == (entry(FULL), digest)
+    with pytest.raises(IntegrityError):
+        Entry.from_bytes(other.replace(b'"mine"', b'"ours"'), "x")
+
+
+def test_a_look_reads_the_newest_checkpoints() -> None:
+    """With `newest` an entry lacks older checkpoints and says so."""
+    data, digest = entry(FULL).to_bytes()
+    found, its = Entry.from_bytes(data, "x", 1)
+    assert ([one.step for one in found.state.live], found.partial, its) == ([20], True, digest)
+    assert Entry.from_bytes(data, "x", 2) == (entry(FULL), digest)
+
+
 def test_an_entry_comes_back_equal() -> None:
     """A state with everything in it is read back equal, with the digest that the next entry names."""
     data, digest = entry(FULL).to_bytes()

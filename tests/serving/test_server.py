@@ -177,12 +177,37 @@ def test_a_report_of_one_run_is_data(asked: Asked) -> None:
 
 
 def test_it_looks_and_writes_nothing(asked: Asked, root: Path) -> None:
-    """After every question the directory is byte for byte what it was."""
-    before = tree(root)
+    """Nothing below the root is made, changed, or made and removed: the times of all files and directories stay."""
+
+    def times() -> dict[Path, tuple[int, int]]:
+        return {place: (place.lstat().st_mtime_ns, place.lstat().st_ctime_ns) for place in (root, *root.rglob("*"))}
+
+    before, bytes_before = times(), tree(root)
     asked.rows()
     asked.data("/api/run?run=first")
     curve(asked, "first", "loss")
-    assert tree(root) == before
+    assert asked.raw("/metrics")[0] == 200
+    assert (times(), tree(root)) == (before, bytes_before)
+
+
+def test_what_happens_to_a_run_while_it_is_looked_at(asked: Asked, root: Path) -> None:
+    """A pruned run has fewer checkpoints; another run in its place is read anew; one that is gone is a 404."""
+    asked.rows()
+    assert len(curve(asked, "second", "loss")["lines"]["loss"]["line"]["step"]) == 4
+    assert len(asked.data("/api/run?run=second")["checkpoints"]) == 2
+    assert ckpt("prune", root / "second", "--max-num-checkpoints", "1").status == 0
+    asked.rows()
+    assert [row["step"] for row in asked.data("/api/run?run=second")["checkpoints"]] == ["4"]
+    shutil.rmtree(root / "second")
+    trained(Told(root / "second").taken(), 30, every_s=1, steps=1).released()
+    assert asked.rows()["second"]["step"] == 30
+    assert curve(asked, "second", "loss")["lines"] == {}  # This one has no metrics.
+    assert asked.data("/api/run?run=second")["summary"].startswith("step 30")
+    (root / "second").rename(root / "third")
+    asked.rows()
+    assert asked.data("/api/run?run=third")["summary"].startswith("step 30")
+    assert "second" in asked.data("/api/run?run=second", 404)["error"]
+    assert 'ckpt_commits_total{run="third"} 30.0' in asked.raw("/metrics")[2].decode().splitlines()
 
 
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "[::2]:1"])

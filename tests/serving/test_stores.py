@@ -1,0 +1,127 @@
+"""The page of `ckpt serve` over runs in an object store: what it shows, and how few requests it sends."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.serving import table as table_module
+from ckpt_tasks.serving.runs import OpenRuns
+from ckpt_tasks.serving.table import RunTable
+from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.storage.objects import ObjectStore
+from ckpt_tasks.storage.retrying import RetryingStore
+from tests.servers.s3 import S3Server
+from tests.support.answers import ACCESS_DENIED
+from tests.support.chaos import Chaos
+from tests.support.cli_runs import ckpt, save_steps
+from tests.support.rules import Fault
+
+RUNS = 6
+ALL: dict[str, Any] = {"low": float("-inf"), "high": float("inf"), "most": 100}
+
+
+@pytest.fixture
+def sweep(ministack: S3Server, bucket: str, chaos: Chaos, tmp_path: Path) -> RunTable:
+    """A table of runs in a bucket, behind a proxy that counts requests."""
+    local = save_steps(tmp_path / "one", 4)
+    for n in range(RUNS):
+        copy(ministack, bucket, local, f"run-{n}")
+    options = ministack.through(chaos.endpoint).quick_options
+    return RunTable(RetryingStore(ObjectStore(f"s3://{bucket}/sweep", options), deadline_s=2))
+
+
+def copy(server: S3Server, bucket: str, local: Path, name: str) -> None:
+    for path in (path for path in local.rglob("*") if path.is_file()):
+        key = f"sweep/{name}/{path.relative_to(local)}"
+        server.client().put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+
+
+def rows(table: RunTable) -> dict[str, tuple[str, int | None]]:
+    return {row["name"]: (row["state"], row["step"]) for row in table.since(-1)["rows"]}
+
+
+def test_runs_in_a_bucket_are_rows_and_a_look_lists_each_once(sweep: RunTable, chaos: Chaos) -> None:
+    """A later look sends a listing for each run that has ended, and two for the root; nothing is read or written."""
+    sweep.look()
+    assert rows(sweep) == {f"run-{n}": ("ended", 4) for n in range(RUNS)}
+    before = len(chaos.log)
+    assert before <= 2 + 5 * RUNS
+    sweep.look()
+    later = chaos.log[before:]
+    assert len(later) <= 2 + RUNS
+    assert {one.method for one in chaos.log} <= {"GET", "HEAD"}
+    assert all("list-type" in one.target for one in later)
+
+
+def test_the_report_and_the_curve_of_a_run_in_a_bucket(sweep: RunTable, chaos: Chaos) -> None:
+    """They are those of a directory; asked again, the ledger and its tables are not read again."""
+    sweep.look()
+    runs = OpenRuns()
+
+    def ask() -> Any:
+        about = runs.ask("run-0", sweep.stores["run-0"], lambda run: run.about())
+        assert [row["step"] for row in about["checkpoints"]] == ["4"]
+        return runs.ask("run-0", sweep.stores["run-0"], lambda run: run.curves(["loss"], by="step", **ALL))["lines"]
+
+    first, before = ask(), len(chaos.log)
+    assert ask() == first
+    again = [one for one in chaos.log[before:] if "list-type" not in one.target]
+    assert not [one for one in again if "/steps/" in one.target]
+    assert len(again) <= 6
+
+
+def test_polls_do_not_make_it_look_more_often(sweep: RunTable, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a page asks, the next look waits its time: the number of requests does not depend on polls."""
+
+    def looks() -> int:
+        return len(chaos.requests(query={"prefix": "^sweep/ledger/$"}))
+
+    monkeypatch.setattr(table_module, "_EVERY_S", 3600.0)
+    sweep.start()
+    until_s = time.monotonic() + 60
+    while looks() < 2:  # The second look follows at once.
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    done = threading.Event()
+    for _ in range(200):
+        sweep.since(-1)
+        done.wait(0.01)
+    assert looks() == 2
+
+
+def test_an_outage_leaves_the_rows_and_ends(sweep: RunTable, chaos: Chaos) -> None:
+    """What a store refuses is said for a run and for the root; later the same table is whole again."""
+    denied = chaos.on(Fault(answer=ACCESS_DENIED), key="run-3/")
+    sweep.look()
+    assert rows(sweep)["run-3"] == ("unreadable", None)
+    chaos.off(denied)
+    sweep.look()
+    whole = {f"run-{n}": ("ended", 4) for n in range(RUNS)}
+    assert rows(sweep) == whole
+    chaos.on(Fault(answer=ACCESS_DENIED))
+    sweep.look()
+    assert "denied" in sweep.error.lower()
+    assert rows(sweep) == whole
+    chaos.off()
+    sweep.look()
+    assert (rows(sweep), sweep.error) == (whole, "")
+
+
+def test_other_stores() -> None:
+    """Runs in a store in memory are served; a scheme that nobody knows is refused by its name."""
+    place = f"memory://serve/{secrets.token_hex(8)}"
+    with Checkpointer(CheckpointConfig(checkpoint_dir=f"{place}/one")) as run:
+        run.save(3, {"x": 1})
+    table = RunTable(Location(place).open())
+    table.look()
+    assert rows(table) == {"one": ("ended", 3)}
+    answer = ckpt("serve", "nosuch://place/runs")
+    assert answer.status == 1
+    assert "nosuch" in answer.err
