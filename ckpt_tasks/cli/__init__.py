@@ -16,16 +16,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt_tasks.cli.compare import bisect, chaos, diff, verify_resume
 from ckpt_tasks.cli.copy import fork, sync
-from ckpt_tasks.cli.doctor import doctor, doctor_store
+from ckpt_tasks.cli.doctor import doctor, doctor_store, restore_drill, verify
 from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, plan, report
-from ckpt_tasks.cli.samples import samples
-from ckpt_tasks.cli.show import diff, show
+from ckpt_tasks.cli.show import samples, show
 from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
-from ckpt_tasks.cli.verify import bisect, chaos, restore_drill, verify, verify_resume
 from ckpt_tasks.cli.watch import serve, watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 

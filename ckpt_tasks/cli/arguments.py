@@ -1,19 +1,31 @@
-"""Arguments of verbs: a run or a checkpoint, completed by the shell, and options that several verbs share.
+"""Arguments and options of verbs: a run or a checkpoint, completed by the shell; a program, its parameters and options.
 
 Run directories and DIR@STEP are completed from local directories: a key press never sends a request to a server. If
 there is nothing to complete, the shell completes file names.
+
+The options of a run are made from the fields of `CheckpointConfig` and their texts, so that none is missing or written
+twice. Verbs that need Prefect import it here; if Prefect cannot read its own settings, the error says so.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.ledger.config import CheckpointConfig, option_texts
 from ckpt_tasks.ledger.targets import split_target
 
 if TYPE_CHECKING:
@@ -131,3 +143,172 @@ def lineage_facts(state: State) -> dict[str, Any]:
     """Return a run's parameters, and the run from which it was forked (None: no fork), as --json prints them."""
     origin, params = state.origin, state.params
     return {"origin": None if origin is None else vars(origin), "params": None if params is None else dict(params)}
+
+
+# ── a program and the options of its run ─────────────────────────────────────────────────────────────────────────
+
+EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
+
+ProgramArgument = Annotated[str | None, argument("MODULE:PROGRAM", "the program [default: the example ByteLM]")]
+# The option's first name, kept for old commands.
+ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]
+ParamOption = Annotated[list[str], option("--param", "NAME=VALUE", "a parameter of the program; may be repeated")]
+ParamsOption = Annotated[str, option("--params", "JSON", "parameters as one JSON object")]
+SeedOption = Annotated[int | None, option("--seed", "N", "short for --param seed=N")]
+
+_PANEL = "Checkpoints"
+_DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
+_UNITS: dict[type, str] = {bool: "true|false", int: "N", float: "SECONDS", str: "NAME"}
+_SWITCH = {"true": True, "false": False}
+
+
+def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb with `**settings` one option for each field of the config; an omitted option is None."""
+    signature = inspect.signature(verb, eval_str=True)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    kinds, texts = get_type_hints(CheckpointConfig), option_texts()
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, _option(field, kinds[field.name], texts[field.name])],
+        )
+        for field in fields(CheckpointConfig)
+    ]
+    verb.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    return verb
+
+
+def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
+    """Make the config from the options; run key and directory default to the program's.
+
+    Raises ConfigError if a value is invalid or two options conflict.
+    """
+    kinds = get_type_hints(CheckpointConfig)
+    given = {name: _value(name, text, kinds[name]) for name, text in settings.items() if text is not None}
+    given.setdefault("run_key", default_key(program))
+    given.setdefault("checkpoint_dir", f"runs/{given['run_key']}")
+    return CheckpointConfig(**given)
+
+
+def default_key(program: str) -> str:
+    """Return the default run key of a program: "pkg.module:MyModel" becomes "my-model"."""
+    name = program.rpartition(":")[2].rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+
+
+def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
+    """Return the program's parameters from --param, --params and --seed; raise ConfigError for a repeated one."""
+    params = json_object("--params", text)
+    given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
+    for name, value in given:
+        if params.setdefault(name, value) != value:
+            raise ConfigError(f"the parameter {name} is given twice: {params[name]!r} and {value!r}")
+    return params
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise ConfigError(f"--param {text!r:.80} is not NAME=VALUE", hint="For example --param width=128.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value  # A text needs no quotes.
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Read the JSON object in an option's text; raise ConfigError if it is not one."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")
+    return value
+
+
+@contextmanager
+def importing_prefect() -> Iterator[None]:
+    """Import Prefect and code that needs it in this block; raise ConfigError if Prefect cannot read its settings."""
+    try:
+        yield
+    # The file is foreign or not TOML, there is no home directory, or a value is invalid.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Prefect's settings cannot be read: {error}",
+            hint="Mend them, or set PREFECT_HOME to a directory of yours; without a home directory set HOME as well.",
+        ) from error
+
+
+def ckpt_command() -> str:
+    """Return how a shell calls this command: its name, or its path if it is not on the PATH."""
+    return "ckpt" if shutil.which("ckpt") else os.path.relpath(Path(sys.prefix, "bin", "ckpt"))
+
+
+def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
+    """Return the command line of this call, with other values for some of its options."""
+    words = [ckpt_command(), str(ctx.info_name)]
+    for parameter in ctx.command.params:
+        name, source = str(parameter.name), ctx.get_parameter_source(str(parameter.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if name in without or not (given or name in changed):
+            continue
+        value = changed.get(name, ctx.params.get(name))
+        if parameter.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append(parameter.opts[0])
+        else:
+            words += [
+                word
+                for each in (value if isinstance(value, list) else [value])
+                for word in (parameter.opts[0], str(each))
+            ]
+    return words
+
+
+def _option(setting: Field[Any], kind: Any, text: str) -> Any:
+    default = _DEFAULTS.get(setting.name) or (
+        "none"
+        if setting.default is None
+        else str(setting.default).lower()
+        if setting.default is False
+        else setting.default
+    )
+    first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
+    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays as it is, "A metric" does not.
+    shown = f"{begin}{first[1:]} [default: {default}]"
+    flag = "--" + setting.name.replace("_", "-")
+    return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)
+
+
+def _metavar(name: str, kind: Any) -> str:
+    choices = [word for type_ in (kind, *get_args(kind)) if get_origin(type_) is Literal for word in get_args(type_)]
+    if choices:
+        return "|".join(choices)
+    if name.endswith("dir"):
+        return "DIR"
+    return next(unit for type_, unit in _UNITS.items() if type_ in _types(kind))
+
+
+def _types(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) or (kind,)
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    types, flag = _types(kind), "--" + name.replace("_", "-")
+    if text.lower() == "none" and NoneType in types:
+        return None
+    if bool in types:
+        if text.lower() not in _SWITCH:
+            raise ConfigError(f"{flag} must be true or false, not {text!r:.80}")
+        return _SWITCH[text.lower()]
+    for type_, words in ((int, "a whole number"), (float, "a number")):
+        if type_ in types:
+            try:
+                return type_(text)
+            except ValueError as error:
+                raise ConfigError(f"{flag} must be {words}, not {text!r:.80}") from error
+    return text

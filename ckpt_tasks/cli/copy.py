@@ -16,12 +16,12 @@ from ckpt_tasks.cli.arguments import (
     RunOrCheckpointArgument,
     SingleOption,
     argument,
+    ckpt_command,
     option,
     parse_target,
     written,
 )
 from ckpt_tasks.cli.output import Column, Output, column, from_here, grid, listing, output, reading, row_facts, title
-from ckpt_tasks.cli.settings import ckpt_command
 from ckpt_tasks.errors import ConfigError, OwnedError
 from ckpt_tasks.report.words import age, count, size, span
 

@@ -1,23 +1,38 @@
-"""`ckpt doctor` and `ckpt doctor-store`: whether killed runs would resume, and what a store can do and how fast."""
+"""`ckpt doctor`, `doctor-store`, `verify`, `restore-drill`: what would keep a run from going on, or has damaged it."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ckpt_tasks.cli.arguments import JsonOption, argument, complete_run, option
-from ckpt_tasks.cli.output import Output, column, console, listing, output
-from ckpt_tasks.cli.settings import importing_prefect
+import typer
+
+from ckpt_tasks.cli.arguments import (
+    CheckpointArgument,
+    JsonOption,
+    RunOrCheckpointArgument,
+    argument,
+    complete_run,
+    importing_prefect,
+    option,
+    parse_target,
+)
+from ckpt_tasks.cli.output import Column, Output, column, console, first, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import size, span
+from ckpt_tasks.report.words import age, count, drill_words, size, span
+from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.doctor.checks import Check
     from ckpt_tasks.doctor.findings import Findings, StoreVerdict
+    from ckpt_tasks.format.records import Checkpoint
+    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.upkeep.upkeep import RunFaults
 
 DirectoryArgument = Annotated[str | None, argument("[DIR]", "a run directory, existing or new", complete_run)]
 PoolOption = Annotated[str | None, option("--pool", "NAME", "the work pool (default: ckpt-tasks)", show_default=False)]
@@ -189,3 +204,126 @@ def _parts(findings: Findings, verdict: StoreVerdict, estimates: Any) -> Iterato
     word, colon, why = verdict.words.partition(":")
     style = "bold green" if verdict.fit else "bold yellow" if word.startswith("only") else "bold red"
     yield [(word[0].upper() + word[1:], style), f"{colon}{why}."]
+
+
+# ── what a run has stored ────────────────────────────────────────────────────────────────────────────────────────
+
+_FAULTS_SHOWN = 8
+
+HistoryOption = Annotated[bool, typer.Option("--history", help="on a server, read every ledger entry")]
+
+
+def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_json: JsonOption = False) -> None:
+    """Read DIR or DIR@STEP back, and list what is damaged.
+
+    Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
+    whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
+    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault.
+    """
+    with output(as_json) as out:
+        parsed = parse_target(target)
+        run = parsed.open()
+        only = None if parsed.which is None else run.find(parsed.which)
+        began = time.monotonic()
+        faults, size_bytes = _read(out, run, only, history or None)
+        took_s = time.monotonic() - began
+        facts = {
+            "run_key": run.run_key,
+            "checkpoint_dir": run.history.store.url,
+            "good": faults.good,
+            "checkpoints": row_facts(_COLUMNS, faults.checkpoints.values()),
+            "damaged": list(faults.damaged),
+            "orphans": list(faults.orphans),
+            "unread_entries": faults.unread,
+            "read_bytes": size_bytes,
+            "took_s": round(took_s, 3),
+        }
+        out.answer(facts, _fault_parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}"))
+        out.fail(not faults.good)
+
+
+def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) -> tuple[RunFaults, int]:
+    from ckpt_tasks.ledger.history import History
+    from ckpt_tasks.upkeep.upkeep import RunFaults, verify_checkpoint, verify_run_directory
+
+    live = [only] if only else run.checkpoints()
+    done = [0]
+    with reading(out, "verifying", sum(c.size_bytes for c in live)) as on_progress:
+
+        def both(size_bytes: int) -> None:
+            done[0] += size_bytes
+            on_progress(size_bytes)
+
+        store = WatchedStore(run.history.store, both)
+        if only is None:
+            return verify_run_directory(History(store), whole=whole), done[0]
+        checkpoints = {only.manifest_digest: (only, tuple(verify_checkpoint(store, only)))}
+        return RunFaults(checkpoints, (), ()), done[0]
+
+
+def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
+    place = row[0].manifest.rpartition("/")[0] + "/"
+    return "\n".join(first([fault.replace(place, "") for fault in row[1]], _FAULTS_SHOWN)) or "good"
+
+
+_COLUMNS = (
+    Column("step", "step", lambda row: row[0].step, numbers=True),
+    Column("manifest_digest", None, lambda row: row[0].manifest_digest),
+    Column("good", None, lambda row: not row[1]),
+    Column("faults", None, lambda row: list(row[1])),
+    column("saved", lambda row: row[0].saved_at, age),
+    column("size", lambda row: row[0].size_bytes, size, numbers=True),
+    column("result", _result),
+)
+
+
+def _fault_parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
+    yield title(run)
+    yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
+    for names, what, style in (
+        (faults.damaged, "Damaged beside the checkpoints", "red"),
+        (faults.orphans, "Orphaned, the next owner deletes them", "dim"),
+    ):
+        if names:
+            yield f"{what}: {count(len(names), 'object')}", style
+            yield from ((f"  {name}", style) for name in first(names, _FAULTS_SHOWN))
+    if faults.unread:
+        older = count(faults.unread, "older ledger entry", "older ledger entries")
+        yield f"Not read without --history: {older}", "dim"
+    bad, checked = sum(1 for _, wrong in faults.checkpoints.values() if wrong), len(faults.checkpoints)
+    if faults.good:
+        yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]
+    elif bad:
+        then = " A restore passes over them." if bad < checked else " There is none that could be restored."
+        yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
+    else:
+        yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]
+
+
+# ── restore-drill ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def restore_drill(
+    target: CheckpointArgument,
+    program: Annotated[
+        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Restore DIR into its program in a fresh process.
+
+    The process is one of this host, and the run keeps the result. Restored is the newest checkpoint, or the one that
+    @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
+    `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a process that trains the run, and needs
+    as much memory as the program's state. It runs the program's code.
+    """
+    from ckpt_tasks.session.drill import drill_run
+    from ckpt_tasks.storage.locations import Location
+
+    with output(as_json) as out:
+        parsed = parse_target(target)
+        run = parsed.open()
+        drill = drill_run(Location(parsed.checkpoint_dir), program, which=parsed.which or "latest")
+        facts = {"run_key": run.run_key, "checkpoint_dir": run.history.store.url, "good": drill.fault is None}
+        out.answer({**facts, **asdict(drill)}, [title(run), (drill_words(drill), "red" if drill.fault else "green")])
+        out.fail(drill.fault is not None)

@@ -1,22 +1,19 @@
-"""`ckpt show` and `ckpt diff`: what is in a checkpoint and what made it, and where two differ and by how much."""
+"""`ckpt show` and `ckpt samples`: what is in a checkpoint, what made it, and which samples."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, lineage_facts, option, params_line, parse_target
-from ckpt_tasks.cli.output import Output, column, grid, listing, output, reading, title
+from ckpt_tasks.cli.output import column, grid, listing, output, title
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_shard
 from ckpt_tasks.report.words import age, count, number, size, span, when
-from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.compare import Comparison, Difference
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.layout.index import IndexRow
     from ckpt_tasks.reading.opening import Opened
@@ -26,18 +23,11 @@ _NOTES_SHOWN = 8
 # The limit for a field of a note, in characters: the note of an early stop has every evaluation.
 _NOTE_LETTERS = 200
 _OBJECTS_SHOWN = 10
-_DIFFERENCES_SHOWN = 24
 _OF_NOTES = ("kind", "note", "at", "n")
 # These entries of an environment have a line each; all other entries share one line.
 _OWN_LINES = ("command", "code", "host", "accelerator")
 
 ObjectsOption = Annotated[bool, option("--all", None, f"list every object, not only the {_OBJECTS_SHOWN} largest")]
-GroupOption = Annotated[list[str] | None, option("--group", "NAME", "compare only this group; may be repeated")]
-IgnoreOption = Annotated[list[str] | None, option("--ignore", "NAME", "leave this group out; may be repeated")]
-MetricsOption = Annotated[bool, option("--metrics", None, "also compare metrics and evaluations")]
-DifferencesOption = Annotated[
-    bool, option("--all", None, f"list every difference, not only the first {_DIFFERENCES_SHOWN}")
-]
 
 
 def show(checkpoint: CheckpointArgument, *, every: ObjectsOption = False, as_json: JsonOption = False) -> None:
@@ -199,155 +189,141 @@ def _short(value: Any) -> str:
     return text if len(text) <= _NOTE_LETTERS else f"{text[:_NOTE_LETTERS]}… (--json)"
 
 
-# ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Sides = tuple[tuple["Run", "Checkpoint"], tuple["Run", "Checkpoint"]]
-Measured = Mapping[str, tuple[float | None, float | None]]
+_RANGES_SHOWN = 12
+_EPOCHS_SHOWN = 20
+
+OrderOption = Annotated[bool, option("--order", None, "print the samples as they came, EPOCH and ID in a line")]
 
 
-def diff(
-    a: CheckpointArgument,
-    b: CheckpointArgument,
-    *,
-    group: GroupOption = None,
-    ignore: IgnoreOption = None,
-    metrics: MetricsOption = False,
-    every: DifferencesOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """List the values in which two checkpoints differ.
+def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_json: JsonOption = False) -> None:
+    """List the samples that made DIR@STEP.
 
-    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
-    of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.
+    They are those that a ResumableLoader or ResumableSampler in the state has handed to all ranks, as ranges of their
+    numbers: for each epoch, and by how often they were seen. What a rollback has undone or skipped is not among them.
+    A stream has no numbers for its samples: its counts are shown. Nothing is read but the checkpoint's manifest and
+    index.
     """
-    with output(as_json, error_exit=2) as out:
-        sides = parse_target(a).find(), parse_target(b).find()
-        compared = _compare(out, sides, group or [], ignore or [])
-        measured = _metrics(sides) if metrics else {}
-        same = compared.equal and all(_equal(*pair) for pair in measured.values())
+    from ckpt_tasks.reading.opening import open_checkpoint
+
+    with output(as_json) as out:
+        run, record = parse_target(checkpoint).find()
+        data = [*_data(open_checkpoint(run.history.store, record), order)]
+        if not data:
+            raise ConfigError(
+                "the checkpoint has no position in the data",
+                step=record.step,
+                hint="Put a ResumableLoader or a ResumableSampler into the state.",
+            )
         facts = {
-            "equal": same,
-            **{
-                name: {"checkpoint_dir": run.history.store.url, "step": c.step, "manifest_digest": c.manifest_digest}
-                for name, (run, c) in zip("ab", sides, strict=True)
-            },
-            "groups": {name: asdict(one) for name, one in compared.groups.items()},
-            "differences": [asdict(difference) for difference in compared.differences],
+            "run_key": run.run_key,
+            "checkpoint_dir": run.history.store.url,
+            "step": record.step,
+            "manifest_digest": record.manifest_digest,
+            "data": data,
         }
-        if metrics:
-            facts["metrics"] = {n: {"a": x, "b": y, "equal": _equal(x, y)} for n, (x, y) in measured.items()}
-        of_metrics = _metric_parts(measured) if metrics else ()
-        out.answer(facts, chain(_difference_parts(compared, sides, every), of_metrics))
-        out.fail(not same)
+        head = [title(run, f" step {record.step}"), ""]
+        out.answer(facts, _in_order(data) if order else [*head, *(part for one in data for part in _sample_parts(one))])
 
 
-def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) -> Comparison:
-    from ckpt_tasks.copying.compare import compare_checkpoints
+def _data(opened: Opened, order: bool) -> Iterator[dict[str, Any]]:
+    """Yield the facts of each position; those of ranks that differ have a rank each."""
+    from ckpt_tasks.data.seen import is_stream, positions_in
 
-    (_, a), (_, b) = sides
-    with reading(out, "comparing", a.size_bytes + b.size_bytes) as on_progress:
-        stores = [WatchedStore(run.history.store, on_progress) for run, _ in sides]
-        return compare_checkpoints(stores[0], a, stores[1], b, groups=groups, ignore=ignore)
-
-
-def _metrics(sides: Sides) -> Measured:
-    """Return both values (A, B) of each metric by name, evaluations as suite/metric; None if one is missing."""
-    a, b = (
-        {
-            **checkpoint.metrics,
-            **{
-                f"{evaluation.suite}/{name}": value
-                for evaluation in run.evaluations()
-                if evaluation.manifest_digest == checkpoint.manifest_digest
-                for name, value in evaluation.metrics.items()
-            },
-        }
-        for run, checkpoint in sides
-    )
-    return {name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))}
+    for name, group in opened.groups.items():
+        trees = group.trees
+        for rank, tree in enumerate(trees):
+            for place, state in positions_in(tree, name):
+                of = f"{place} of rank {rank}" if len(trees) > 1 else place
+                yield {"place": of, **(_of_stream(state) if is_stream(state) else _of_sampler(state, order))}
 
 
-def _equal(a: float | None, b: float | None) -> bool:
-    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+def _of_stream(state: Mapping[str, Any]) -> dict[str, Any]:
+    workers = [
+        {"batches": place["batch"] + 1, "samples": place["samples"], "last_batch_began": place["stream"]}
+        if place
+        else {"batches": 0, "samples": 0, "last_batch_began": None}
+        for place in state["places"]
+    ]
+    # Behind the last batch of an epoch, a loader's state has a negative number of samples.
+    epoch, samples = (state["epoch"] + 1, 0) if state["samples"] < 0 else (state["epoch"], state["samples"])
+    return {"kind": "stream", "epoch": epoch, "samples": samples, "workers": workers}
 
 
-def _apart(difference: Difference) -> str:
-    measured = "" if difference.max_abs is None else number(difference.max_abs)
-    return " ".join(filter(None, (measured, f"({difference.unmeasured:,} NaN)" if difference.unmeasured else "")))
+def _of_sampler(state: Mapping[str, Any], order: bool) -> dict[str, Any]:
+    from ckpt_tasks.data.seen import ids_in, order_in, outside, spans_of, times_seen
+
+    facts = {"kind": "samples", **{name: state[name] for name in ("size", "seed", "shuffle", "epoch", "samples")}}
+    if "seen" not in state:
+        return {**facts, "recorded_since": None, "epochs": [], "times": []}
+    ids, epochs = [], []
+    spans = spans_of(state)
+    ended = state["epoch"] + (state["samples"] == state["size"])
+    for epoch in sorted({*spans, *range(state["seen"]["since"][0], ended)}):
+        ids.append(ids_in(state, epoch, spans.get(epoch, [])))
+        left_out = outside(ids[-1], state["size"]) if epoch < ended else ids[-1][:0]
+        epochs.append({"epoch": epoch, "ids": _inclusive(ids[-1]), "left_out": _inclusive(left_out)})
+        if order:
+            epochs[-1]["order"] = order_in(state, epoch, spans.get(epoch, [])).tolist()
+    times = [{"times": n, "ids": _inclusive(ranges)} for n, ranges in times_seen(ids, state["size"]).items()]
+    return {**facts, "recorded_since": state["seen"]["since"], "epochs": epochs, "times": times}
 
 
-_TENSORS = (
-    column("tensor", "place"),
-    column("elements that differ", lambda one: f"{one.differing:,} of {one.elements:,}", numbers=True),
-    column("by at most", _apart, numbers=True),
+def _inclusive(ranges: Any) -> list[list[int]]:
+    return [[first, end - 1] for first, end in ranges.tolist()]
+
+
+def _in_order(data: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for one in data:
+        for epoch in one.get("epochs", ()):
+            yield from (f"{epoch['epoch']} {sample}" for sample in epoch["order"])
+
+
+def _size(ranges: Sequence[Sequence[int]]) -> str:
+    return f"{sum(last - first + 1 for first, last in ranges):,}"
+
+
+def _ranges(ranges: Sequence[Sequence[int]]) -> str:
+    shown = [f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:_RANGES_SHOWN]]
+    more = len(ranges) - len(shown)
+    return ", ".join(shown) + (f" … and {count(more, 'more range')} (--json)" if more else "")
+
+
+_EPOCHS = (
+    column("epoch", itemgetter(0), whole=True),
+    column("samples", lambda row: _size(row[1]["ids"]), numbers=True),
+    column("", lambda row: _ranges(row[1]["ids"])),
+    column("left out", lambda row: _size(row[1]["left_out"]), numbers=True),
+    column("", lambda row: _ranges(row[1]["left_out"])),
 )
-_OTHERS = (
-    column("place", "place"),
-    column("differs in", "what"),
-    column("A", "a"),
-    column("B", "b"),
-    column("by", _apart, numbers=True),
-)
-_METRICS = (
-    column("metric", itemgetter(0)),
-    column("A", lambda row: _number(row[1][0]), numbers=True),
-    column("B", lambda row: _number(row[1][1]), numbers=True),
-    column(
-        "B - A", lambda row: _number(None if None in row[1] or _equal(*row[1]) else row[1][1] - row[1][0]), numbers=True
-    ),
+_TIMES = (
+    column("times seen", itemgetter("times"), numbers=True),
+    column("samples", lambda row: _size(row["ids"]), numbers=True),
+    column("", lambda row: _ranges(row["ids"])),
 )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else number(value)
-
-
-def _difference_parts(compared: Comparison, sides: Sides, every: bool) -> Iterator[Any]:
-    for name, (run, checkpoint) in zip("AB", sides, strict=True):
-        yield [(f"{name}  ", "dim"), *title(run, f" step {checkpoint.step}")]
-    differences = compared.differences
-    places: dict[str, set[str]] = {}
-    for difference in differences:
-        places.setdefault(difference.place.partition("/")[0], set()).add(difference.place)
-    yield listing(
-        (
-            column("group", itemgetter(0)),
-            column("tensors", lambda row: f"{row[1].tensors:,}" if row[1].tensors else "", numbers=True),
-            column("plain values", lambda row: f"{row[1].values:,}" if row[1].values else "", numbers=True),
-            column("", lambda row: _differ(len(places.get(row[0], ())))),
-        ),
-        compared.groups.items(),
-        lambda row: "" if row[0] in places else "dim",
-    )
-    # Tensors with different values need other columns than all other differences.
-    shown = differences if every else differences[:_DIFFERENCES_SHOWN]
-    for columns, of_tensors in ((_TENSORS, True), (_OTHERS, False)):
-        if rows := [one for one in shown if (one.elements is not None) == of_tensors]:
-            yield listing(columns, rows)
-    if len(shown) < len(differences):
-        yield f"… and {len(differences) - len(shown)} more (--all)\n", "dim"
-    tensors = count(sum(group.tensors for group in compared.groups.values()), "tensor")
-    values = count(sum(group.values for group in compared.groups.values()), "plain value")
-    if compared.equal:
-        yield [("Equal bit for bit", "bold green"), f": {tensors}, {values}."]
+def _sample_parts(one: Mapping[str, Any]) -> Iterator[Any]:
+    at = f"in epoch {one['epoch']}, after {count(one['samples'], 'sample')} of it"
+    if one["kind"] == "stream":
+        yield f"{one['place']}: a stream {at}, those that a rollback has skipped among them."
+        for number, worker in enumerate(one["workers"]):
+            yield f"  worker {number}: {count(worker['samples'], 'sample')} in {worker['batches']} batches"
+        yield "Not known: which samples these are, and how many those of earlier epochs were. A stream has no numbers."
         return
-    where = count(sum(map(len, places.values())), "place")
-    yield [("Different", "bold red"), f" in {where}, of {tensors} and {values}."]
-    if {*places} == {"rng"}:
-        yield "Only random streams differ, as those that are never seeded do: --ignore rng compares the rest."
-
-
-def _metric_parts(measured: Measured) -> Iterator[Any]:
-    if not measured:
-        yield "Neither has a metric."
+    yield f"{one['place']}: {one['size']:,} samples in a data set{', shuffled' if one['shuffle'] else ''}; {at}."
+    if one["recorded_since"] is None:
+        yield "Not known: which samples these are. The version that saved this checkpoint kept no record of them."
         return
-    yield listing(_METRICS, measured.items(), lambda row: "dim" if _equal(*row[1]) else "")
-    wrong, metrics = sum(not _equal(a, b) for a, b in measured.values()), count(len(measured), "metric")
-    if wrong:
-        yield [("Different", "bold red"), f" in {wrong} of {metrics}."]
-    else:
-        yield [("Equal", "bold green"), f": {metrics}."]
-
-
-def _differ(places: int) -> str:
-    return f"{count(places, 'place')} differ{'s' if places == 1 else ''}" if places else "equal"
+    if (since := one["recorded_since"]) != [0, 0]:
+        before = f"epoch {since[0]}, sample {since[1]} of its order"
+        yield f"Not known: what came before {before}. Until then an older version trained, which kept no record."
+    alike = [[*rows] for _, rows in groupby(one["epochs"], lambda row: (row["ids"], row["left_out"]))]
+    shown = [
+        (f"{a['epoch']}-{b['epoch']}" if a is not b else f"{a['epoch']}", a) for a, b in ((r[0], r[-1]) for r in alike)
+    ]
+    yield listing(_EPOCHS, shown[-_EPOCHS_SHOWN:])
+    if len(shown) > _EPOCHS_SHOWN:
+        yield f"… and {len(shown) - _EPOCHS_SHOWN} earlier rows (--json)\n", "dim"
+    yield listing(_TIMES, one["times"])

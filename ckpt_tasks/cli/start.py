@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import JsonOption, argument, option
-from ckpt_tasks.cli.output import Output, column, listing, output, report_errors
-from ckpt_tasks.cli.settings import (
+from ckpt_tasks.cli.arguments import (
     EXAMPLE,
+    JsonOption,
     ParamOption,
     ParamsOption,
     ProgramArgument,
     ProgramOption,
     SeedOption,
+    argument,
     ckpt_command,
     config_of,
     importing_prefect,
     json_object,
+    option,
     params_of,
     repeated_command,
     with_config_options,
 )
+from ckpt_tasks.cli.output import Output, column, listing, output, report_errors
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.system import gang_rank
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO
 
 from ckpt_tasks.errors import RankError
-from ckpt_tasks.gang.endings import oom_kills
 from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Channel, Message
+from ckpt_tasks.gang.reporting import oom_kills
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 # Pass on the agent's path, so that a rank finds the same modules.

@@ -24,7 +24,6 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
-from ckpt_tasks.gang.endings import endings_of, table_of
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
     HOST,
@@ -43,7 +42,7 @@ from ckpt_tasks.gang.messages import (
     write_config,
 )
 from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.gang.rows import GangRows
+from ckpt_tasks.gang.reporting import GangRows, endings_of, table_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.metrics import GoingBack

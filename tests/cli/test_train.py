@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.cli.settings import config_of, params_of, repeated_command
+from ckpt_tasks.cli.arguments import config_of, params_of, repeated_command
 from ckpt_tasks.cli.start import check_example
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.cli import app
-from ckpt_tasks.cli.settings import default_key
+from ckpt_tasks.cli.arguments import default_key
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify

@@ -15,10 +15,17 @@ from tests.house.test_private_names import is_private
 from tools.sources import ROOT, files, imports, module_name, parse, where
 
 SOURCES = files("ckpt_tasks")
+ROOM_FILES = 14
 
 
 def room_of(path: Path) -> str:
     return path.relative_to(ROOT / "ckpt_tasks").parts[0]
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in SOURCES}), ids=lambda room: room.name)
+def test_a_room_can_be_seen_at_once(room: Path) -> None:
+    """A room has at most 14 files."""
+    assert sum(path.parent == room for path in SOURCES) <= ROOM_FILES, f"{room.name}: which two files belong together?"
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -1,157 +1,192 @@
-"""`ckpt verify`, `restore-drill`, `verify-resume`, `chaos`, `bisect`: prove what is stored, and what trains it."""
+"""`ckpt diff`, `verify-resume`, `chaos`, `bisect`: where two checkpoints or two trainings differ."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import (
-    CheckpointArgument,
-    JsonOption,
-    RunArgument,
-    RunOrCheckpointArgument,
-    argument,
-    option,
-    parse_target,
-)
-from ckpt_tasks.cli.output import Column, Output, column, first, listing, output, reading, row_facts, title
+from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, RunArgument, argument, option, parse_target
+from ckpt_tasks.cli.output import Output, column, first, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, drill_words, size, span
+from ckpt_tasks.report.words import count, number
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
+    from ckpt_tasks.copying.compare import Comparison, Difference
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.proving.proof import Proof
     from ckpt_tasks.reading.reading import Run
-    from ckpt_tasks.upkeep.upkeep import RunFaults
 
-_FAULTS_SHOWN = 8
-_DIFFERENCES_SHOWN = 5
+_VALUES_SHOWN, _DAMAGE_SHOWN = 5, 8
+_DIFFERENCES_SHOWN = 24
+GroupOption = Annotated[list[str] | None, option("--group", "NAME", "compare only this group; may be repeated")]
+IgnoreOption = Annotated[list[str] | None, option("--ignore", "NAME", "leave this group out; may be repeated")]
+MetricsOption = Annotated[bool, option("--metrics", None, "also compare metrics and evaluations")]
+DifferencesOption = Annotated[
+    bool, option("--all", None, f"list every difference, not only the first {_DIFFERENCES_SHOWN}")
+]
 
-HistoryOption = Annotated[bool, typer.Option("--history", help="on a server, read every ledger entry")]
+# ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Sides = tuple[tuple["Run", "Checkpoint"], tuple["Run", "Checkpoint"]]
+Measured = Mapping[str, tuple[float | None, float | None]]
 
 
-def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_json: JsonOption = False) -> None:
-    """Read DIR or DIR@STEP back, and list what is damaged.
+def diff(
+    a: CheckpointArgument,
+    b: CheckpointArgument,
+    *,
+    group: GroupOption = None,
+    ignore: IgnoreOption = None,
+    metrics: MetricsOption = False,
+    every: DifferencesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the values in which two checkpoints differ.
 
-    Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
-    whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
-    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault.
+    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
+    of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.
     """
-    with output(as_json) as out:
-        parsed = parse_target(target)
-        run = parsed.open()
-        only = None if parsed.which is None else run.find(parsed.which)
-        began = time.monotonic()
-        faults, size_bytes = _read(out, run, only, history or None)
-        took_s = time.monotonic() - began
+    with output(as_json, error_exit=2) as out:
+        sides = parse_target(a).find(), parse_target(b).find()
+        compared = _compare(out, sides, group or [], ignore or [])
+        measured = _metrics(sides) if metrics else {}
+        same = compared.equal and all(_equal(*pair) for pair in measured.values())
         facts = {
-            "run_key": run.run_key,
-            "checkpoint_dir": run.history.store.url,
-            "good": faults.good,
-            "checkpoints": row_facts(_COLUMNS, faults.checkpoints.values()),
-            "damaged": list(faults.damaged),
-            "orphans": list(faults.orphans),
-            "unread_entries": faults.unread,
-            "read_bytes": size_bytes,
-            "took_s": round(took_s, 3),
+            "equal": same,
+            **{
+                name: {"checkpoint_dir": run.history.store.url, "step": c.step, "manifest_digest": c.manifest_digest}
+                for name, (run, c) in zip("ab", sides, strict=True)
+            },
+            "groups": {name: asdict(one) for name, one in compared.groups.items()},
+            "differences": [asdict(difference) for difference in compared.differences],
         }
-        out.answer(facts, _parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}"))
-        out.fail(not faults.good)
+        if metrics:
+            facts["metrics"] = {n: {"a": x, "b": y, "equal": _equal(x, y)} for n, (x, y) in measured.items()}
+        of_metrics = _metric_parts(measured) if metrics else ()
+        out.answer(facts, chain(_difference_parts(compared, sides, every), of_metrics))
+        out.fail(not same)
 
 
-def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) -> tuple[RunFaults, int]:
-    from ckpt_tasks.ledger.history import History
-    from ckpt_tasks.upkeep.upkeep import RunFaults, verify_checkpoint, verify_run_directory
+def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) -> Comparison:
+    from ckpt_tasks.copying.compare import compare_checkpoints
 
-    live = [only] if only else run.checkpoints()
-    done = [0]
-    with reading(out, "verifying", sum(c.size_bytes for c in live)) as on_progress:
-
-        def both(size_bytes: int) -> None:
-            done[0] += size_bytes
-            on_progress(size_bytes)
-
-        store = WatchedStore(run.history.store, both)
-        if only is None:
-            return verify_run_directory(History(store), whole=whole), done[0]
-        checkpoints = {only.manifest_digest: (only, tuple(verify_checkpoint(store, only)))}
-        return RunFaults(checkpoints, (), ()), done[0]
+    (_, a), (_, b) = sides
+    with reading(out, "comparing", a.size_bytes + b.size_bytes) as on_progress:
+        stores = [WatchedStore(run.history.store, on_progress) for run, _ in sides]
+        return compare_checkpoints(stores[0], a, stores[1], b, groups=groups, ignore=ignore)
 
 
-def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
-    place = row[0].manifest.rpartition("/")[0] + "/"
-    return "\n".join(first([fault.replace(place, "") for fault in row[1]], _FAULTS_SHOWN)) or "good"
+def _metrics(sides: Sides) -> Measured:
+    """Return both values (A, B) of each metric by name, evaluations as suite/metric; None if one is missing."""
+    a, b = (
+        {
+            **checkpoint.metrics,
+            **{
+                f"{evaluation.suite}/{name}": value
+                for evaluation in run.evaluations()
+                if evaluation.manifest_digest == checkpoint.manifest_digest
+                for name, value in evaluation.metrics.items()
+            },
+        }
+        for run, checkpoint in sides
+    )
+    return {name: (a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))}
 
 
-_COLUMNS = (
-    Column("step", "step", lambda row: row[0].step, numbers=True),
-    Column("manifest_digest", None, lambda row: row[0].manifest_digest),
-    Column("good", None, lambda row: not row[1]),
-    Column("faults", None, lambda row: list(row[1])),
-    column("saved", lambda row: row[0].saved_at, age),
-    column("size", lambda row: row[0].size_bytes, size, numbers=True),
-    column("result", _result),
+def _equal(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+def _apart(difference: Difference) -> str:
+    measured = "" if difference.max_abs is None else number(difference.max_abs)
+    return " ".join(filter(None, (measured, f"({difference.unmeasured:,} NaN)" if difference.unmeasured else "")))
+
+
+_TENSORS = (
+    column("tensor", "place"),
+    column("elements that differ", lambda one: f"{one.differing:,} of {one.elements:,}", numbers=True),
+    column("by at most", _apart, numbers=True),
+)
+_OTHERS = (
+    column("place", "place"),
+    column("differs in", "what"),
+    column("A", "a"),
+    column("B", "b"),
+    column("by", _apart, numbers=True),
+)
+_METRICS = (
+    column("metric", itemgetter(0)),
+    column("A", lambda row: _number(row[1][0]), numbers=True),
+    column("B", lambda row: _number(row[1][1]), numbers=True),
+    column(
+        "B - A", lambda row: _number(None if None in row[1] or _equal(*row[1]) else row[1][1] - row[1][0]), numbers=True
+    ),
 )
 
 
-def _parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
-    yield title(run)
-    yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
-    for names, what, style in (
-        (faults.damaged, "Damaged beside the checkpoints", "red"),
-        (faults.orphans, "Orphaned, the next owner deletes them", "dim"),
-    ):
-        if names:
-            yield f"{what}: {count(len(names), 'object')}", style
-            yield from ((f"  {name}", style) for name in first(names, _FAULTS_SHOWN))
-    if faults.unread:
-        older = count(faults.unread, "older ledger entry", "older ledger entries")
-        yield f"Not read without --history: {older}", "dim"
-    bad, checked = sum(1 for _, wrong in faults.checkpoints.values() if wrong), len(faults.checkpoints)
-    if faults.good:
-        yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]
-    elif bad:
-        then = " A restore passes over them." if bad < checked else " There is none that could be restored."
-        yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _difference_parts(compared: Comparison, sides: Sides, every: bool) -> Iterator[Any]:
+    for name, (run, checkpoint) in zip("AB", sides, strict=True):
+        yield [(f"{name}  ", "dim"), *title(run, f" step {checkpoint.step}")]
+    differences = compared.differences
+    places: dict[str, set[str]] = {}
+    for difference in differences:
+        places.setdefault(difference.place.partition("/")[0], set()).add(difference.place)
+    yield listing(
+        (
+            column("group", itemgetter(0)),
+            column("tensors", lambda row: f"{row[1].tensors:,}" if row[1].tensors else "", numbers=True),
+            column("plain values", lambda row: f"{row[1].values:,}" if row[1].values else "", numbers=True),
+            column("", lambda row: _differ(len(places.get(row[0], ())))),
+        ),
+        compared.groups.items(),
+        lambda row: "" if row[0] in places else "dim",
+    )
+    # Tensors with different values need other columns than all other differences.
+    shown = differences if every else differences[:_DIFFERENCES_SHOWN]
+    for columns, of_tensors in ((_TENSORS, True), (_OTHERS, False)):
+        if rows := [one for one in shown if (one.elements is not None) == of_tensors]:
+            yield listing(columns, rows)
+    if len(shown) < len(differences):
+        yield f"… and {len(differences) - len(shown)} more (--all)\n", "dim"
+    tensors = count(sum(group.tensors for group in compared.groups.values()), "tensor")
+    values = count(sum(group.values for group in compared.groups.values()), "plain value")
+    if compared.equal:
+        yield [("Equal bit for bit", "bold green"), f": {tensors}, {values}."]
+        return
+    where = count(sum(map(len, places.values())), "place")
+    yield [("Different", "bold red"), f" in {where}, of {tensors} and {values}."]
+    if {*places} == {"rng"}:
+        yield "Only random streams differ, as those that are never seeded do: --ignore rng compares the rest."
+
+
+def _metric_parts(measured: Measured) -> Iterator[Any]:
+    if not measured:
+        yield "Neither has a metric."
+        return
+    yield listing(_METRICS, measured.items(), lambda row: "dim" if _equal(*row[1]) else "")
+    wrong, metrics = sum(not _equal(a, b) for a, b in measured.values()), count(len(measured), "metric")
+    if wrong:
+        yield [("Different", "bold red"), f" in {wrong} of {metrics}."]
     else:
-        yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]
+        yield [("Equal", "bold green"), f": {metrics}."]
 
 
-# ── restore-drill ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def restore_drill(
-    target: CheckpointArgument,
-    program: Annotated[
-        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Restore DIR into its program in a fresh process.
-
-    The process is one of this host, and the run keeps the result. Restored is the newest checkpoint, or the one that
-    @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
-    `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a process that trains the run, and needs
-    as much memory as the program's state. It runs the program's code.
-    """
-    from ckpt_tasks.session.drill import drill_run
-    from ckpt_tasks.storage.locations import Location
-
-    with output(as_json) as out:
-        parsed = parse_target(target)
-        run = parsed.open()
-        drill = drill_run(Location(parsed.checkpoint_dir), program, which=parsed.which or "latest")
-        facts = {"run_key": run.run_key, "checkpoint_dir": run.history.store.url, "good": drill.fault is None}
-        out.answer({**facts, **asdict(drill)}, [title(run), (drill_words(drill), "red" if drill.fault else "green")])
-        out.fail(drill.fault is not None)
+def _differ(places: int) -> str:
+    return f"{count(places, 'place')} differ{'s' if places == 1 else ''}" if places else "equal"
 
 
 # ── verify-resume ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,9 +263,9 @@ def chaos(
 def _verdict(verdict: Any) -> Iterator[Any]:
     again = f"--seed {verdict.seed} draws the same faults."
     if verdict.damaged:
-        yield "Damaged: " + "; ".join(first(verdict.damaged, _FAULTS_SHOWN)), "bold red"
+        yield "Damaged: " + "; ".join(first(verdict.damaged, _DAMAGE_SHOWN)), "bold red"
     if (one := verdict.proof.difference) is not None:
-        yield f"Different from step {one.step} on: {', '.join(one.what[:_DIFFERENCES_SHOWN])}. {again}", "bold red"
+        yield f"Different from step {one.step} on: {', '.join(one.what[:_VALUES_SHOWN])}. {again}", "bold red"
         yield f"Likely cause: {one.cause}."
     elif not verdict.damaged:
         faults = count(len(verdict.hits), "fault")
@@ -304,9 +339,9 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
             yield f"{changed}If an evaluation, a later step or the end reads it, put it into the state."
         return
     one = proof.difference
-    more = f" and {len(one.what) - _DIFFERENCES_SHOWN} more" if len(one.what) > _DIFFERENCES_SHOWN else ""
+    more = f" and {len(one.what) - _VALUES_SHOWN} more" if len(one.what) > _VALUES_SHOWN else ""
     when = ("before any kill", "after the first resume", "after the second resume")[one.after_kills]
-    yield f"Different from step {one.step} on, {when}: {', '.join(one.what[:_DIFFERENCES_SHOWN])}{more}."
+    yield f"Different from step {one.step} on, {when}: {', '.join(one.what[:_VALUES_SHOWN])}{more}."
     yield f"Likely cause: {one.cause}."
 
 
