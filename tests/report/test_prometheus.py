@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.format.parsing import seconds_of
+from ckpt_tasks.format.records import Drill
 from ckpt_tasks.ledger.goodput import Course, Followed, follow
 from ckpt_tasks.ledger.timeline import read_timeline
 from ckpt_tasks.reading.overview import Look, looks_at, places_of
@@ -27,6 +32,7 @@ from ckpt_tasks.report.prometheus import Runs, metric_texts, registry_of
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import die
 from tests.support.cli_runs import ckpt
+from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
 
 ALERTS = ROOT / "deployments" / "alerts.yaml"
@@ -253,3 +259,101 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
         ["promtool", "test", "rules", "alerts_test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+HOLDER = """
+import sys, time
+from ckpt_tasks import CheckpointConfig, Checkpointer
+for place in sys.argv[1:]:
+    Checkpointer(CheckpointConfig(checkpoint_dir=place, memory_dir=None)).acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the package prometheus")
+def test_each_alert_fires_on_a_run_with_its_trouble_and_on_no_other(tmp_path: Path) -> None:
+    """Runs are scraped before and after they get into trouble, and Prometheus plays the rules over these samples."""
+    runs = tmp_path / "runs"
+    told = {
+        name: trained(Told(runs / name, ago_s=ago_s).taken(), commits, every_s=60, steps=10, step_s=5.9, stall_s=0.1)
+        for name, ago_s, commits in [("well", 3600, 59), ("stale", 3 * 3600, 100), ("silent", 7200, 60)]
+    }
+    for name in ("damaged", "passed", "failing", "slow", "drilled"):
+        told[name] = trained(Told(runs / name, ago_s=3600).taken(), 2, every_s=60, steps=10, step_s=5.9, stall_s=0.1)
+    for name in ("well", "stale", "damaged", "passed", "failing", "slow", "drilled"):
+        told[name].released()
+    down = trained(Told(runs / "down", ago_s=3 * 3600).taken(), 5, every_s=60, steps=10, step_s=5.9)
+    trained(down.after(10_200).taken(LOST), 4, every_s=60, steps=10, step_s=5.9).released()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(runs / "well"), str(runs / "stale"), str(runs / "down")],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        before = samples(ckpt("metrics", runs).out)
+        told["passed"].noted("fallback")
+        for _ in range(5):
+            told["failing"].noted("failure")
+        told["slow"].taken().commit(30, stall_s=45.0).released()
+        open_run(runs / "drilled").history.append(
+            {"kind": "note"}, lambda state, n: state.with_drill(DRILL), owner=None
+        )
+        newest = min((runs / "damaged" / "ledger").iterdir())
+        newest.write_bytes(newest.read_bytes()[:40])
+        after = samples(ckpt("metrics", runs).out)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert after["ckpt_stall_seconds", "slow"] == 45.0
+    assert after["ckpt_failures_total", "failing"] == 5
+    lasting = {("RunDamaged", "damaged"), ("CheckpointPassedOver", "passed"), ("RestoreDrillFailed", "drilled")}
+    lasting |= {("RunSilent", "silent")}
+    expected = {
+        "25m": {("RunSilent", "silent"), ("CheckpointTooOld", "stale")},
+        "55m": lasting | {("CheckpointTooOld", "stale"), ("RunFailsAgainAndAgain", "failing")},
+        # Nothing has saved since, and nothing has failed in the last hour.
+        "150m": lasting
+        | {("SavesAreSlow", "slow"), ("GoodputLow", "down")}
+        | {("CheckpointTooOld", name) for name in ("well", "stale", "down")},
+    }
+    assert fired(tmp_path, before, after, expected) == ""
+
+
+DRILL = Drill(manifest_digest="20@2", step=20, at="2026-01-01T00:00:00+00:00", host="box", fault="no such module")
+
+
+def fired(
+    place: Path, before: dict[Any, float], after: dict[Any, float], expected: dict[str, set[tuple[str, str]]]
+) -> str:
+    """Play half an hour of the samples before and then those after; return what promtool says against `expected`."""
+    now_s, series = time.time(), []
+    for name, run, *other in {**before, **after}:
+        labels = {"run": run, **dict(zip([{"ckpt_run_state": "state"}.get(name, "other")], other, strict=False))}
+        words = ", ".join(f"{key}={json.dumps(value)}" for key, value in labels.items())
+        # The clock of promtool begins at 0.
+        shift_s = now_s if name == "ckpt_last_checkpoint_timestamp_seconds" else 0
+        first, then = (
+            "_" if key is None else f"{key - shift_s}"
+            for key in (before.get((name, run, *other)), after.get((name, run, *other)))
+        )
+        series.append({"series": f"{name}{{{words}}}", "values": f"{first}x30 {then}x200"})
+    tests = [
+        {
+            "eval_time": at,
+            "expr": 'count by (alertname, run) (ALERTS{alertstate="firing"})',
+            "exp_samples": [
+                {"labels": f'{{alertname="{alert}", run="{run}"}}', "value": 1} for alert, run in sorted(alerts)
+            ],
+        }
+        for at, alerts in expected.items()
+    ]
+    shutil.copy(ALERTS, place)
+    played = {"interval": "1m", "input_series": series, "promql_expr_test": tests}
+    file = {"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [played]}
+    (place / "played.yaml").write_text(json.dumps(file), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", "played.yaml"], cwd=place, capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr

@@ -278,13 +278,15 @@ def test_a_token_is_needed_where_there_is_one(root: Path) -> None:
         asked.server.shutdown()
 
 
-def test_prometheus_reads_the_same_runs(asked: Asked) -> None:
-    """/metrics has the step of each run's newest checkpoint, as `ckpt metrics` prints it."""
+def test_prometheus_reads_the_same_runs(asked: Asked, root: Path, tmp_path: Path) -> None:
+    """/metrics has the very samples that `ckpt metrics` writes into the file for node-exporter."""
     assert asked.raw("/metrics")[0] == 503  # Nothing has been looked at: an empty answer would look like no run.
     asked.table.look()
     status, headers, body = asked.raw("/metrics")
     assert (status, headers["Content-Type"].partition(";")[0]) == (200, "text/plain")
     assert 'ckpt_last_checkpoint_step{run="first"} 2.0' in body.decode().splitlines()
+    assert ckpt("metrics", root, "--out", tmp_path / "ckpt.prom").status == 0
+    assert body.decode() == (tmp_path / "ckpt.prom").read_text(encoding="utf-8")
     assert 'ckpt_last_checkpoint_step{run="second"} 4.0' in body.decode().splitlines()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ LOST = "its owner, process 7 on this host, is gone"
 class Told:
     """A run that is told entry by entry; `after` lets seconds pass before the next one."""
 
-    def __init__(self, run_dir: Path, run_key: str = "lm-7"):
+    def __init__(self, run_dir: Path, run_key: str = "lm-7", *, ago_s: float | None = None):
         self.history = History(LocalStore(run_dir))
         self.history.create(run_key)
         self.entries: list[Entry] = []
-        self._at = datetime(2026, 1, 1, tzinfo=UTC)
+        self._at = datetime(2026, 1, 1, tzinfo=UTC) if ago_s is None else datetime.now(UTC) - timedelta(seconds=ago_s)
         self._epoch = 0
 
     @property
@@ -44,7 +45,9 @@ class Told:
         return self._put({"kind": "release"}, self.state.released(), self._epoch)
 
     def commit(self, step: int, **observed: Any) -> Told:
-        checkpoint = made(step, len(self.entries))
+        parent = self.state.live[-1].manifest_digest if self.state.live else None
+        at = self._at.isoformat(timespec="milliseconds")
+        checkpoint = replace(made(step, len(self.entries), parent), saved_at=at)
         kept = State(**{**vars(self.state), "live": self.state.live[-2:]})
         return self._put(
             {"kind": "commit", "step": step, **observed}, kept.with_checkpoint(checkpoint, frozenset()), self._epoch
