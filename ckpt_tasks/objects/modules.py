@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -98,6 +98,7 @@ class ModulePart:
         self._copies = copies
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
+        _return_scales(self._module)
         # torch restores a sparse tensor only by load_state_dict.
         taking_part = any(map(_is_sparse, self._tree.values())) or any(map(takes_part, self._module.modules()))
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
@@ -185,6 +186,18 @@ class ModulePart:
             # Buffers lose their ties when a module moves to a device, so only parameters must stay tied.
             if known and first.setdefault(key, known) != known and known in parameters:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
+
+
+def _return_scales(module: nn.Module) -> None:
+    """Undo what the first forward pass of bitsandbytes' Linear8bitLt does; the next one does it again.
+
+    It moves the scales of a weight of 8 bits to the layer's own state, and without them the layer takes no state back.
+    """
+    for part in module.modules():
+        if hasattr(part, "init_8bit_state"):
+            weight, own = cast(Any, part.weight), cast(Any, part.state)
+            if not own.has_fp16_weights and weight.SCB is None and own.SCB is not None:
+                weight.CB, weight.SCB = own.CB, own.SCB
 
 
 def _words(live: Any) -> str:

@@ -65,9 +65,13 @@ def bare_name(name: str) -> str:
 def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
     """Return a module's state by names without wrappers; if `live`, with its own parameters instead of detached ones.
 
-    Raises UnsupportedStateError if two names become equal without wrappers.
+    Raises UnsupportedStateError if two names become equal without wrappers, or if a module has no state to save.
     """
-    state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
+    try:
+        state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
+    except NotImplementedError as error:  # Of bitsandbytes' quantized embeddings.
+        hint = "Put only the modules that train into the state, and make this one from its source again."
+        raise UnsupportedStateError(f"a module cannot be saved: {error}", key=group, hint=hint) from error
     if not any("_orig_mod." in name for name in state):
         return dict(state)
     named = {bare_name(name): value for name, value in state.items()}

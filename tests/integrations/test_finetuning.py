@@ -173,7 +173,7 @@ def test_a_base_that_is_named_is_not_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_base_of_few_bits_is_named(bits: int, tmp_path: Path) -> None:
-    """QLoRA goes on exactly with a base that is named; one of four bits that would be stored is refused at once."""
+    """QLoRA goes on exactly with a base that is named; stored, one of 8 bits goes on as well, one of 4 is refused."""
     layers = pytest.importorskip("bitsandbytes").nn
 
     def trained(run: str, last: int, *, named: bool = True) -> list[torch.Tensor]:
@@ -198,6 +198,51 @@ def test_a_base_of_few_bits_is_named(bits: int, tmp_path: Path) -> None:
     if bits == 4:
         with pytest.raises(UnsupportedStateError, match=r"four bits.*without_base"):
             trained("stored", 1, named=False)
+    else:
+        assert all(map(torch.equal, whole, [trained("stored", last, named=False) for last in (2, 4, 6)][-1]))
+
+
+LAYERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "8bit": ("Linear8bitLt", {"has_fp16_weights": False}, None),
+    "8bit of floats": ("Linear8bitLt", {"has_fp16_weights": True}, None),
+    "stable embedding": ("StableEmbedding", {}, None),
+    "embedding": ("Embedding", {}, None),
+    **{kind: (kind, {}, "four bits.*without_base") for kind in ("Linear4bit", "LinearNF4", "LinearFP4")},
+    **{
+        kind: (kind, {}, "cannot be saved.*not implemented.*modules that train")
+        for kind in ("Embedding8bit", "Embedding4bit", "EmbeddingNF4", "EmbeddingFP4")
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "how", "refusal"), LAYERS.values(), ids=LAYERS)
+def test_each_layer_of_bitsandbytes_comes_back_or_is_refused(
+    name: str, how: dict[str, Any], refusal: str | None, tmp_path: Path
+) -> None:
+    """A layer is restored, also into one that has computed and once more after it, or the first save refuses it."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    given = torch.arange(4) if "Embedding" in name else torch.ones(2, 64)
+
+    def made(seed: int, *, used: bool) -> Any:
+        torch.manual_seed(seed)
+        layer = getattr(layers, name)(64, 64, **how).to("cpu")
+        if used:
+            layer(given)
+        return layer
+
+    for used in (False, True):
+        layer = made(1, used=used)
+        if refusal:
+            with pytest.raises(UnsupportedStateError, match=refusal):
+                saved(tmp_path / f"refused-{used}", model=layer)
+            assert stored(tmp_path) == []
+            continue
+        saved(tmp_path / f"run-{used}", model=layer)
+        run = open_run(tmp_path / f"run-{used}")
+        for into in (made(2, used=False), made(3, used=True)):
+            for _ in range(2):
+                run.restore(run.find("latest"), {"model": into})
+                assert torch.equal(into(given), layer(given))
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
