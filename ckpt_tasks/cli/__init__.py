@@ -20,6 +20,7 @@ from ckpt_tasks.cli.compare import bisect, chaos, diff, verify_resume
 from ckpt_tasks.cli.copy import fork, sync
 from ckpt_tasks.cli.doctor import doctor, doctor_store, restore_drill, verify
 from ckpt_tasks.cli.files import export, import_
+from ckpt_tasks.cli.hub import pull, push
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, plan, report
@@ -34,7 +35,7 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, run, evaluate, up, down),
     "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
     "Keep": (verify, restore_drill, verify_resume, chaos, bisect, pin, unpin, prune, rm, rollback),
-    "Move": (sync, fork, export, import_),
+    "Move": (sync, fork, export, import_, push, pull),
     "Mend": (doctor, doctor_store),
 }
 
@@ -69,6 +70,8 @@ _EXAMPLES = {
     "fork": "ckpt fork runs/lm@40 runs/lm-2 --set lr=1e-4",
     "export": "ckpt export runs/lm@best lm.safetensors",
     "import": "ckpt import model.pt runs/lm --step 5",
+    "push": "ckpt push runs/lm@best org/lm --format peft",
+    "pull": "ckpt pull org/lm-run runs/lm",
     "doctor": "ckpt doctor runs/lm",
     "doctor-store": "ckpt doctor-store s3://bucket/runs",
 }

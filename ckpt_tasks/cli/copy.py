@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import (
@@ -62,27 +62,43 @@ def sync(
         run = parsed.open()
         only = None if parsed.which is None else run.find(parsed.which)
         place = Location(to).resolve()
-        target, began = place.open(), time.monotonic()
-        if dry_run:
-            _say_sync(out, run, only, target)
-            return
-        report = _copy(out, run, only, target, single_writer=single_writer or place.single_writer)
-        took_s = time.monotonic() - began
-        good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
-        facts = {
-            "run_key": run.run_key,
-            "from": run.history.store.url,
-            "to": target.url,
-            "good": good,
-            "checkpoints": row_facts(_COLUMNS, report.rows),
-            "evaluations": report.evaluations,
-            "pins": report.pins,
-            "faults": list(report.faults),
-            "took_s": round(took_s, 3),
-            "leased": not run.read_only,
-        }
-        out.answer(facts, _parts(run, target, report, took_s))
-        out.fail(not good)
+        copy_run(out, run, place.open(), only, single_writer=single_writer or place.single_writer, dry_run=dry_run)
+
+
+def copy_run(
+    out: Output,
+    run: Run,
+    target: Store,
+    only: Checkpoint | None = None,
+    *,
+    single_writer: bool = False,
+    dry_run: bool = False,
+    finish: Callable[[SyncReport], Mapping[str, Any]] = lambda report: {},
+) -> None:
+    """Copy a run, or `only` one checkpoint, and answer; `finish` makes the copy visible and returns more facts."""
+    began = time.monotonic()
+    if dry_run:
+        _say_sync(out, run, only, target)
+        return
+    report = _copy(out, run, only, target, single_writer=single_writer)
+    finished = finish(report)
+    took_s = time.monotonic() - began
+    good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
+    facts = {
+        "run_key": run.run_key,
+        "from": run.history.store.url,
+        "to": target.url,
+        "good": good,
+        "checkpoints": row_facts(_COLUMNS, report.rows),
+        "evaluations": report.evaluations,
+        "pins": report.pins,
+        "faults": list(report.faults),
+        "took_s": round(took_s, 3),
+        "leased": not run.read_only,
+        **finished,
+    }
+    out.answer(facts, _parts(run, target, report, took_s))
+    out.fail(not good)
 
 
 def _say_sync(out: Output, run: Run, only: Checkpoint | None, target: Store) -> None:

@@ -78,9 +78,8 @@ def export(
     from ckpt_tasks.copying.export import write_export
 
     with output(as_json) as result:
-        shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
-        how = {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
+        how = how_to_export(group, max_shard_size, overwrite=overwrite)
         target = parse_target(checkpoint)
         run, record = target.find()
         try:
@@ -89,7 +88,7 @@ def export(
                     raise ConfigError("--dry-run is not for DCP", hint="It writes all groups into a new directory.")
                 report = _as_dcp(target.checkpoint_dir, run, record, out, how)
             else:
-                plan = _plan(run.history.store, record, out, chosen, how)
+                plan = plan_files(run.history.store, record, out, chosen, how)
                 if dry_run:
                     words = f"{out} would get {size(plan.read_bytes)} of step {record.step}, as {chosen}."
                     facts = {"out": out, "format": chosen, "step": record.step, "size_bytes": plan.read_bytes}
@@ -118,7 +117,14 @@ def _as_dcp(place: str, run: Run, record: Checkpoint, out: str, how: Mapping[str
     return export_directory(place, run, record, out, how["groups"])
 
 
-def _plan(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
+def how_to_export(group: list[str] | None, max_shard_size: str | None, *, overwrite: bool = False) -> dict[str, Any]:
+    """Return the options of an export; raise ConfigError for a bad size."""
+    shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
+    return {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
+
+
+def plan_files(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
+    """Plan an export in the chosen format, as `how_to_export` says; raise ConfigError for what does not fit it."""
     if chosen == "safetensors":
         from ckpt_tasks.copying.export import plan_export
 

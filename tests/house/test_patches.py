@@ -21,6 +21,7 @@ SMALL = {
     "deploying.automations._RESUME_AFTER_S",
     "orchestration.abandoned._PAGE",
     "orchestration.artifacts._PROGRESS_EVERY_S",
+    "hub.repository._SENT_AT_ONCE_BYTES",
     "layout.index.MAX_REGIONS",
     "format.ledger.MAX_ENTRY_BYTES",
     "format.manifest.MAX_GROUPS",

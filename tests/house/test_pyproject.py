@@ -29,6 +29,7 @@ BOUND_ONLY = {"aiohttp", "fastapi", "sqlalchemy", "websockets"}
 # Imported by the adapter of the extra's name alone, which imports nothing else that is not required.
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
+    "hub": {"huggingface-hub"},
     "huggingface": {"accelerate", "transformers"},
     "jax": {"jax"},
     "keras": {"keras"},
@@ -133,7 +134,8 @@ def test_the_package_imports_what_it_requires() -> None:
     for extra, adapted in ADAPTERS.items():
         assert names(EXTRAS[extra]) - BY_TORCH == adapted
         for name in adapted:
-            rooms = [f"ckpt_tasks/{room}" for room in (f"integrations/{extra}", f"gang/{extra}", f"report/{extra}")]
+            places = (f"integrations/{extra}", f"gang/{extra}", f"report/{extra}", f"{extra}/")
+            rooms = [f"ckpt_tasks/{room}" for room in places]
             assert found.pop(name).startswith((*rooms,))
     declared = names(RUNTIME) - BOUND_ONLY
     assert {name: place for name, place in found.items() if name not in declared} == {}
