@@ -28,10 +28,12 @@ SAID = {
 # What changes a run or makes one without it: a training or a service, a proof or a measurement that is its own trial,
 # and the directory of a new project. `bisect` writes leases, which end with it.
 WITHOUT = {"init", "train", "run", "evaluate", "up", "down", "restore-drill", "doctor-store", "bisect"}
+OF_HUB = {"push", "pull"}  # Their dry runs are tried beside a server: tests/hub.
 LOOKS = {
     "doctor",
     "ls",
     "show",
+    "samples",
     "watch",
     "serve",
     "diff",
@@ -85,8 +87,8 @@ def test_each_verb_has_a_dry_run_or_needs_none() -> None:
     """A new verb is put into one of the three lists; those that can say what they would do have the option."""
     verbs: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
     shown = {name for name, verb in verbs.items() if not verb.hidden}
-    assert {name for name in shown if any("--dry-run" in one.opts for one in verbs[name].params)} == {*SAID}
-    assert shown == {*SAID} | WITHOUT | LOOKS
+    assert {name for name in shown if any("--dry-run" in one.opts for one in verbs[name].params)} == {*SAID} | OF_HUB
+    assert shown == {*SAID} | OF_HUB | WITHOUT | LOOKS
 
 
 def test_each_verb_ends_its_help_with_an_example_that_can_be_typed() -> None:
