@@ -109,14 +109,19 @@ class RunTable:
             self._looks += 1
             self._changed.notify_all()
 
+    def pause_s(self, took_s: float) -> float:
+        """Return how long to wait after a look that took so long: a store gets few requests a second."""
+        # The root is listed twice, and each run once; of an owner that may be alive, the heartbeat is read.
+        requests = 2 + sum(1 + (row.look.state.owner is not None) for row in [*self._rows.values()])
+        return max(_EVERY_S, 0 if self.root.near else requests / _REQUESTS_PER_S, 3 * took_s)
+
     def _watch(self) -> None:
         while True:
             began_s = time.monotonic()
             self.look()
             took_s = time.monotonic() - began_s
-            least_s = _EVERY_S if self.root.near else len(self.stores) / _REQUESTS_PER_S
             # The first look reads only a part of long lists, so the second one follows at once.
-            due_s = began_s + took_s + (0 if self._looks == 1 else max(_EVERY_S, least_s, 3 * took_s))
+            due_s = began_s + took_s + (0 if self._looks == 1 else self.pause_s(took_s))
             with self._changed:
                 while (now_s := time.monotonic()) < due_s or now_s - self._asked_s > _ASKED_S:
                     self._changed.wait(due_s - now_s if now_s < due_s else None)

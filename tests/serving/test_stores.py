@@ -21,6 +21,7 @@ from tests.servers.s3 import S3Server
 from tests.support.answers import ACCESS_DENIED
 from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, save_steps
+from tests.support.histories import Told, trained
 from tests.support.rules import Fault
 
 RUNS = 6
@@ -33,6 +34,8 @@ def sweep(ministack: S3Server, bucket: str, chaos: Chaos, tmp_path: Path) -> Run
     local = save_steps(tmp_path / "one", 4)
     for n in range(RUNS):
         copy(ministack, bucket, local, f"run-{n}")
+    trained(Told(tmp_path / "silent").taken(), 1, every_s=1, steps=10)
+    copy(ministack, bucket, tmp_path / "silent", "silent")
     options = ministack.through(chaos.endpoint).quick_options
     return RunTable(RetryingStore(ObjectStore(f"s3://{bucket}/sweep", options), deadline_s=2))
 
@@ -47,17 +50,24 @@ def rows(table: RunTable) -> dict[str, tuple[str, int | None]]:
     return {row["name"]: (row["state"], row["step"]) for row in table.since(-1)["rows"]}
 
 
-def test_runs_in_a_bucket_are_rows_and_a_look_lists_each_once(sweep: RunTable, chaos: Chaos) -> None:
-    """A later look sends a listing for each run that has ended, and two for the root; nothing is read or written."""
+def test_runs_in_a_bucket_are_rows_and_a_look_lists_each_once(
+    sweep: RunTable, chaos: Chaos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later look lists the root twice and each run once, and reads the sign of life of one that was not released.
+
+    It waits before the next one, so that a store gets at most ten requests a second.
+    """
     sweep.look()
-    assert rows(sweep) == {f"run-{n}": ("ended", 4) for n in range(RUNS)}
+    assert rows(sweep) == {f"run-{n}": ("ended", 4) for n in range(RUNS)} | {"silent": ("silent", 10)}
     before = len(chaos.log)
-    assert before <= 2 + 5 * RUNS
+    assert before <= 2 + 6 * (RUNS + 1)
     sweep.look()
     later = chaos.log[before:]
-    assert len(later) <= 2 + RUNS
+    assert len(later) == 2 + RUNS + 2
+    assert [one.key for one in later if "list-type" not in one.target] == ["sweep/silent/heartbeat/000001.json"]
     assert {one.method for one in chaos.log} <= {"GET", "HEAD"}
-    assert all("list-type" in one.target for one in later)
+    monkeypatch.setattr(table_module, "_EVERY_S", 0.0)
+    assert len(later) <= 10 * sweep.pause_s(0.0)
 
 
 def test_the_report_and_the_curve_of_a_run_in_a_bucket(sweep: RunTable, chaos: Chaos) -> None:
@@ -103,7 +113,7 @@ def test_an_outage_leaves_the_rows_and_ends(sweep: RunTable, chaos: Chaos) -> No
     assert rows(sweep)["run-3"] == ("unreadable", None)
     chaos.off(denied)
     sweep.look()
-    whole = {f"run-{n}": ("ended", 4) for n in range(RUNS)}
+    whole = {**{f"run-{n}": ("ended", 4) for n in range(RUNS)}, "silent": ("silent", 10)}
     assert rows(sweep) == whole
     chaos.on(Fault(answer=ACCESS_DENIED))
     sweep.look()
