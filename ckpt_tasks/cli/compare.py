@@ -53,8 +53,8 @@ def diff(
 ) -> None:
     """List the values in which two checkpoints differ.
 
-    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Every bit
-    of every tensor counts (NaN payloads, the sign of zero), and every plain value. Random streams are the group rng.
+    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Tensors are
+    compared bit by bit (NaN payloads, the sign of zero), plain values by value. Random streams are the group rng.
     """
     with output(as_json, error_exit=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
@@ -213,13 +213,13 @@ def verify_resume(
 ) -> None:
     """Train a program twice, kill and resume one, compare.
 
-    One of the two trains without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process.
+    One training runs without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process.
     After every step the state, the metrics and the random streams are compared, value by value, and at the end the
     evaluation "quick". Exits with 1 if something differs, and names the first such value and the likely cause.
 
-    A command, `ckpt verify-resume -- python train.py --dir {run}`, is a script of your own with a Checkpointer. It is
-    told where its run is to be by {run} among its words, or by the environment variable CKPT_RUN. Compared are the
-    metrics of every step and the whole last checkpoint.
+    A command, `ckpt verify-resume -- python train.py --dir {run}`, runs your own script with a Checkpointer. {run} in
+    the command, or the environment variable CKPT_RUN, gives the script the directory of its run. The metrics of every
+    step and the whole last checkpoint are compared.
     """
     with output(as_json) as out:
         proof = _proof(program, steps, params or [], ranks)
@@ -238,11 +238,10 @@ def chaos(
 ) -> None:
     """Run a script through faults, compare its end.
 
-    The other end is that of a run without any. It runs in scratch directories, told as for `ckpt verify-resume`: by
-    {run} among its words, or by CKPT_RUN. Once it runs without a break; once it is killed, told to end (SIGTERM),
-    paused, and has a full disk, each at a random time after a commit, and is started again when it has ended. Exits
-    with 1 if the metrics of a step or the last checkpoint differ, or if something is damaged. Slow and failing servers
-    and clocks that jump are not tried.
+    The script runs twice in scratch directories, which {run} in its command or CKPT_RUN gives it, as for `ckpt
+    verify-resume`. One run has no faults. The other is killed, told to end (SIGTERM), paused, and has a full disk, each
+    at a random time after a commit; it is started again when it has ended. Exits with 1 if the metrics of a step or the
+    last checkpoint differ, or if something is damaged. Slow and failing servers and clocks that jump are not tried.
     """
     import random
 
@@ -295,10 +294,10 @@ def bisect(
 ) -> None:
     """Find the first checkpoint at which a test fails.
 
-    The oldest checkpoint has to pass and the newest to fail; between them the search halves. In the command,
-    {checkpoint} is replaced by DIR@STEP, and {export} by the path of a safetensors file of the weights. No prune takes
-    a checkpoint while it is tried. --replay trains a scratch copy from the last good checkpoint on, with a checkpoint
-    for each step.
+    The oldest checkpoint has to pass and the newest to fail; a binary search finds the first failure. In the command,
+    {checkpoint} is replaced by DIR@STEP, and {export} by the path of a safetensors file of the weights. A prune keeps
+    the checkpoint that is being tested. --replay trains a scratch copy from the last good checkpoint on, with a
+    checkpoint for each step.
     """
     from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
     from ckpt_tasks.proving.bisect import replay as replayed

@@ -1,4 +1,4 @@
-"""`ckpt show` and `ckpt samples`: what is in a checkpoint, what made it, and which samples."""
+"""`ckpt show` and `ckpt samples`: a checkpoint's contents, the code and machine that wrote it, and its samples."""
 
 from __future__ import annotations
 
@@ -200,10 +200,10 @@ OrderOption = Annotated[bool, option("--order", None, "print the samples as they
 def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_json: JsonOption = False) -> None:
     """List the samples that made DIR@STEP.
 
-    They are those that a ResumableLoader or ResumableSampler in the state has handed to all ranks, as ranges of their
-    numbers: for each epoch, and by how often they were seen. What a rollback has undone or skipped is not among them.
-    A stream has no numbers for its samples: its counts are shown. Nothing is read but the checkpoint's manifest and
-    index.
+    They are the samples that a ResumableLoader or ResumableSampler in the state has given to all ranks, as ranges of
+    sample numbers: for each epoch, and by how often they were seen. Samples that a rollback has undone or skipped are
+    not listed. A stream does not number its samples, so only counts are shown. Only the checkpoint's manifest and index
+    are read.
     """
     from ckpt_tasks.reading.opening import open_checkpoint
 
@@ -228,7 +228,7 @@ def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_js
 
 
 def _data(opened: Opened, order: bool) -> Iterator[dict[str, Any]]:
-    """Yield the facts of each position; those of ranks that differ have a rank each."""
+    """Yield the facts of each position in the data; positions that differ by rank are listed rank by rank."""
     from ckpt_tasks.data.seen import is_stream, positions_in
 
     for name, group in opened.groups.items():
@@ -246,7 +246,7 @@ def _of_stream(state: Mapping[str, Any]) -> dict[str, Any]:
         else {"batches": 0, "samples": 0, "last_batch_began": None}
         for place in state["places"]
     ]
-    # Behind the last batch of an epoch, a loader's state has a negative number of samples.
+    # After the last batch of an epoch, a loader's state has a negative number of samples.
     epoch, samples = (state["epoch"] + 1, 0) if state["samples"] < 0 else (state["epoch"], state["samples"])
     return {"kind": "stream", "epoch": epoch, "samples": samples, "workers": workers}
 

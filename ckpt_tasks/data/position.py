@@ -1,4 +1,4 @@
-"""What each position in the data has: the epoch, the samples of it, and a count by which a running loop sees a move."""
+"""A position in the data, of a loader or a sampler: the epoch, the samples of it, and a count of restores and skips."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Position:
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that all ranks together have received; of a stream, this rank."""
+        """The number of samples of this epoch that all ranks together (for a stream, this rank) have received."""
         return self._samples

@@ -1,9 +1,8 @@
-"""Which samples the loop was handed: the record in a position's state, and the ids that it stands for.
+"""The record of the samples that a loop has received: spans of each epoch's order, and the ids of their samples.
 
 A row of the record is [first epoch, epochs, begin, end]: in each of these epochs, the samples from place `begin` up to
-`end` of the epoch's order. A row is added when batches are skipped and when an epoch ends, never in a step. `add` is
-undone exactly by the next `add` that continues its span, so the record does not depend on where a run was resumed.
-Nothing here needs torch.
+`end` of the epoch's order. A row is added when batches are skipped and when an epoch ends, never in a step. Two
+adjacent spans of an epoch become one, so the record does not depend on where a run was resumed. No torch is needed.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from numpy.typing import NDArray
 from ckpt_tasks.data.order import Permutation
 from ckpt_tasks.format.tree import children
 
-Ranges = NDArray[np.int64]  # Of shape (n, 2): sorted, apart from each other, each from its first id up to its second.
+Ranges = NDArray[np.int64]  # Of shape (n, 2): pairs (first id, id after the last), sorted and not adjacent.
 
 _OF_SAMPLER = {"epoch", "samples", "size", "seed", "shuffle", "order_version"}
 _OF_STREAM = {"epoch", "samples", "batch", "workers", "turn", "places", "replayed"}
 
 
 class Seen:
-    """The record of a position: `rows`, known from (epoch, samples) `since` on; its open span starts at `begin`."""
+    """The record of a position: spans in `rows`, from (epoch, samples) `since` on; an open span starts at `begin`."""
 
     def __init__(self) -> None:
         self.since = [0, 0]
@@ -41,7 +40,7 @@ class Seen:
         return {"since": [*self.since], "rows": [[*row] for row in rows]}
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Take a record from a state."""
+        """Replace the record by that of a state."""
         self.since, self.rows = [*state["since"]], [[*row] for row in state["rows"]]
 
 
@@ -59,7 +58,7 @@ def _with_span(rows: list[list[int]], epoch: int, begin: int, end: int) -> list[
 
 
 def positions_in(tree: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the states of samplers, loaders and streams in a decoded tree, each with its place."""
+    """Yield the states of samplers, loaders and streams in a decoded tree, each with its path in the tree."""
     if isinstance(tree, Mapping) and (tree.keys() >= _OF_SAMPLER or tree.keys() >= _OF_STREAM):
         yield place, tree
         return
@@ -68,12 +67,12 @@ def positions_in(tree: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def is_stream(state: Mapping[str, Any]) -> bool:
-    """Return True for the state of a stream."""
+    """Return True if a position's state is that of a stream."""
     return state.keys() >= _OF_STREAM
 
 
 def spans_of(state: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
-    """Return the spans of each epoch's order that the loop was handed, by epoch."""
+    """Return the spans of each epoch's order whose samples the loop has received, by epoch."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for first, epochs, begin, end in state["seen"]["rows"]:
         for epoch in range(first, first + epochs):
@@ -82,14 +81,14 @@ def spans_of(state: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
 
 
 def order_in(state: Mapping[str, Any], epoch: int, spans: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the ids in spans of an epoch's order, as they came."""
+    """Return the sample ids in spans of an epoch's order, in that order."""
     places = [np.arange(begin, end, dtype=np.int64) for begin, end in spans]
     joined = np.concatenate(places) if places else np.empty(0, np.int64)
     return Permutation(state["size"], f"{state['seed']}/{epoch}")(joined) if state["shuffle"] else joined
 
 
 def ids_in(state: Mapping[str, Any], epoch: int, spans: list[tuple[int, int]]) -> Ranges:
-    """Return the ids in spans of an epoch's order as ranges."""
+    """Return the sample ids in spans of an epoch's order as ranges."""
     size = state["size"]
     # Few samples are left out of most epochs: their ids are found sooner than all others.
     fewer = 2 * sum(end - begin for begin, end in spans) <= size
@@ -101,13 +100,13 @@ def ids_in(state: Mapping[str, Any], epoch: int, spans: list[tuple[int, int]]) -
 
 
 def outside(ranges: Ranges, size: int) -> Ranges:
-    """Return the rest of range(size)."""
+    """Return the ranges of range(size) that are not in `ranges`."""
     edges = np.concatenate([[0], ranges.ravel(), [size]]).reshape(-1, 2)
     return edges[edges[:, 0] < edges[:, 1]]
 
 
 def times_seen(epochs: Iterable[Ranges], size: int) -> dict[int, Ranges]:
-    """Return which ids of range(size) were seen how many times, the most first."""
+    """Return the ids of range(size) by the number of times that they were seen, the largest number first."""
     every = [*epochs, np.array([[0, size]])]
     begins, ends = (np.concatenate([ranges[:, side] for ranges in every]) for side in (0, 1))
     edges, where = np.unique(np.concatenate([begins, ends]), return_inverse=True)
