@@ -11,13 +11,13 @@ from ckpt_tasks.orchestration.blocks import RayCluster
 from ckpt_tasks.orchestration.config import check_ranks
 
 
-def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
+def find_engine(name: str, ranks: int, min_ranks: int | None = None, peer_copies: int = 0) -> Engine | None:
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
 
     One rank on this host needs no engine: returns None. No cluster is ever started here. Raises ConfigError for options
     that do not fit together, without an address, or if Ray is not installed.
     """
-    check_ranks(ranks, name, min_ranks)
+    check_ranks(ranks, name, min_ranks, peer_copies)
     if name == "local":
         return Gang() if ranks > 1 else None
     try:
@@ -32,4 +32,5 @@ def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine |
             "engine='ray' has no address of a cluster, and starts none of its own",
             hint="Set RAY_ADDRESS to that of its head (HOST:6379), or to auto on one of its nodes.",
         )
-    return RayGang(ranks, min_ranks or ranks, cluster.address, cluster.resources_per_rank, cluster.runtime_env)
+    least, resources = min_ranks or ranks, cluster.resources_per_rank
+    return RayGang(ranks, least, cluster.address, resources, cluster.runtime_env, peer_copies=peer_copies)

@@ -69,6 +69,7 @@ def train(
     ranks: int = 1,
     engine: str = "local",
     min_ranks: int | None = None,
+    peer_copies: int = 0,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -77,13 +78,12 @@ def train(
     ends, another one with the same `run_key` and directory continues from the newest good checkpoint. If the store or
     Prefect's API does not answer, it ends as crashed, so that it is resumed. A new run begins with the checkpoint
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a number
-    of batches). `early_stop` suspends the flow run at the end of a batch. Several `ranks` train the program together
-    (docs/RANKS.md): on this host, or with `engine` "ray" on a cluster, of which `min_ranks` suffice.
+    of batches). `early_stop` suspends the flow run at the end of a batch. docs/RANKS.md has `ranks` and what follows.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # Blocks are on the API.
         stay_as_decided()
-        processes = find_engine(engine, ranks, min_ranks)
+        processes = find_engine(engine, ranks, min_ranks, peer_copies)
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))

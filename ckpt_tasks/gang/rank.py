@@ -43,6 +43,7 @@ from ckpt_tasks.gang.messages import (
 from ckpt_tasks.gang.parallel import check_parallel
 from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.process.processes import start_thread
+from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
@@ -139,7 +140,7 @@ class _Rank:
                     commit=checkpoint_item(commit) if commit else None,
                     stopped=stopped,
                     busy=min(1.0, (time.thread_time() - began[1]) / took_s),
-                    source=report.source if report and order.name == "restore" else "",
+                    source=_source(report) if report and order.name == "restore" else "",
                 )
             )
 
@@ -196,6 +197,11 @@ class _Rank:
             failed=lambda step, why: tell("failed", asdict(Failed.of(why, step))),
             restored=lambda report: tell("restored", asdict(report)),
         )
+
+
+def _source(report: RestoreReport) -> str:
+    peer = f" ({report.peer_bytes / 2**20:.1f} MiB from a peer)" if report.peer_bytes else ""
+    return report.source + peer
 
 
 class _Forward(logging.Handler):

@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -29,64 +28,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ckpt_tasks.errors import RankError
 from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Message
-from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.process.processes import start_thread
+from ckpt_tasks.gang.ray_agent import ANSWER_S, COPY_S, POLL_S, Agent
+from ckpt_tasks.snapshot.peers import Offer, newest_of
 
-_POLL_S = 0.2  # An agent answers within this time, whatever it waits for.
-_ANSWER_S = 30.0  # A node that is silent for this long is lost.
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
+_MOST_OTHERS = 3  # A node takes parts of other nodes' ranks up to this many times its own: more is read from storage.
 _DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
 _log = logging.getLogger("ckpt_tasks")
-
-
-class _Agent:
-    """A node's actor. One thread calls `tell`, and another thread all other methods, so they need no lock."""
-
-    def __init__(self, devices: int, threads: int) -> None:
-        if not devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not requested may be in use by others.
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's.
-        start_thread(_end_with, os.getppid(), name="ckpt-raylet")
-        self._gang = Gang()
-        self._gang.prepare()  # The fork server is bound to the thread that starts it: use the main thread.
-
-    def start(self, begin: Begin) -> tuple[int, list[int]]:
-        port = self._gang.start(begin)
-        return port, [rank.pid for rank in self._gang.ranks]
-
-    @ray.method(concurrency_group="tell")
-    def tell(self, ranks: list[int], message: Message) -> None:
-        self._gang.tell([rank for rank in self._gang.ranks if rank.rank in ranks], message)
-
-    def hear(self) -> list[tuple[int, Message | None]]:
-        return [(rank.rank, message) for rank, message in self._gang.hear(_POLL_S)]
-
-    def look(self, stacks_s: float | None = None) -> list[dict[str, Any]]:
-        self._gang.look() if stacks_s is None else self._gang.write_stacks(stacks_s)
-        names = ("status", "out_of_memory", "is_stopped", "written")
-        return [{name: getattr(rank, name) for name in names} for rank in self._gang.ranks]
-
-    def await_end(self, timeout_s: float) -> None:
-        self._gang.await_end(timeout_s)
-
-    def kill(self) -> None:
-        self._gang.kill()
-        self._gang.prepare()
-
-    def warm(self) -> None:
-        """Answer once a start no longer needs to import torch."""
-        self._gang.await_server()
-
-    def answer(self) -> None:
-        """Answer when all earlier calls are done."""
-
-
-def _end_with(raylet: int) -> None:
-    """End this process with its raylet: if the actor was stopped when the raylet ended, Ray forgets it."""
-    while os.getppid() == raylet:
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -109,7 +58,8 @@ class RayGang:
     """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
 
     A rank takes `resources` of its node: one GPU, or one CPU if the cluster has no GPU. A gang has at most `size` and
-    at least `least` ranks; nodes that had ranks before come first, so that ranks find their memory.
+    at least `least` ranks; nodes that had ranks before come first, so that ranks find their memory. With
+    `peer_copies` each node keeps a copy of what the ranks of one other node have sealed in memory.
     """
 
     def __init__(
@@ -119,9 +69,12 @@ class RayGang:
         address: str,
         resources: Mapping[str, float] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
+        *,
+        peer_copies: int = 0,
     ):
         self._size, self._least, self._address = size, least, address
         self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
+        self._peer_copies = peer_copies
         self._nodes: list[_Node] = []
         self._doubted: dict[str, float] = {}  # When each node was lost.
         self._connected = False
@@ -153,16 +106,19 @@ class RayGang:
         self._gather()
         size, port, starting = min(self._size, sum(node.room for node in self._nodes)), 0, []
         first, address = 0, self._nodes[0].address
+        begin = replace(begin, size=size, host=address)
         for node in self._nodes:
             count = min(node.room, size - first)
-            if not count:
-                break
-            own = replace(begin, size=size, first_rank=first, local_size=count, host=address, port=port)
             node.ranks = [RankProcess(rank, 0, node.address) for rank in range(first, first + count)]
+            first += count
+        if self._peer_copies:
+            self._bring(begin)
+        for node in (node for node in self._nodes if node.ranks):
+            first = node.ranks[0].rank
+            own = replace(begin, first_rank=first, local_size=len(node.ranks), port=port)
             starting.append((node, node.agent.start.remote(own)))
             if first == 0:  # Rank 0 must listen before the others get its address.
                 port = next((port for _, (port, _) in self._answers(starting, _START_S)), 0)
-            first += count
         for node, (_, pids) in self._answers(starting, _START_S):
             for rank, pid in zip(node.ranks, pids, strict=True):
                 rank.pid = pid
@@ -170,7 +126,33 @@ class RayGang:
             why = f"the node {lost[0].address} is lost: {lost[0].lost}"
             self.kill()
             raise RankError(why)
+        if self._peer_copies:
+            self._pair(begin)
         return port
+
+    def _bring(self, begin: Begin) -> None:
+        """Copy to each node what it lacks of the newest attempt that is still in some memory for all ranks.
+
+        Its ranks need their own parts; the parts of others have the values that only one rank writes.
+        """
+        asked = [(node, node.agent.offers.remote(begin, [*range(begin.size)])) for node in self._nodes]
+        held = {node.id: (node, offers) for node, offers in self._answers(asked, ANSWER_S)}
+        newest = newest_of((offer for _, offers in held.values() for offer in offers), range(begin.size))
+        copying = []
+        for node, offers in [*held.values()]:
+            here = {offer.rank for offer in offers if newest and offer.attempt == newest[0].attempt}
+            needed = _needed(newest, here, {rank.rank for rank in node.ranks})
+            for peer, offered in held.values():
+                if wanted := [offer for offer in needed if peer is not node and offer in offered]:
+                    copying.append((node, node.agent.copy.remote(begin, wanted, peer.agent, peer.address)))
+        [*self._answers(copying, COPY_S + ANSWER_S)]
+
+    def _pair(self, begin: Begin) -> None:
+        """Let each node copy what the ranks of the node before it seal, in the order of a ring."""
+        ring = [node for node in self._nodes if node.ranks]
+        for node, peer in zip(ring, [ring[-1], *ring[:-1]], strict=True):
+            if node is not peer:
+                node.agent.follow.remote(begin, [rank.rank for rank in peer.ranks], peer.agent, peer.address)
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks, by way of their nodes; do not wait."""
@@ -201,16 +183,16 @@ class RayGang:
 
     def hear_causes(self) -> Heard:
         """Check every node, since ranks fail at once if another one is lost."""
-        self._ask("answer", timeout_s=_ANSWER_S)
-        return self.hear(_POLL_S)
+        self._ask("answer", timeout_s=ANSWER_S)
+        return self.hear(POLL_S)
 
     def look(self) -> None:
         """Check the ranks of every node."""
-        self._look(None, _ANSWER_S)
+        self._look(None, ANSWER_S)
 
     def write_stacks(self, timeout_s: float) -> None:
         """Have every node write the stacks of its ranks."""
-        self._look(timeout_s, timeout_s + _ANSWER_S)
+        self._look(timeout_s, timeout_s + ANSWER_S)
 
     def _look(self, stacks_s: float | None, timeout_s: float) -> None:
         for node, states in self._ask("look", stacks_s, timeout_s=timeout_s):
@@ -219,11 +201,11 @@ class RayGang:
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until every reachable rank has ended by itself."""
-        self._ask("await_end", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+        self._ask("await_end", timeout_s, timeout_s=timeout_s + ANSWER_S)
 
     def kill(self) -> None:
         """Kill the ranks of every reachable node; give the other nodes up."""
-        self._ask("kill", timeout_s=_ANSWER_S)
+        self._ask("kill", timeout_s=ANSWER_S)
         for node in self._nodes:
             node.ranks, node.hearing = [], None
         self._give_up_lost()
@@ -246,7 +228,7 @@ class RayGang:
             host, _, port = self._address.rpartition(":")
             try:
                 if port.isdecimal() and "/" not in host:  # Ray itself would try to reach a missing head for minutes.
-                    socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+                    socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
                 ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
             except (OSError, RuntimeError, ValueError) as error:
                 raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
@@ -282,8 +264,8 @@ class RayGang:
     def _hire(self, node_id: str, address: str, room: int) -> _Node:
         whole = {name: amount * room for name, amount in self._resources.items()}
         cpus, devices = whole.pop("CPU", 0), whole.pop("GPU", 0)
-        remote: Any = ray.remote(concurrency_groups={"tell": 1})  # type: ignore[call-overload]  # it lacks this one
-        actor = remote(_Agent).options(
+        remote: Any = ray.remote(concurrency_groups={"tell": 1, "peers": 1})  # type: ignore[call-overload]  # it lacks this one
+        actor = remote(Agent).options(
             num_cpus=cpus,
             num_gpus=devices,
             resources=whole,
@@ -308,7 +290,7 @@ class RayGang:
                     f"the Ray cluster has room for {room} of at least {self._least} ranks, of {needs} each",
                     hint="Add nodes, or end what else uses them; `ray status` shows what is free.",
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _give_up(self, node: _Node) -> None:
         self._nodes.remove(node)
@@ -337,3 +319,12 @@ class RayGang:
                 node.lost = f"its agent has failed: {error.cause}"
             except RayError as error:
                 node.lost = str(error).partition("\n")[0]
+
+
+def _needed(newest: Sequence[Offer], here: set[int], own: set[int]) -> list[Offer]:
+    """Return the parts that a node with its `own` ranks lacks; with many nodes only its own parts."""
+    lacking = [offer for offer in newest if offer.rank not in here]
+    others_bytes = sum(offer.size_bytes for offer in lacking if offer.rank not in own)
+    own_bytes = sum(offer.size_bytes for offer in newest if offer.rank in own)
+    most_bytes = own_bytes * _MOST_OTHERS
+    return [offer for offer in lacking if offer.rank in own or others_bytes <= most_bytes]

@@ -30,10 +30,11 @@ from ckpt_tasks.tensors.sources import TensorSource
 
 
 class Part(NamedTuple):
-    """One rank's seal, and the store with its objects."""
+    """One rank's seal, the store with its objects, and the host from whose memory they were copied ("": this one)."""
 
     seal: Seal
     store: ReadableStore
+    origin: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +68,9 @@ class RankSnapshot:
     def open(self) -> Opened:
         """Read all parts, and this rank's trees; raise IntegrityError or ObjectNotFoundError."""
         with gc_paused():
-            manifests = {rank: _manifest(part) for rank, part in self.parts.items()}
+            manifests = {rank: manifest_of(part) for rank, part in self.parts.items()}
             own = manifests[self.rank]
-            index = Index.joined(_index(manifests[rank], part) for rank, part in self.parts.items())
+            index = Index.joined(index_of(manifests[rank], part) for rank, part in self.parts.items())
             objects = tuple(record for manifest in manifests.values() for record in manifest.objects)
             faults = index.object_faults(
                 {record.name: (record.digested_bytes, record.size_bytes) for record in objects}
@@ -80,6 +81,12 @@ class RankSnapshot:
                 raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=own.index.name, step=own.step)
             opened = replace(own, objects=objects)
             return Opened(opened, index, {name: SavedGroup(name, opened, index, self.rank) for name in own.groups})
+
+    def copied_bytes(self, rows: Iterable[IndexRow]) -> int:
+        """Return how many bytes of these `rows` were copied from another host's memory."""
+        parts = (part for part in self.parts.values() if part.origin)
+        copied = {record.name for part in parts for record in manifest_of(part).objects}
+        return sum(row.end - row.begin for row in rows if row.object in copied)
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of those `rows` that are on this host."""
@@ -107,7 +114,7 @@ class _PartsStore:
     @property
     def is_complete(self) -> bool:
         """Whether this host has the parts of all ranks."""
-        return len(self._parts) == _manifest(self._parts[self._rank]).world_size
+        return len(self._parts) == manifest_of(self._parts[self._rank]).world_size
 
     def get(self, name: str, max_bytes: int) -> bytes:
         return self._store(name).get(name, max_bytes)
@@ -127,7 +134,7 @@ class _PartsStore:
     def _store(self, name: str) -> ReadableStore:
         if not self._of:
             for part in self._parts.values():
-                self._of |= dict.fromkeys((record.name for record in _manifest(part).objects), part.store)
+                self._of |= dict.fromkeys((record.name for record in manifest_of(part).objects), part.store)
         return self._of.get(name, self._own)  # If no part has the object, this rank's own part raises the error.
 
 
@@ -191,7 +198,8 @@ def _within(rows: Iterable[IndexRow], box: Box) -> Iterator[Box]:
             yield common
 
 
-def _manifest(part: Part) -> Manifest:
+def manifest_of(part: Part) -> Manifest:
+    """Read a part's manifest; raise IntegrityError or ObjectNotFoundError."""
     checkpoint = part.seal.checkpoint
     data = part.store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
     manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
@@ -201,6 +209,7 @@ def _manifest(part: Part) -> Manifest:
     return manifest
 
 
-def _index(manifest: Manifest, part: Part) -> Index:
+def index_of(manifest: Manifest, part: Part) -> Index:
+    """Read a part's index; raise IntegrityError or ObjectNotFoundError."""
     of = manifest.index
     return read_index(part.store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name)
