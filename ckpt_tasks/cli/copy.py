@@ -75,7 +75,7 @@ def copy_run(
     dry_run: bool = False,
     finish: Callable[[SyncReport], Mapping[str, Any]] = lambda report: {},
 ) -> None:
-    """Copy a run, or `only` one checkpoint, and answer; `finish` makes the copy visible and returns more facts."""
+    """Copy a run or `only` one checkpoint; print the result. `finish` makes the copy visible and returns more facts."""
     began = time.monotonic()
     if dry_run:
         _say_sync(out, run, only, target)

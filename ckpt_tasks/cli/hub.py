@@ -1,4 +1,4 @@
-"""`ckpt push` and `ckpt pull`: a run, or the weights of a checkpoint, to and from a repository of the Hub."""
+"""`ckpt push` and `ckpt pull`: copy a run, or the weights of a checkpoint, to a repository of the Hub and back."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def push(
     """Send DIR, or the weights of DIR@STEP, to the Hub.
 
     DIR@STEP sends what `ckpt export` writes, which from_pretrained loads, and a card with run, step, metrics and
-    versions; a card that you wrote stays. DIR alone sends the whole run, which `ckpt pull` brings back, every byte
-    verified. Either is one commit: it is there as a whole or not at all. Repeat the command after an interruption, or
-    to send what is new. HF_TOKEN and HF_ENDPOINT are those of huggingface_hub.
+    versions; a card that you wrote is kept. DIR alone sends the whole run, which `ckpt pull` copies back and verifies
+    byte by byte. Either becomes visible by one commit, as a whole or not at all. Repeat the command after an
+    interruption, or to send new checkpoints. HF_TOKEN and HF_ENDPOINT are those of huggingface_hub.
     """
     with output(as_json) as out:
         target, hub = parse_target(checkpoint), _repository(repository, out)
@@ -120,9 +120,9 @@ def pull(
 ) -> None:
     """Bring a run, or weights, from the Hub to TO.
 
-    A run that `ckpt push` sent becomes a run directory that trains on: every byte is verified, and a repeated pull
-    takes what is new. Of any other repository all files come, each compared with the Hub's digest, into a new
-    directory that appears when it is complete.
+    A run that `ckpt push` sent becomes a run directory in which training can continue: every byte is verified, and a
+    repeated pull copies only new objects. From any other repository all files are downloaded, each compared with the
+    Hub's digest, into a new directory that appears when it is complete.
     """
     from ckpt_tasks.storage.locations import Location
 

@@ -2,9 +2,9 @@
 
 Invariants
 
-1. Reads see the commit that was the newest one when the store was opened, and what was put since.
-2. What is put becomes visible by `commit` alone, all of it or nothing. Bytes of large objects are sent before, and
-   belong to no commit: a killed process leaves nothing that looks like a part of a run.
+1. Reads see the commit that was newest when the store was opened, and the objects that were put since.
+2. Only `commit` makes the objects visible, all or none of them. Bytes of large objects are sent before that and belong
+   to no commit, so a killed process leaves nothing that looks like a part of a run.
 3. `commit` names the commit that was read as its parent: if another one came first, the Hub refuses.
 
 huggingface_hub sends all requests, retries them and finds the endpoint (HF_ENDPOINT) and the token (HF_TOKEN).
@@ -49,7 +49,7 @@ from ckpt_tasks.storage.port import OneByOne, Store
 from ckpt_tasks.storage.secrets import without_secrets
 
 _NAME = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
-_SENT_AT_ONCE_BYTES = 32 << 20  # Smaller objects wait in memory until they are as many bytes together.
+_SENT_AT_ONCE_BYTES = 32 << 20  # Smaller objects wait in memory until together they have as many bytes.
 _SIGN_OF_LIFE = "heartbeat/"
 
 
@@ -57,12 +57,12 @@ class HubRepository(OneByOne):
     """Keep objects in a model repository; see `Store` for the contract of each method.
 
     `name` is ORG/NAME or ORG/NAME@REVISION. Raises ConfigError for another name or an unknown revision; a repository
-    that does not exist is empty until `create`. `quiet`: the library shows no progress, in the whole process.
+    that does not exist is empty until `create`. With `quiet` the library shows no progress anywhere in the process.
     """
 
     near = False
     gap_bytes = 8 << 20
-    endpoint = None  # What a store must be able to do is not asked of it: its one commit is atomic.
+    endpoint = None  # The store's abilities are not tested, because its one commit is atomic.
 
     def __init__(self, name: str, *, quiet: bool = False):
         match = _NAME.fullmatch(name)
@@ -73,8 +73,8 @@ class HubRepository(OneByOne):
         if quiet:
             disable_progress_bars()
         self.api = HfApi()
-        self.at: str | None = None  # The commit that is read; None if there is no repository.
-        self.files: dict[str, int] = {}  # Every file of it, with its size in bytes.
+        self.at: str | None = None  # The id of the commit that is read; None if there is no repository.
+        self.files: dict[str, int] = {}  # Every file of the commit, with its size in bytes.
         self._kept: dict[str, bytes] = {}
         self._sent: dict[str, int] = {}
         self._waiting: list[CommitOperationAdd] = []
@@ -93,11 +93,11 @@ class HubRepository(OneByOne):
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was put that `commit` would make visible."""
+        """Whether there are new objects for `commit` to make visible."""
         return bool(self._sent) or any(not name.startswith(_SIGN_OF_LIFE) for name in self._kept)
 
     def create(self, *, private: bool | None) -> None:
-        """Make the repository, and the branch that the name has, if it does not exist."""
+        """Create the repository, and the branch in its name, unless they exist."""
         if self.at is not None:
             return
         with self.asking():
@@ -107,15 +107,15 @@ class HubRepository(OneByOne):
             self._look()
 
     def commit(self, message: str, files: Sequence[CommitOperationAdd] = (), delete: Sequence[str] = ()) -> str:
-        """Make everything that was put, and `files`, visible by one commit; return its id.
+        """Make all objects that were put, and `files`, visible by one commit; return its id.
 
-        Raises StoreError if the repository has another commit than the one that was read.
+        Raises StoreError if the repository has a newer commit than the one that was read.
         """
         kept = {name: data for name, data in self._kept.items() if not name.startswith(_SIGN_OF_LIFE)}
         small = [CommitOperationAdd(name, data) for name, data in kept.items()]
         gone = [CommitOperationDelete(name, is_folder=False) for name in delete]
         with self.asking(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It warns of .arrow files, which belong in repositories of datasets.
+            warnings.simplefilter("ignore")  # The library warns of .arrow files, which are usual for datasets.
             done = self.api.create_commit(
                 self.repo_id,
                 [*self._operations, *self._waiting, *files, *small, *gone],
@@ -138,7 +138,7 @@ class HubRepository(OneByOne):
             self._open.append(file)
             file.writelines(body)
             file.flush()
-            content = f"/proc/self/fd/{file.fileno()}"  # The file has no name: a killed process leaves none.
+            content = f"/proc/self/fd/{file.fileno()}"  # It has no name, so a killed process leaves no file.
         self._waiting.append(CommitOperationAdd(name, content))
         self._sent[name] = size_bytes
         if sum(one.upload_info.size for one in self._waiting) >= _SENT_AT_ONCE_BYTES:
@@ -187,13 +187,13 @@ class HubRepository(OneByOne):
         return sorted(name for name in every if name.startswith(prefix) and is_object_name(name))[:limit]
 
     def delete(self, name: str) -> None:
-        self._kept.pop(name, None)  # Only signs of life are deleted during a copy, and no commit has one.
+        self._kept.pop(name, None)  # A copy deletes only signs of life, which are in no commit.
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Do nothing: bytes that belong to no commit are the Hub's to free."""
+        """Do nothing: the Hub frees bytes that belong to no commit."""
 
     def assume_single_writer(self) -> None:
-        """Do nothing: `commit` names its parent."""
+        """Do nothing: `commit` names its parent, so a second writer is refused."""
 
     def keep_room(self) -> None:
         """Do nothing."""
@@ -210,11 +210,11 @@ class HubRepository(OneByOne):
             raise ObjectExistsError("the object exists already", key=name)
 
     def _send(self) -> None:
-        """Send the bytes of the waiting objects; the Hub says which of them it has already."""
+        """Send the bytes of the waiting objects, except those that the Hub already has."""
         with self.asking():
             self.api.preupload_lfs_files(self.repo_id, self._waiting, revision=self.revision)
         self._operations += self._waiting
-        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # It lets go of what it has sent.
+        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # The library has let them go.
             for file in self._open:
                 file.close()
             self._open.clear()
@@ -230,7 +230,7 @@ class HubRepository(OneByOne):
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Turn the library's errors into ours."""
+        """Turn the library's errors into errors of this package."""
         try:
             yield
         except CkptError:
@@ -240,7 +240,7 @@ class HubRepository(OneByOne):
 
     def _ours(self, error: Exception) -> CkptError:
         if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # The library wraps what an upload has raised.
+            error = error.__cause__  # The library wraps the error of an upload.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         text = without_secrets(" ".join(str(error).split())) or type(error).__name__
         if isinstance(error, RevisionNotFoundError):

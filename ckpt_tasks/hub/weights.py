@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in a repository of the Hub, and the card that says what a repository holds."""
+"""Weights of a checkpoint in a repository of the Hub, and the card that describes the repository's contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CARD = "README.md"
 _OURS = "<!-- ckpt push writes this card anew for as long as this line is in it. -->"
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _ADAPTER = "adapter_config.json"
-_NOT_SHOWN = {"accelerator", "code", "command", "host", "threads"}  # A card is public: it has versions alone.
+_NOT_SHOWN = {"accelerator", "code", "command", "host", "threads"}  # A card is public: it shows only versions.
 
 
 def push_weights(hub: HubRepository, run: Run, checkpoint: Checkpoint, plan: ExportPlan) -> str:
@@ -45,7 +45,7 @@ def push_weights(hub: HubRepository, run: Run, checkpoint: Checkpoint, plan: Exp
 def card(
     hub: HubRepository, run: Run, checkpoint: Checkpoint, use: str, about: ModelCardData | None = None
 ) -> list[CommitOperationAdd]:
-    """Return the card of a repository that has this checkpoint, its newest one; [] if a user has written one."""
+    """Return the card of a repository whose newest checkpoint is this one; [] if a user has written a card."""
     if _CARD in hub.files and _OURS not in hub.get(_CARD, 1 << 20).decode(errors="replace"):
         return []
     environment = open_checkpoint(run.history.store, checkpoint).manifest.environment
@@ -73,7 +73,7 @@ def _cell(value: object) -> str:
 def files_to_pull(hub: HubRepository, out: str) -> list[str]:
     """Return the names of the files to pull.
 
-    Raises CheckpointNotFoundError if there is none, ConfigError if `out` exists.
+    Raises CheckpointNotFoundError if there are no such files, ConfigError if `out` exists.
     """
     names = [name for name in hub.files if name != ".gitattributes"]
     if not names:
@@ -84,7 +84,7 @@ def files_to_pull(hub: HubRepository, out: str) -> list[str]:
 
 
 def pull_weights(hub: HubRepository, names: Sequence[str], out: str) -> None:
-    """Download files to a new directory, which appears when each has the Hub's digest.
+    """Download files to a new directory, which appears only after the digest of each file has matched the Hub's.
 
     Raises IntegrityError if bytes differ.
     """
@@ -94,4 +94,4 @@ def pull_weights(hub: HubRepository, names: Sequence[str], out: str) -> None:
         wrong = {one["path"] for one in checked.mismatches} | ({*checked.missing_paths} & {*names})
         if wrong:
             raise IntegrityError("the bytes that came are not the Hub's", key=min(wrong))
-        shutil.rmtree(place / ".cache", ignore_errors=True)  # The library's notes about its download.
+        shutil.rmtree(place / ".cache", ignore_errors=True)  # The library writes notes about its download here.

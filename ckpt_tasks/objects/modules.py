@@ -191,7 +191,7 @@ class ModulePart:
 def _return_scales(module: nn.Module) -> None:
     """Undo what the first forward pass of bitsandbytes' Linear8bitLt does; the next one does it again.
 
-    It moves the scales of a weight of 8 bits to the layer's own state, and without them the layer takes no state back.
+    The forward pass moves the scales of an 8-bit weight to the layer's own state; a restore needs them at the weight.
     """
     for part in module.modules():
         if hasattr(part, "init_8bit_state"):

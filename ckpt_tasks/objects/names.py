@@ -69,7 +69,7 @@ def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[s
     """
     try:
         state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
-    except NotImplementedError as error:  # Of bitsandbytes' quantized embeddings.
+    except NotImplementedError as error:  # By bitsandbytes' quantized embeddings.
         hint = "Put only the modules that train into the state, and make this one from its source again."
         raise UnsupportedStateError(f"a module cannot be saved: {error}", key=group, hint=hint) from error
     if not any("_orig_mod." in name for name in state):
