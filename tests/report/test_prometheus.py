@@ -250,17 +250,6 @@ def test_alerts_are_over_metrics_that_exist() -> None:
     assert len(named) == 8
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of the package prometheus")
-def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
-    """Prometheus's own tool plays the rules over series that are well and ill."""
-    shutil.copy(ALERTS, tmp_path)
-    shutil.copy(Path(__file__).with_name("alerts_test.yaml"), tmp_path)
-    tested = subprocess.run(
-        ["promtool", "test", "rules", "alerts_test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert tested.returncode == 0, tested.stdout + tested.stderr
-
-
 HOLDER = """
 import sys, time
 from ckpt_tasks import CheckpointConfig, Checkpointer
@@ -353,6 +342,7 @@ def fired(
     played = {"interval": "1m", "input_series": series, "promql_expr_test": tests}
     file = {"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [played]}
     (place / "played.yaml").write_text(json.dumps(file), encoding="utf-8")
+    subprocess.run(["promtool", "check", "rules", "alerts.yaml"], cwd=place, check=True)
     done = subprocess.run(
         ["promtool", "test", "rules", "played.yaml"], cwd=place, capture_output=True, text=True, check=False
     )
