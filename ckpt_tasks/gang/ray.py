@@ -33,7 +33,9 @@ from ckpt_tasks.snapshot.peers import Offer, newest_of
 
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_MOST_OTHERS = 3  # A node takes parts of other nodes' ranks up to this many times its own: more is read from storage.
+_MOST_OTHERS = (
+    3  # A node copies at most this many times its own parts from other ranks; it reads the rest from storage.
+)
 _DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -131,7 +133,7 @@ class RayGang:
         return port
 
     def _bring(self, begin: Begin) -> None:
-        """Copy to each node what it lacks of the newest attempt that is still in some memory for all ranks.
+        """Copy to each node the parts that it lacks of the newest attempt that hosts' memory still has for all ranks.
 
         Its ranks need their own parts; the parts of others have the values that only one rank writes.
         """
@@ -148,7 +150,7 @@ class RayGang:
         [*self._answers(copying, COPY_S + ANSWER_S)]
 
     def _pair(self, begin: Begin) -> None:
-        """Let each node copy what the ranks of the node before it seal, in the order of a ring."""
+        """Let each node copy the snapshots that the ranks of the node before it in a ring seal."""
         ring = [node for node in self._nodes if node.ranks]
         for node, peer in zip(ring, [ring[-1], *ring[:-1]], strict=True):
             if node is not peer:

@@ -1,6 +1,6 @@
 """The agent on one node of a Ray cluster: the actor that holds the ranks of its node, and copies of a peer's memory.
 
-Bytes between hosts are answers of actors: Ray moves them, by the ports and connections that it has already.
+Hosts exchange bytes as the return values of actor calls, so Ray moves them over its existing ports and connections.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.snapshot.peers import HostMemory, Offer, Piece
 from ckpt_tasks.system import system
 
-POLL_S = 0.2  # An agent answers within this time, whatever it waits for.
-ANSWER_S = 30.0  # A node that says nothing for this long is lost.
-COPY_S = 300.0  # Ranks start without a peer's memory that is not here by then.
-_LOOK_S = 0.5  # Look this often whether a peer has sealed something newer.
-# After each block wait three times as long as it took: copies take a quarter at most of a network, and of a core.
+POLL_S = 0.2  # An agent answers within this time, whatever event it waits for.
+ANSWER_S = 30.0  # A node that does not answer for this long is lost.
+COPY_S = 300.0  # Ranks start without a peer's memory if copying it takes longer.
+_LOOK_S = 0.5  # How often to ask whether a peer has sealed a newer snapshot.
+# After each block, wait three times as long as the block took, so copies use at most a quarter of a network and a core.
 _REST = 3.0
 _STOP_S = 30.0
 _log = logging.getLogger("ckpt_tasks")
 
 
 class Agent:
-    """A node's actor. One thread calls `tell`, one serves peers, one calls all other methods: they need no lock."""
+    """A node's actor. No lock is needed: one thread calls `tell`, one serves peers, one calls all other methods."""
 
     def __init__(self, devices: int, threads: int) -> None:
         if not devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not asked for may be in use by others.
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's.
         start_thread(_end_with, os.getppid(), name="ckpt-raylet")
         self._gang = Gang()
-        self._gang.prepare()  # Do it in the main thread, to which the fork server is bound.
+        self._gang.prepare()  # The fork server is bound to this, the main thread.
         self._memory: HostMemory | None = None
         self._copying: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -79,14 +79,14 @@ class Agent:
         self._gang.prepare()
 
     def warm(self) -> None:
-        """Answer when a start takes no import of torch any more."""
+        """Return once the fork server has imported torch, so that a start need not."""
         self._gang.await_server()
 
     def answer(self) -> None:
-        """Answer: all that was asked before is done."""
+        """Return, which tells the caller that all earlier calls are done."""
 
     def copy(self, begin: Begin, offers: list[Offer], agent: Any, host: str) -> None:
-        """Copy parts from a peer that ranks need here, before they start; what cannot be copied is left out."""
+        """Copy parts that ranks here will restore from a peer, before the ranks start; leave out those that fail."""
         try:
             peer = _Peer(agent, host, begin, threading.Event(), rest=0.0, longest_s=COPY_S)
             for offer in offers:
@@ -95,7 +95,7 @@ class Agent:
             _log.debug("%s has not given its memory: %s", host, error)
 
     def follow(self, begin: Begin, ranks: list[int], agent: Any, host: str) -> None:
-        """Copy what these ranks of a peer seal, behind training's back, until `kill`."""
+        """Copy the snapshots that these ranks of a peer seal, in the background of training, until `kill`."""
         self._stopping = threading.Event()
         peer = _Peer(agent, host, begin, self._stopping, rest=_REST)
         own = [rank.rank for rank in self._gang.ranks]
@@ -119,7 +119,7 @@ class Agent:
     def offers(self, begin: Begin, ranks: list[int]) -> list[Offer]:
         try:
             return self._memory_of(begin).offers(ranks)
-        except (CkptError, OSError) as error:  # The run may not be there yet.
+        except (CkptError, OSError) as error:  # The run may not exist yet.
             _log.debug("There is no memory for a peer: %s", error)
             return []
 
@@ -129,18 +129,18 @@ class Agent:
         return self._memory_of(begin).read(offer, pieces)
 
     def _memory_of(self, begin: Begin) -> HostMemory:
-        """Return this host's memory of the run; raises CkptError before the run is there."""
+        """Return this host's memory of the run; raises CkptError before the run exists."""
         if self._memory is None or self._memory.size != begin.size:
             self._memory = HostMemory(read_config(begin.config), begin.size)
         return self._memory
 
 
 class _StoppedError(Exception):
-    """The agent stops copying."""
+    """Raised to end a copy when the agent stops it."""
 
 
 class _Peer:
-    """The memory of another node, asked for by way of its agent; a `Source`."""
+    """The memory of another node, a `Source` that its agent serves."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class _Peer:
 
 
 def _end_with(raylet: int) -> None:
-    """End this process with its raylet: Ray forgets an actor that was stopped while that ended."""
+    """End this process when its raylet ends: Ray forgets an actor that was paused while its raylet ended."""
     while os.getppid() == raylet:
         time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)

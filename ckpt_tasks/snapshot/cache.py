@@ -129,7 +129,7 @@ class SnapshotCache:
             self._do_without(str(error))
 
     def locate(self) -> bool:
-        """Find the run's memory on this host without taking it; return False if it has none. Raises CkptError."""
+        """Find the run's memory on this host without locking it; return False if it has none. Raises CkptError."""
         directory = self._directory(0)
         if directory is not None:
             self._run = _name_of(self.store.url, self.store.get(FORMAT_NAME, 1 << 20))
@@ -137,7 +137,7 @@ class SnapshotCache:
         return directory is not None
 
     def slots_of(self, rank: int) -> SlotFiles:
-        """Return the slots of a rank on this host, for reading: whoever holds them."""
+        """Return the slots of a rank on this host, for reading, also while another process holds them."""
         return SlotFiles(self._root / self._name(rank))
 
     def memory_of(self, rank: int) -> MemoryDirectory:
@@ -145,7 +145,7 @@ class SnapshotCache:
         return MemoryDirectory(self._root, self._name(rank), self.store.url)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Return True if two snapshots of this size have room; a directory of the user's own is not asked."""
+        """Return True if two snapshots of this size have room; the user's own directory is not checked."""
         return self._memory_dir != "auto" or default_directory(size_bytes) is not None
 
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:

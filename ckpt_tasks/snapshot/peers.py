@@ -1,13 +1,13 @@
-"""The memory of a run on one host, as the agents of a gang see it: what ranks have sealed, and copies from other hosts.
+"""The memory of a run on one host, as the agents of a gang see it: sealed snapshots, and copies from other hosts.
 
-A copy lies where the rank's own memory would lie on this host, in the same form. So a rank that is started here after
-its host was lost finds the copy as its own memory, and verifies it like that. How bytes travel is up to the caller.
+A copy has the place and the form of the rank's own memory on this host. So a rank that is started here after its host
+was lost finds and verifies the copy as its own memory. The caller chooses how bytes travel.
 
 Invariants
 
-1. No rank waits for a copy. A slot is read without its lock; its bytes count if its seal is the same afterwards.
-2. A copy is sealed last, once all of its bytes agree with their digests.
-3. An older copy is removed once all ranks of its host have a newer one, of one attempt.
+1. No rank waits for a copy. A slot is read without its lock; the bytes are used only if its seal has not changed.
+2. A copy is sealed last, after all of its bytes have matched their digests.
+3. An older copy is removed once all ranks of its host have copies of one newer attempt.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Offer:
     slot: str
     seal: bytes
     sizes: Mapping[str, int]
-    attempt: str  # The name of the manifest: the same in all ranks.
+    attempt: str  # The manifest's name, which is the same for all ranks.
     saved_at: str
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all files."""
+        """The size of all files together."""
         return sum(self.sizes.values())
 
 
 class Piece(NamedTuple):
-    """A part of a file."""
+    """A range of bytes of a file in a slot."""
 
     name: str
     begin: int
@@ -66,10 +66,10 @@ class Source(Protocol):
     host: str
 
     def offers(self, ranks: Collection[int]) -> list[Offer]:
-        """List what these ranks have sealed there."""
+        """List the slots that these ranks have sealed on that host."""
 
     def read(self, offer: Offer, pieces: list[Piece]) -> list[bytes] | None:
-        """Return the bytes of pieces of its files; None if the offer's slot has another seal by now."""
+        """Return the bytes of pieces of an offer's files; None if its slot has another seal by now."""
 
 
 class HostMemory:
@@ -82,7 +82,7 @@ class HostMemory:
         self.is_there = self._cache.locate()
 
     def offers(self, ranks: Iterable[int]) -> list[Offer]:
-        """List what ranks have sealed on this host."""
+        """List the slots that ranks have sealed on this host."""
         offers = []
         for rank in ranks if self.is_there else ():
             memory = self._cache.slots_of(rank)
@@ -94,7 +94,7 @@ class HostMemory:
         return offers
 
     def read(self, offer: Offer, pieces: list[Piece]) -> list[bytes] | None:
-        """Return the bytes of pieces of its files; None if the offer's slot has another seal by now."""
+        """Return the bytes of pieces of an offer's files; None if its slot has another seal by now."""
         memory = self._cache.slots_of(offer.rank)
         with suppress(OSError, StoreError):
             data = [memory.read(offer.slot, *piece) for piece in pieces]
@@ -112,9 +112,9 @@ class HostMemory:
     ) -> bool:
         """Copy the newest attempt that all `ranks` of a source have sealed; return False if there is nothing new.
 
-        Attempts of `before` are not new: this host's `own` ranks may be about to restore them. After the first new one
-        only `own` memory and these copies are of use. `check` is called between requests; its exception ends the copy.
-        Raises CkptError if the copy is not good, or if the source has refilled its slots: what was here stays.
+        Attempts in `before` are not new: this host's `own` ranks may be about to restore them. After the first new
+        copy, the memory of all ranks but `own` and `ranks` is removed. `check` is called between requests and may
+        raise. Raises CkptError, and keeps the older copy, if the new one is damaged or the source refills its slots.
         """
         newest, here = newest_of(source.offers(ranks), ranks), newest_of(self.offers(ranks), ranks)
         if not newest or newest[0].attempt in before or [o.seal for o in newest] == [o.seal for o in here]:
@@ -127,7 +127,7 @@ class HostMemory:
         return True
 
     def copy(self, offer: Offer, source: Source, check: Callable[[], None]) -> None:
-        """Copy one rank's part, into the slot that is empty or has the older snapshot. Raises as `follow` does."""
+        """Copy one rank's part into the slot that is empty or has the older snapshot. Raises as `follow` does."""
         if not self._cache.has_room(offer.size_bytes):
             raise StoreError("this host has no room for a copy of another one's memory")
         memory = self._cache.memory_of(offer.rank)
@@ -159,12 +159,12 @@ class HostMemory:
             for piece, part in zip(pieces, data, strict=True):
                 taken[piece.name][piece.begin : piece.begin + len(part)] = part
         _verify(SlotStore(memory, slot, self._cache.store), offer, check)
-        tables = {name: taken[name] for name in offer.sizes if is_table(name)}  # Sealing removes other ones.
+        tables = {name: taken[name] for name in offer.sizes if is_table(name)}  # Sealing removes all other tables.
         origin = f"{digest_hex(offer.seal)} {source.host}".encode()
         memory.seal(slot, {**tables, ORIGIN_NAME: origin}, offer.seal)
 
     def _retain(self, ranks: Iterable[int], kept: Iterable[Offer]) -> None:
-        """Empty the slots of ranks that have none of these snapshots."""
+        """Empty all slots of `ranks` but those that hold `kept` snapshots."""
         seals = {offer.rank: offer.seal for offer in kept}
         for rank in ranks:
             memory = self._cache.memory_of(rank)
@@ -174,19 +174,19 @@ class HostMemory:
             memory.close(keep=True)
 
     def release(self, own: Iterable[int]) -> None:
-        """Remove the copies if the run has ended: then its `own` ranks on this host have removed their memory."""
+        """Remove the copies if the run has ended, which shows by its `own` ranks' memory: they have removed it."""
         if self.is_there and not any(self._cache.slots_of(rank).path.is_dir() for rank in own):
             self._remove(range(self.size))
 
     def _remove(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             if self._cache.slots_of(rank).path.is_dir():
-                with suppress(StoreError):  # Another process of this host holds it.
+                with suppress(StoreError):  # Another process of this host holds the memory.
                     self._cache.memory_of(rank).close(keep=False)
 
 
 def newest_of(offers: Iterable[Offer], ranks: Collection[int]) -> list[Offer]:
-    """Return the parts of the newest attempt that all `ranks` have among these, in the order of ranks; else none."""
+    """Return the offers of the newest attempt that all `ranks` offer, in the order of ranks; [] if there is none."""
     by_attempt: dict[str, dict[int, Offer]] = {}
     for offer in offers:
         by_attempt.setdefault(offer.attempt, {}).setdefault(offer.rank, offer)
@@ -196,7 +196,7 @@ def newest_of(offers: Iterable[Offer], ranks: Collection[int]) -> list[Offer]:
 
 
 def _requests(sizes: Mapping[str, int]) -> Iterator[list[Piece]]:
-    """Yield the pieces of files that are read at once: a request costs as much as some MiB."""
+    """Yield the pieces of files for each request; they are large, because a request costs as much as some MiB."""
     pieces, room_bytes = list[Piece](), _BLOCK_BYTES
     for name, size_bytes in sizes.items():
         begin = 0
@@ -212,7 +212,7 @@ def _requests(sizes: Mapping[str, int]) -> Iterator[list[Piece]]:
 
 
 def _verify(store: SlotStore, offer: Offer, check: Callable[[], None]) -> None:
-    """Verify all bytes that are here; raise IntegrityError. A table's older files may be in storage alone."""
+    """Verify all bytes of a copy; raise IntegrityError. Older files of a table may exist only in storage."""
     part = Part(Seal.from_bytes(offer.seal), store)
     manifest = manifest_of(part)
     rows = by_object(index_of(manifest, part).rows)
