@@ -92,9 +92,10 @@ def _push_run(out: Output, run: Run, hub: HubRepository, *, private: bool, dry_r
     from ckpt_tasks.hub.weights import card
 
     def finish(report: SyncReport) -> Mapping[str, Any]:
-        if not hub.has_news:
+        there = {row.checkpoint.manifest_digest for row in report.rows if row.outcome in ("copied", "there already")}
+        newest = next((one for one in run.checkpoints() if one.manifest_digest in there), None)
+        if newest is None or not hub.has_news:
             return {"commit": hub.at}
-        newest = next(iter(run.checkpoints()))
         files = card(hub, run, newest, f"ckpt pull {hub.repo_id} {run.run_key}")
         return {"commit": hub.commit(f"{run.run_key} up to step {newest.step}", files)}
 

@@ -17,7 +17,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.hub import repository
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.support.cli_runs import ckpt, save_steps, tree
+from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
 from tests.support.hub import Hub
 
 REPO = "org/run"
@@ -196,6 +196,18 @@ def test_changed_bytes_do_not_become_a_run(hub: Hub, run_dir: Path, tmp_path: Pa
     answer = ckpt("pull", REPO, tmp_path / "back")
     assert answer.status == 1
     assert name.rsplit("/", 1)[1] in answer.out
+    assert good(tmp_path / "back") == [1]
+
+
+def test_what_is_damaged_here_is_left_out(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    """A checkpoint that is damaged at the source is named and not sent; the others are, with a card of the newest."""
+    save_steps(run_dir, 1, 2)
+    flip(only(run_dir, "checkpoint_000000000002/*/manifest.json"), 30)
+    answer = ckpt("push", run_dir, REPO)
+    assert answer.status == 1
+    assert "damaged" in answer.out
+    assert b"| step | 1 |" in hub.read(REPO, "README.md")
+    assert ckpt("pull", REPO, tmp_path / "back").status == 0
     assert good(tmp_path / "back") == [1]
 
 

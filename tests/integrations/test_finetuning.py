@@ -126,7 +126,7 @@ class Waiting(TrainerCallback):
         self.of.ckpt.wait()
 
 
-def trainer(model: Any, place: Path, steps: int) -> Any:
+def trainer(model: Any, place: Path, steps: int, **how: Any) -> Any:
     set_seed(1)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (64, 8))]
     args = TrainingArguments(
@@ -134,7 +134,7 @@ def trainer(model: Any, place: Path, steps: int) -> Any:
         per_device_train_batch_size=8,
     )  # fmt: skip
     config = CheckpointConfig(checkpoint_dir=place / "run", step_interval=1, max_num_checkpoints=None)
-    own = CkptTrainer(model=model, args=args, train_dataset=rows, checkpoint=config)
+    own = CkptTrainer(model=model, args=args, train_dataset=rows, checkpoint=config, **how)
     own.add_callback(Waiting(own))
     return own
 
@@ -169,6 +169,18 @@ def test_a_base_that_is_named_is_not_stored(tmp_path: Path) -> None:
     export(tmp_path / "run", tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     assert equal(loaded.state_dict(), model.state_dict())
+
+
+def test_a_trainer_refuses_another_base(tmp_path: Path) -> None:
+    """With `base=` CkptTrainer stores no frozen tensor, and takes no step on another base than the run's."""
+    trainer(peft.get_peft_model(base(), KINDS["lora"]()), tmp_path, 1, base="a/base@1").train()
+    assert max(path.stat().st_size for path in stored(tmp_path / "run")) < 1 << 18
+    model = peft.get_peft_model(base(), KINDS["lora"]())
+    with torch.no_grad():
+        model.base_model.model.lm_head.weight[0, 0] += 1
+    with pytest.raises(StateMismatchError, match=r"b/base@2.*a/base@1"):
+        trainer(model, tmp_path, 2, base="b/base@2").train()
+    assert [one.step for one in open_run(tmp_path / "run").checkpoints()] == [1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
