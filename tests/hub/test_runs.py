@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -214,27 +214,31 @@ def test_what_is_damaged_here_is_left_out(hub: Hub, run_dir: Path, tmp_path: Pat
 # ── killed ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def killed(hub: Hub, verb: tuple[str | Path, ...], when: Callable[[int, str], bool], how: str, home: Path) -> int:
-    """Run a verb in a process that is killed at a request; return its status, and leave the server without faults."""
-    command = [sys.executable, "-m", "ckpt_tasks", *map(str, verb)]
+def run(verb: tuple[str | Path, ...]) -> None:
+    sys.exit(ckpt(*verb).status)
+
+
+def killed(hub: Hub, verb: tuple[str | Path, ...], when: Callable[[int, str], bool], how: str) -> int | None:
+    """Run a verb in a fork that is killed at a request; return its status, and leave the server without faults."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=(verb,))
     begun = len(hub.requests)
-    process = subprocess.Popen(command, env=hub.environment(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def kill(request: str) -> str | None:
         if when(len(hub.requests) - begun, request):
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid or 0, signal.SIGKILL)
             return how
         return None
 
     hub.fault = kill
-    process.communicate()
+    process.start()
+    process.join()
     hub.fault = lambda request: None
-    return process.returncode
+    return process.exitcode
 
 
 def check_killed(hub: Hub, run_dir: Path, place: Path, when: Callable[[int, str], bool], how: str) -> bool:
     """Kill a first push, look, push again, and pull; return False if the push ended before."""
-    status = killed(hub, ("push", run_dir, REPO), when, how, place)
+    status = killed(hub, ("push", run_dir, REPO), when, how)
     here = hub.tree(REPO)
     assert "format.json" in here or not [name for name in here if name not in (".gitattributes", "README.md")]
     assert ckpt("push", run_dir, REPO).status == 0
@@ -262,11 +266,13 @@ def test_killed_at_each_request(hub: Hub, run_dir: Path, tmp_path: Path, how: st
         return number == at
 
     while check_killed(hub, run_dir, tmp_path / str(at), now, how):
-        (hub.root / "org").rename(hub.root / f"org-{at}")
+        for name in ("org", "content"):
+            (hub.root / name).rename(hub.root / f"{name}-{at}")
+        (hub.root / "content").mkdir()
         at += 1
     assert at > 10
     at = 1
-    while killed(hub, ("pull", REPO, tmp_path / f"to-{at}"), now, how, tmp_path) != 0:
+    while killed(hub, ("pull", REPO, tmp_path / f"to-{at}"), now, how) != 0:
         if (tmp_path / f"to-{at}" / "format.json").exists():
             assert good(tmp_path / f"to-{at}") in ([], [1])
         assert ckpt("pull", REPO, tmp_path / f"to-{at}").status == 0
