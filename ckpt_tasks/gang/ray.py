@@ -33,9 +33,7 @@ from ckpt_tasks.snapshot.peers import Offer, newest_of
 
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_MOST_OTHERS = (
-    3  # A node copies at most this many times its own parts from other ranks; it reads the rest from storage.
-)
+_MOST_OTHERS = 3  # A node copies at most this many times its own bytes of other ranks; the rest comes from storage.
 _DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
 _log = logging.getLogger("ckpt_tasks")
 
