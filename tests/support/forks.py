@@ -82,14 +82,14 @@ def config(run_dir: Path | str | Location, **options: Any) -> CheckpointConfig:
 
 def two_steps(run_dir: Path) -> Path:
     """Make a run with steps 3 and 6, each of its own owner: trained once, and copied for each test."""
-    return Path(shutil.copytree(_two_steps().name, run_dir))
+    return Path(shutil.copytree(f"{_two_steps().name}/run", run_dir))
 
 
 @cache
 def _two_steps() -> tempfile.TemporaryDirectory[str]:
     place = tempfile.TemporaryDirectory(prefix="ckpt-tasks-forks-")
-    train(place.name, 3, {"lr": 0.02})
-    train(place.name, 6, {"lr": 0.02})
+    for step in (3, 6):
+        train(f"{place.name}/run", step, {"lr": 0.02})  # named as a test's run: its key is the directory's name
     return place
 
 
