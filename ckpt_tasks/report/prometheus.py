@@ -32,8 +32,8 @@ def registry_of(store: Store) -> CollectorRegistry:
     followed: dict[str, Followed] = {}
 
     def looks() -> Mapping[str, Look]:
-        places.update(found := places_of(store))
-        return looks_at(found)
+        places.update(now := places_of(store))
+        return looks_at(now)
 
     def course(name: str, look: Look) -> Course:
         run = followed.setdefault(name, Followed(places[name]))

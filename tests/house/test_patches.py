@@ -32,6 +32,7 @@ SMALL = {
     "orchestration.events._AWAY_S",
     "reading.opening.*",
     "doctor.measuring._PATIENCE_S",
+    "serving.table._EVERY_S",
     "storage.retrying._LOOK_BYTES",
     "storage.s3.PART_BYTES",
     "storage.s3._COPIED_BYTES",
