@@ -32,6 +32,7 @@ from ckpt_tasks.format.records import (
     Owner,
     Rollback,
     attempt_objects,
+    drill_item,
     read_checkpoint,
     read_drill,
     read_evaluation,
@@ -219,6 +220,7 @@ class Entry:
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
+        state["drills"] = [drill_item(drill) for drill in self.state.drills]
         if not self.state.drills:
             del state["drills"]
         try:

@@ -157,7 +157,7 @@ class Drill:
     """The result of a restore drill: a fresh process of a host restored a checkpoint into a program.
 
     `start_s` is the time until the program was built, and `restore_s` that of the restore, in seconds. `fault` says why
-    this host could not restore the checkpoint; None: it could.
+    this host could not restore the checkpoint; None: it could. `ranks`: as many processes as ranks have saved it.
     """
 
     manifest_digest: str
@@ -167,6 +167,7 @@ class Drill:
     start_s: float | None = None
     restore_s: float | None = None
     fault: str | None = None
+    ranks: int = 1
 
 
 def read_owner(item: Mapping[str, Any]) -> Owner:
@@ -228,6 +229,11 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
     return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
 
 
+def drill_item(drill: Drill) -> dict[str, Any]:
+    """Return a drill as JSON data: one process is not counted."""
+    return {name: value for name, value in asdict(drill).items() if (name, value) != ("ranks", 1)}
+
+
 def read_drill(item: Mapping[str, Any]) -> Drill:
     """Read the result of a restore drill from JSON data."""
     return Drill(
@@ -238,6 +244,7 @@ def read_drill(item: Mapping[str, Any]) -> Drill:
         start_s=_seconds(item["start_s"]),
         restore_s=_seconds(item["restore_s"]),
         fault=optional(item["fault"]),
+        ranks=whole(item.get("ranks", 1)),
     )
 
 

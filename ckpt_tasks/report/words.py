@@ -81,7 +81,8 @@ def drill_words(drill: Drill) -> str:
     at = f"on {printable(drill.host)}, {age(drill.at)}"
     if drill.fault is not None:
         return f"A restore drill of step {drill.step} failed {at}: {printable(drill.fault)}"
-    return f"A restore drill of step {drill.step} took {fine_span(drill.restore_s or 0.0)} {at}."
+    by = f", on {drill.ranks} ranks" if drill.ranks > 1 else ""
+    return f"A restore drill of step {drill.step} took {fine_span(drill.restore_s or 0.0)} {at}{by}."
 
 
 def when(iso: str) -> str:

@@ -1,25 +1,30 @@
-"""A restore drill: restore a run's checkpoint into its program, in a fresh process of this host, and record the result.
+"""A restore drill: restore a run's checkpoint into its program, in fresh processes of this host, and record the result.
 
-A drill only reads: it leases the checkpoint, and does not disturb a process that trains. The process is started as
-`python -m ckpt_tasks.session.drill ORDER ANSWER`: a file with the order, and one for the answer (JSON).
+There are as many of them as ranks have saved the checkpoint. A drill is a reader: it leases the checkpoint, and takes
+nothing from a process that trains. A process is started as `python -m ckpt_tasks.session.drill ORDER RANK ANSWER`: a
+file with the order, and one for the answer (JSON).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ckpt_tasks import errors
-from ckpt_tasks.errors import CkptError, ConfigError, ObjectNotFoundError, StoreError
-from ckpt_tasks.format.records import Checkpoint, Drill
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.records import Checkpoint, Drill, drill_item
+from ckpt_tasks.ranks.exchange import all_or_none, find_exchange
 from ckpt_tasks.reading.leasing import leased
+from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.session.local import build_from_seed, find_program
 from ckpt_tasks.session.parameters import effective_params
@@ -27,6 +32,11 @@ from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.system import now_iso, system
 
 _LONGEST_FAULT = 2000
+_HOST = "127.0.0.1"
+_LOOK_S = 0.05
+_END_S = 10.0  # After the first fault the other ranks have this long to tell theirs.
+_JOIN_S = 300.0
+_DEADLINE_S = 3600.0  # Ranks may wait this long for the slowest one's restore.
 
 
 def drill_run(
@@ -44,54 +54,146 @@ def drill_run(
         raise ConfigError("the run does not name its program", hint="Name it: --program MODULE:PROGRAM.")
     named = {"program": program or recorded, "given": program is not None}
     order = {"location": vars(location), "identity": checkpoint.manifest_digest, **named}
-    drill = Drill(manifest_digest=checkpoint.manifest_digest, step=checkpoint.step, at=now_iso(), host=system().host())
+    ranks = _ranks_of(run, checkpoint)
+    drill = Drill(
+        manifest_digest=checkpoint.manifest_digest,
+        step=checkpoint.step,
+        at=now_iso(),
+        host=system().host(),
+        ranks=ranks,
+    )
     with leased(run, checkpoint, f"restore drill on {drill.host}"):
-        drill = replace(drill, **_answer(order))
-        event = {"kind": "note", "note": "drill", **asdict(drill)}
+        drill = replace(drill, **_answer(order, ranks))
+        event = {"kind": "note", "note": "drill", **drill_item(drill)}
         run.history.append(event, lambda state, n: state.with_drill(drill), owner=None)
     return drill
 
 
-def _answer(order: Mapping[str, Any]) -> dict[str, Any]:
-    # The child can import whatever this process can import.
-    places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
-    with tempfile.TemporaryDirectory(prefix="ckpt-drill-") as place:
-        given, answer = Path(place, "order"), Path(place, "answer")
-        given.write_text(json.dumps(order), encoding="utf-8")
-        child = subprocess.run(
-            [sys.executable, "-m", "ckpt_tasks.session.drill", str(given), str(answer)],
-            env={**os.environ, "PYTHONPATH": places},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if not answer.exists():
-            said = child.stderr.strip().splitlines()
-            return {"fault": f"the process ended with {child.returncode}: {said[-1] if said else ''}"[:_LONGEST_FAULT]}
-        answered: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-    if "error" in answered:
-        kind, message, hint = answered["error"]
-        raise getattr(errors, kind)(message, hint=hint)
-    return answered
+def _ranks_of(run: Run, checkpoint: Checkpoint) -> int:
+    """Return how many ranks have saved a checkpoint; 1 if it is damaged, which the restore will say."""
+    try:
+        return open_checkpoint(run.history.store, checkpoint).manifest.world_size
+    except (IntegrityError, ObjectNotFoundError):
+        return 1
 
 
-def _restored(run: Run, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Build the program and restore all of its state; return the seconds for both."""
-    params = effective_params(find_program(name), run.head().state.params, None)
-    program = build_from_seed(name, params)
-    start_s = system().age_s()
-    report = run.restore(checkpoint, program.state)
+def _answer(order: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Have ranks carry out an order; return the slowest one's seconds, or the first fault. Raises a rank's error."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-drill-") as place, socket.socket() as listening:
+        listening.bind((_HOST, 0))  # Only there: torch's own store would listen on every interface.
+        listening.listen()
+        given, port = Path(place, "order"), listening.getsockname()[1]
+        meeting = {"ranks": ranks, "port": port, "listening": listening.fileno()}
+        given.write_text(json.dumps({**order, **meeting}), encoding="utf-8")
+        children = [_Rank(Path(place), rank, ranks, listening.fileno()) for rank in range(ranks)]
+        answers = [child.answer() for child in _ended(children)]
+    for answer in answers:
+        if "error" in answer:
+            kind, message, hint = answer["error"]
+            raise getattr(errors, kind)(message, hint=hint)
+    faults = [answer for answer in answers if "fault" in answer]
+    return faults[0] if faults else {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+
+class _Rank:
+    """The process of one rank."""
+
+    def __init__(self, place: Path, rank: int, ranks: int, listening: int):
+        self._answer, self._said = place / f"answer-{rank}", place / f"said-{rank}"
+        # The child can import whatever this process can.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
+        if ranks > 1:
+            of_gang = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            environment |= {name: str(value) for name, value in of_gang.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "ckpt_tasks.session.drill", str(place / "order"), str(rank), str(self._answer)]
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=said, pass_fds=[listening]
+            )
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Return whether the process has ended, within some time."""
+        try:
+            return self.process.wait(timeout_s) is not None
+        except subprocess.TimeoutExpired:
+            return False
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the process has ended with an answer."""
+        return self._answer.exists()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer, or as a fault how the process has ended."""
+        if not self.is_good:
+            said = self._said.read_text(errors="replace").strip().splitlines()
+            ended = f"the process ended with {self.process.returncode}: {said[-1] if said else ''}"
+            return {"fault": ended[:_LONGEST_FAULT]}
+        answered: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
+        return answered
+
+
+def _ended(children: list[_Rank]) -> list[_Rank]:
+    """Wait for all; kill those that wait for one that has ended without an answer. Return them, that one first."""
+    running, ended = [*children], list[_Rank]()
+    try:
+        while running:
+            ended += [child for child in running if child.has_ended(_LOOK_S)]
+            running = [child for child in running if child not in ended]
+            if not all(child.is_good for child in ended):
+                ended.sort(key=lambda child: child.is_good)
+                return ended
+    finally:
+        for child in running:
+            child.process.kill()
+            child.process.wait()
+    return ended
+
+
+def _restored(run: Run, checkpoint: Checkpoint, order: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Build the program and restore all of its state, or this rank's part of it; return how long it took."""
+    from ckpt_tasks.reading.restore import restore_one
+
+    name = order["program"]
+    if order["ranks"] > 1:
+        _join(rank, order["ranks"], order["port"], order["listening"])
+    program = build_from_seed(name, effective_params(find_program(name), run.head().state.params, None))
+    start_s, ranks = system().age_s(), find_exchange(None, _DEADLINE_S)
+    with all_or_none(ranks, "drill", _DEADLINE_S) as together:
+        report = restore_one(run.history.store, checkpoint, program.state, together=together)
+        together()
+    ranks.drain(_END_S)
     return {"start_s": round(start_s, 6), "restore_s": round(report.seconds, 6)}
 
 
-def main(given: str, answer: str) -> None:
-    """Carry out the order in one file, and write the answer to the other."""
+def _join(rank: int, ranks: int, port: int, listening: int) -> None:
+    """Join the process group of the drill's ranks: NCCL if each of them has a device, else Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    has_devices = torch.cuda.device_count() >= ranks
+    if has_devices:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+        _HOST,
+        port,
+        ranks,
+        is_master=rank == 0,
+        master_listen_fd=listening if rank == 0 else None,
+        timeout=timedelta(seconds=_JOIN_S),
+        wait_for_workers=False,
+    )
+    backend = "cuda:nccl,cpu:gloo" if has_devices else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+
+
+def main(given: str, rank: str, answer: str) -> None:
+    """Carry out an order as one of its ranks, and write the answer."""
     order = json.loads(Path(given).read_text(encoding="utf-8"))
     try:
         run = open_run(Location(**order["location"]))
         checkpoint = next(c for c in run.checkpoints() if c.manifest_digest == order["identity"])
-        answered = _restored(run, checkpoint, order["program"])
+        answered = _restored(run, checkpoint, order, int(rank))
     except Exception as error:  # noqa: BLE001 (the parent raises or records it)
         outage = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
         mistake = order["given"] and isinstance(error, ConfigError)  # The user may have misspelled the name.
