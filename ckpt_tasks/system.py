@@ -6,6 +6,7 @@ simulation of many processes passes its own `System` to `use`: then each seed gi
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -93,7 +94,34 @@ class System:
         return socket.gethostname()
 
 
-_system = System()
+class Disturbed(System):
+    """The System of a script under `ckpt chaos`, which writes the faults of the moment to a file.
+
+    They are `delay_s` of each request to a store, the part `failing` of the requests that fail, and `jump_s` of the
+    wall clock. A file beside it has a byte for each request and reading that was hit.
+    """
+
+    def __init__(self, place: str):
+        self._place = Path(place)
+
+    def faults(self) -> dict[str, float]:
+        """Return the faults of the moment."""
+        faults: dict[str, float] = json.loads(self._place.read_text())
+        return faults
+
+    def count_hit(self) -> None:
+        """Note that a fault has hit a request, or a reading of the clock."""
+        with suppress(OSError), open(f"{self._place}.hits", "ab") as file:  # The disk may be full as well.
+            file.write(b".")
+
+    def time(self) -> float:
+        if jump_s := self.faults()["jump_s"]:
+            self.count_hit()
+        return super().time() + jump_s
+
+
+CHAOS = "CKPT_CHAOS_FAULTS"  # Only `ckpt chaos` sets it, for the script that it runs.
+_system = Disturbed(os.environ[CHAOS]) if CHAOS in os.environ else System()
 
 
 def system() -> System:

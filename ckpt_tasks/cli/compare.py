@@ -232,16 +232,17 @@ def verify_resume(
 
 def chaos(
     command: Annotated[list[str], argument("-- COMMAND…", "a script of your own with a Checkpointer")],
-    rounds: Annotated[int, option("--rounds", "N", "how many faults")] = 6,
+    rounds: Annotated[int, option("--rounds", "N", "how many faults")] = 8,
     seed: Annotated[int | None, option("--seed", "N", "draw the same faults again [default: at random]")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a script through faults, compare its end.
 
     The script runs twice in scratch directories, which {run} in its command or CKPT_RUN gives it, as for `ckpt
-    verify-resume`. One run has no faults. The other is killed, told to end (SIGTERM), paused, and has a full disk, each
-    at a random time after a commit; it is started again when it has ended. Exits with 1 if the metrics of a step or the
-    last checkpoint differ, or if something is damaged. Slow and failing servers and clocks that jump are not tried.
+    verify-resume`. One run has no faults. The other is killed, told to end (SIGTERM), paused, and has a full disk, a
+    store that is slow and one that fails as a server does, and a clock that is an hour ahead and an hour behind, each
+    at a random time after a commit; it is started again when it has ended. Store and clock are those that ckpt-tasks
+    sees. Exits with 1 if the metrics of a step or the last checkpoint differ, or if something is damaged.
     """
     import random
 
@@ -250,7 +251,11 @@ def chaos(
 
     def tell(hit: Hit) -> None:
         then = "it went on" if hit.status is None else f"it ended with {hit.status}, and was started again"
-        out.print(f"{hit.fault} after step {hit.step}: {then}")
+        clock = (
+            ("reading of the clock", "readings of the clock") if hit.fault.startswith("clock") else ("request", None)
+        )
+        much = f", {count(hit.requests, *clock)}" if hit.requests else ""
+        out.print(f"{hit.fault} after step {hit.step}{much}: {then}")
 
     with output(as_json) as out:
         drawn = random.randrange(1 << 16) if seed is None else seed

@@ -1,12 +1,14 @@
 """Run a user's own command through random faults, and compare its result with that of a run without faults.
 
-The faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
-soft limit for the size of a file, which needs no privilege). After a fault that ends the command it is started again.
-Slow or failing servers, and clocks that jump, are not tried.
+Most faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
+soft limit for the size of a file, which needs no privilege). A slow or failing store and a clock that jumps are what
+ckpt-tasks in the command meets (`Disturbed` in system.py): the real store is reached as a server in trouble is, and the
+wall clock that the protocol reads is an hour off from then on. After a fault that ends the command it is started again.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -16,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,21 +28,36 @@ from typing import IO
 from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.proving.proof import Proof
 from ckpt_tasks.proving.script import LOOK_S, Script, compared, exits_on_signals, kill, started_by
+from ckpt_tasks.system import CHAOS
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
-FAULTS = ("kill", "terminate", "pause", "full disk")
+# Faults that the command meets inside, each with what it sets until it is over; a clock stays as it is.
+_INSIDE = {
+    "slow store": {"delay_s": 0.3},
+    "failing store": {"failing": 0.6},
+    "clock ahead": {"jump_s": 3600.0},
+    "clock back": {"jump_s": -3600.0},
+}
+_CALM = {"delay_s": 0.0, "failing": 0.0}
+FAULTS = ("kill", "terminate", "pause", "full disk", *_INSIDE)
 _END_S = 120.0  # A command that has not ended this long after SIGTERM is killed.
 # A disk stays full for _FULL_GAPS intervals between saves, but at least for _FULL_S seconds.
 _FULL_GAPS, _FULL_S = 10.0, 5.0
+# A fault inside lasts for so many intervals, and until it has hit something.
+_INSIDE_GAPS = 3.0
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One fault: its kind, the committed step before it, and the command's exit status (None: it continued)."""
+    """One fault: its kind, the committed step before it, and the command's exit status (None: it continued).
+
+    `requests` counts the requests to the store, or the readings of the clock, that a fault inside has hit.
+    """
 
     fault: str
     step: int
     status: int | None
+    requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,17 +76,22 @@ class Verdict:
 
 
 def chaos(
-    command: Sequence[str], *, seed: int, rounds: int = 6, on_hit: Callable[[Hit], None] = lambda hit: None
+    command: Sequence[str],
+    *,
+    seed: int,
+    rounds: int = len(FAULTS),
+    kinds: Sequence[str] = FAULTS,
+    on_hit: Callable[[Hit], None] = lambda hit: None,
 ) -> Verdict:
     """Run a command twice in scratch directories, once through `rounds` faults; compare what the two have committed.
 
-    Each kind of fault occurs once before any occurs again. Raises ConfigError if the command makes no run or saves too
-    seldom, and ProgramError if it fails without a fault, and so cannot resume after one.
+    Each of `kinds` occurs once before any occurs again. Raises ConfigError if the command makes no run, saves too
+    seldom, or ends before any fault, and ProgramError if it fails without a fault, and so cannot resume after one.
     """
     if type(rounds) is not int or rounds < 1:
         raise ConfigError(f"rounds must be a whole number from 1 on, not {rounds!r}", key="rounds")
     dice = random.Random(seed)
-    faults = [name for _ in range(-(-rounds // len(FAULTS))) for name in dice.sample(FAULTS, len(FAULTS))][:rounds]
+    faults = [name for _ in range(-(-rounds // len(kinds))) for name in dice.sample(kinds, len(kinds))][:rounds]
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="ckpt-chaos-") as folder:
         twin, other = (_Victim(command, Path(folder, name)) for name in ("twin", "hit"))
         commits, gap_s = twin.trained()
@@ -80,12 +102,17 @@ def chaos(
                 if not other.reaches(step):
                     break  # The command has already ended.
                 time.sleep(dice.uniform(0, gap_s))
+                if other.process is not None and other.process.poll() == 0:
+                    break
                 kills.append((other.newest_step(), time.time()))
-                hits.append(Hit(fault, kills[-1][0], other.suffer(fault, gap_s)))
+                status, requests = other.suffer(fault, gap_s)
+                hits.append(Hit(fault, kills[-1][0], status, requests))
                 on_hit(hits[-1])
             other.reaches(math.inf)
         finally:
             other.stop()
+        if not hits:
+            raise ConfigError("the command ended before a fault could hit it", hint="Let it train for longer.")
         damage = verify_run_directory(other.run().history, whole=True)
         wrong = [fault for _, faults in damage.checkpoints.values() for fault in faults]
         proof = compared(twin.run(), other.run(), kills)
@@ -98,6 +125,10 @@ class _Victim(Script):
     process: subprocess.Popen[bytes] | None = None
     was_hit = False
     _copying: Thread | None = None
+
+    def __init__(self, command: Sequence[str], place: Path):
+        super().__init__(command, place)
+        self._faults, self._file = {**_CALM, "jump_s": 0.0}, place.with_suffix(".faults")
 
     def reaches(self, step: float) -> bool:
         """Let the command train until this step is committed; return False if it ends earlier without an error.
@@ -115,14 +146,22 @@ class _Victim(Script):
             time.sleep(LOOK_S)
         return True
 
-    def suffer(self, fault: str, gap_s: float) -> int | None:
-        """Hit all processes of the command; return its exit status, None if it continues."""
+    def suffer(self, fault: str, gap_s: float) -> tuple[int | None, int]:
+        """Hit all processes of the command; return its status (None: it continues), and how much was hit inside."""
         if self.process is None:
             self.restart()
         assert self.process is not None
         pids = [self.process.pid, *started_by(self.process.pid)]
-        self.was_hit = True
-        if fault == "kill":
+        self.was_hit, before = True, self._count()
+        if fault in _INSIDE:
+            self._disturb(_INSIDE[fault])
+            began_s = time.monotonic()
+            while self.process.poll() is None and time.monotonic() - began_s < _END_S:
+                if time.monotonic() - began_s > _INSIDE_GAPS * gap_s and self._count() > before:
+                    break
+                time.sleep(LOOK_S)
+            self._disturb(_CALM)
+        elif fault == "kill":
             kill(self.process)
         elif fault == "terminate":
             _each(pids, lambda pid: os.kill(pid, signal.SIGTERM))
@@ -137,11 +176,25 @@ class _Victim(Script):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(max(_FULL_S, _FULL_GAPS * gap_s))
             _each(pids, lambda pid: _limit(pid, None))
-        return self.process.poll()
+        return self.process.poll(), self._count() - before
+
+    def _disturb(self, faults: Mapping[str, float]) -> None:
+        """Let the command meet some faults inside from now on."""
+        self._faults |= faults
+        written = self._file.with_suffix(".next")
+        written.write_text(json.dumps(self._faults))
+        written.replace(self._file)
+
+    def _count(self) -> int:
+        """Return how many requests and readings of the clock faults have hit inside."""
+        hits = Path(f"{self._file}.hits")
+        return hits.stat().st_size if hits.exists() else 0
 
     def restart(self) -> None:
         """Start the command; its output goes to a pipe, which a limit on its files does not affect."""
         self.stop()
+        self._disturb({})
+        self.environment[CHAOS] = str(self._file)
         self.process, self.was_hit = self.start(subprocess.PIPE), False
         self._copying = Thread(target=_copy, args=(self.process.stdout, self.said), daemon=True)
         self._copying.start()

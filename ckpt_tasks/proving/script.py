@@ -84,6 +84,7 @@ class Script:
         self._command = [word.replace(_PLACE, str(place)) for word in command]
         self._place = place
         self.said = place.with_suffix(".log")
+        self.environment = {_VARIABLE: str(place)}
 
     def run(self) -> Run:
         try:
@@ -151,7 +152,7 @@ class Script:
             try:
                 return subprocess.Popen(
                     self._command,
-                    env={**os.environ, _VARIABLE: str(self._place)},
+                    env={**os.environ, **self.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=said if stdout is None else stdout,
                     stderr=subprocess.STDOUT,

@@ -26,8 +26,9 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
-from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
+from ckpt_tasks.storage.port import SCHEMES, DisturbedStore, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
+from ckpt_tasks.system import Disturbed, system
 
 GROUP = "ckpt_tasks.places"
 # None: opening a store sends no request. The command line sets a limit for each command.
@@ -94,15 +95,24 @@ class Location:
             place = next(place for place in (local.root, *local.root.parents) if os.path.exists(place))
             if not os.path.isdir(place):
                 raise ConfigError(f"{place} is a file, and a run is a directory", hint=_instead_of(str(place)))
-            return local
+            return local if not isinstance(system(), Disturbed) else _disturbed(local)
         from ckpt_tasks.storage.objects import ObjectStore  # This imports fsspec.
         from ckpt_tasks.storage.retrying import RetryingStore
 
-        store = ObjectStore(location.url, location.storage_options)
+        store: Store = ObjectStore(location.url, location.storage_options)
         limit_s = first_answer_s.get()
         if limit_s is not None:
             await_first_answer(store, limit_s)
-        return RetryingStore(store)
+        return RetryingStore(store) if not isinstance(system(), Disturbed) else _disturbed(store)
+
+
+def _disturbed(store: Store) -> Store:
+    """Return the store as a script under `ckpt chaos` reaches it: like a server that is slow or fails."""
+    from ckpt_tasks.storage.retrying import RetryingStore
+
+    disturbed = system()
+    assert isinstance(disturbed, Disturbed)
+    return RetryingStore(DisturbedStore(store, disturbed))
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:

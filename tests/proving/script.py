@@ -12,6 +12,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer
 
 forgets = sys.argv[1:]
+STEPS = 201 if "longer" in forgets else 61 if "long" in forgets else 17
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -23,7 +24,7 @@ config = CheckpointConfig(
     checkpoint_dir=os.environ["CKPT_RUN"], step_interval=2, max_num_checkpoints=2, memory_dir=None
 )
 with Checkpointer(config) as ckpt:
-    for step in range(ckpt.restore(state) + 1, 61 if "long" in forgets else 17):
+    for step in range(ckpt.restore(state) + 1, STEPS):
         loss = model(torch.randn(8, 4)).square().mean() * (1 + torch.rand((), generator=own))
         optimizer.zero_grad()
         loss.backward()

@@ -93,6 +93,11 @@ class Leg:
         elif self._kind == "steps":
             self._count()
 
+    @property
+    def is_last(self) -> bool:
+        """True if nobody kills this leg."""
+        return self._kind is None
+
     def spare(self) -> None:
         """Let this process live: another one of the leg is killed."""
         self._kind = None
