@@ -6,11 +6,13 @@ wanted to change it must be warned. Only new objects, which have not taken a ste
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ckpt_tasks.objects.differences import Differences
 
@@ -36,12 +38,31 @@ def replaced_options(
         left_out = counted | _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
         shared = sorted((here.keys() & there.keys()) - left_out)
-        notes.append({key: (here[key], there[key]) for key in shared if _differ(here[key], there[key])})
+        note = {key: (here[key], there[key]) for key in shared if _differ(here[key], there[key])}
+        if "lr" in note and _is_lowered(optimizer, len(notes), *note["lr"]):
+            del note["lr"]
+        notes.append(note)
     alike = all(note == notes[0] for note in notes)
     for n, note in enumerate(notes[:1] if alike else notes):
         for key, values in note.items():
             place = f"{name} {'lr' if key == 'initial_lr' else key}"
             differences.replace(place if alike else f"{place} of param group {n}", *values)
+
+
+def _is_lowered(optimizer: Optimizer, n: int, here: float, there: float) -> bool:
+    """Return True if a plateau schedule of an optimizer lowers the rate of param group n from `here` to `there`.
+
+    Such a schedule leaves no `initial_lr`, and often it is not in the state by itself: so look among all objects.
+    """
+    for schedule in gc.get_objects():
+        if not issubclass(type(schedule), ReduceLROnPlateau) or schedule.optimizer is not optimizer:
+            continue
+        rate, lower = here, max(here * schedule.factor, schedule.min_lrs[n])
+        while rate > there and rate - lower > schedule.eps:
+            rate, lower = lower, max(lower * schedule.factor, schedule.min_lrs[n])
+        if rate == there:
+            return True
+    return False
 
 
 def _counted(optimizer: Optimizer) -> frozenset[str]:

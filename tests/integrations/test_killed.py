@@ -72,8 +72,7 @@ def test_killed_in_some_steps(job: str, options: dict[str, Any], stops: list[int
     assert statuses == [0, *[-9] * len(stops), 0]
     assert begins(legs)[1:] == stops
     assert_equal(reference, legs)
-    if not options.get("plateau"):  # it leaves no initial_lr: a rate that it has lowered is told of as if a user had
-        assert [warned(leg) for leg in (reference, *legs)] == [[]] * (len(stops) + 2)
+    assert [warned(leg) for leg in (reference, *legs)] == [[]] * (len(stops) + 2)
 
 
 PLATEAU = {

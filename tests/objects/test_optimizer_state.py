@@ -305,3 +305,23 @@ def test_what_groups_share_they_share_again() -> None:
         others = other["exp_avg"], fresh["plain"]["t"], torch.from_numpy(fresh["plain"]["n"])
         assert {shown.data_ptr() for shown in others} == {one["exp_avg"].data_ptr()}
         assert one["exp_avg_sq"].data_ptr() != other["exp_avg_sq"].data_ptr()
+
+
+def test_a_rate_that_a_plateau_has_lowered_is_no_other_setting() -> None:
+    """P50: nothing is said of a rate that the schedule lowers from the program's own; of any other rate it is said."""
+
+    def made(lr: float) -> tuple[dict[str, Any], torch.optim.lr_scheduler.ReduceLROnPlateau]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0)
+        return {"optimizer": optimizer}, schedule  # As in a framework that keeps the schedule's state itself.
+
+    state, schedule = made(0.1)
+    for _ in range(3):
+        schedule.step(1.0)
+    lowered = state["optimizer"].param_groups[0]["lr"]
+    assert lowered == pytest.approx(0.009)
+    saved = save(state)
+    for lr, said in ((0.1, ()), (0.2, (f"optimizer lr: {lowered} → 0.2. {lowered} is restored.",))):
+        state, schedule = made(lr)
+        assert plan_restore(state, saved.groups, saved.stored).replaced == said
+        del schedule
