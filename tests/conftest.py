@@ -137,7 +137,7 @@ def _surroundings() -> dict[str, object]:
 def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
     yield
-    ours = tuple(map(os.fsencode, (tmp_path_factory.getbasetemp(), f"{_MEMORY}/{_IN_MEMORY}")))
+    ours = os.fsencode(tmp_path_factory.getbasetemp()), os.fsencode(f"{_MEMORY}/{_IN_MEMORY}")
     for lock in Path(_MEMORY).glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
         if lock.read_bytes().startswith(ours):
             shutil.rmtree(lock.parent, ignore_errors=True)
