@@ -310,9 +310,9 @@ def restore_drill(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore DIR into its program in a fresh process.
+    """Restore DIR into its program, in one fresh process for each rank.
 
-    The process is one of this host, and the run keeps the result. Restored is the newest checkpoint, or the one that
+    The processes run on this host, and the run keeps the result. The checkpoint is the newest one, or the one that
     @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
     `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a process that trains the run, and needs
     as much memory as the program's state. It runs the program's code.

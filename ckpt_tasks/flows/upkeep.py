@@ -123,7 +123,7 @@ def upkeep(
 
     If anything is damaged, the flow run fails, lists every fault, and prunes nothing: a damaged checkpoint may be the
     only one that is left. With `restore_drill` the newest checkpoint is also restored into its program, or into
-    `program`, in a fresh process of this host; the flow run fails if it cannot be.
+    `program`, in fresh processes of this host; the flow run fails if it cannot be.
     """
     config = config_of_run(checkpoint, run_key)
     verified = verify(config)

@@ -42,7 +42,7 @@ _DEADLINE_S = 3600.0  # Ranks may wait this long for the slowest one's restore.
 def drill_run(
     location: Location, program: str | None = None, *, run_key: str | None = None, which: int | str = "latest"
 ) -> Drill:
-    """Restore a checkpoint into a program ("module:Factory"; None: the run's own) in a fresh process; record it.
+    """Restore a checkpoint into a program ("module:Factory"; None: the run's own) in fresh processes; record it.
 
     The `fault` of the drill says why this host cannot restore it: damage, a program that cannot be built or does not
     fit, a killed process. Raises ConfigError without a program, CheckpointNotFoundError, and StoreError if the store
