@@ -30,7 +30,7 @@ def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
 
 
 def hold_within(ckpt: Checkpointer, loop: CodeType) -> None:
-    """Hold signals back only while a frame of this code runs, since a loop cannot see that an exception has left it."""
+    """Hold signals back only while a frame of this code runs: an iterator does not learn that an exception ended it."""
     ckpt._interrupt.within = loop
 
 

@@ -149,7 +149,7 @@ class Epochs(Iterator[int]):
     def _hold_signals(self, here: FrameType | None) -> None:
         loop = here and here.f_back
         while loop is not None and loop.f_code.co_flags & inspect.CO_GENERATOR:
-            loop = loop.f_back  # A progress bar around the epochs has this frame, which does not run during the loop.
+            loop = loop.f_back  # This frame is a progress bar's: it is suspended while the loop runs.
         if loop is not None:
             hold_within(self.ckpt, loop.f_code)
 

@@ -67,7 +67,7 @@ class LeftOut:
 
 
 class Spikes:
-    """Watches one metric for spikes in rank 0, by the last steps of the line that training continues."""
+    """Compares each value of one metric with the last steps before it, in rank 0, to find spikes."""
 
     def __init__(self, metric: str | None):
         self.metric = metric or ""

@@ -49,7 +49,7 @@ class SiteProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A site: its API, its processes on this host by name of the part, and the file of its password."""
+    """A site: its API, its processes on this host (by part name: server, worker, keeper), and its password file."""
 
     url: str
     started: Mapping[str, SiteProcess] = field(default_factory=dict)

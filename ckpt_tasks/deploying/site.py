@@ -216,7 +216,7 @@ def _pool(client: SyncPrefectClient) -> SitePart:
 
 
 def _deploy(directory: Path, site: Site) -> tuple[tuple[str, ...], Path]:
-    """Deploy with Prefect's own command; return the names, and the file that they come from."""
+    """Deploy with Prefect's own command; return the deployments' names, and the file that declares them."""
     file = directory / "prefect.yaml"
     file = file if file.exists() else _HERE / "prefect.yaml"
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]

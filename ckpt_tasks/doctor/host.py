@@ -80,7 +80,7 @@ def _proved(store: Store, seen: str, written: dict[str, Any]) -> Check:
 
 
 def _disk(store: Store, run: Run | None) -> Iterator[Check]:
-    """Check, without writing, that a local run can be written; a directory without a run has just been probed."""
+    """Check, without writing, that a local run can be written; without a run, an earlier check has tried it."""
     if store.endpoint is not None or not (Path(store.url) / "ledger").is_dir():
         return
     paths = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]

@@ -1,7 +1,7 @@
 """A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, other ranks follow it.
 
 Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts the order, and the
-others do the same. Each has its own Checkpointer, as in a torchrun script; they agree on signals by their horizon.
+others do the same. Each has its own Checkpointer, as in a torchrun script. Ranks agree on the step that a signal ends.
 
 No rank is started here. If a rank fails, every process ends, and the launcher starts all of them again.
 """

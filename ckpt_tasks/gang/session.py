@@ -225,7 +225,7 @@ class GangSession:
             self._interrupt.deliver()
 
     def _end(self, *, keep: bool) -> None:
-        """Have the ranks commit saves under way, release the run, and end."""
+        """Have the ranks finish their running saves, release the run, and end."""
         if self._gang.ranks:
             self._carry_out("close", self._gang.ranks, keep=keep)
             self._gang.await_end(_EXIT_S)
@@ -237,7 +237,7 @@ class GangSession:
         try:
             self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
-        # Also after a signal: the ranks are in the middle of a step.
+        # A signal's exception too: the ranks are in the middle of a step.
         except BaseException as error:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0, error.began)

@@ -4,7 +4,7 @@ Invariants
 
 1. As for every source nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and the bytes are read
    with their CRCs before anything is written.
-2. A tensor is only an address without memory, from which nothing is read. `copied` assembles its parts.
+2. A tensor here is a placeholder without memory: nothing reads its values. `copied` assembles its parts.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class SourceFile:
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
     def records(self) -> dict[str, Record]:
-        """Return the records of a zip file, by their names without the directory; raise IntegrityError."""
+        """Return a zip file's records, by name without the directory; raise IntegrityError if the file is damaged."""
         self._check_end()
         try:
             with self._archive() as archive:

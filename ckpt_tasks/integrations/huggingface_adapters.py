@@ -61,12 +61,12 @@ class AdaLoraRanks:
         self._parameters = dict(model.base_model.model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by parameter, and the ranks in use."""
+        """Return AdaLoRA's averages by parameter, and the LoRA ranks that are in use."""
         averages = {name: getattr(self._allocator, name) for name in _AVERAGES}
         return {**averages, "rank_pattern": self._allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the averages, each on its parameter's device, and the ranks in use."""
+        """Set the averages, each on its parameter's device, and the LoRA ranks that are in use."""
         for name in _AVERAGES:
             own = {key: value.to(self._parameters[key].device) for key, value in state_dict[name].items()}
             setattr(self._allocator, name, own)

@@ -47,7 +47,7 @@ _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
 # A completed run tries for 8 s, every 2 s, to update its pages, because nothing updates them later.
 _LAST_S, _AGAIN_S = 8.0, 2.0
-_MOST_ENTRIES = 1_000  # The pages read so many ledger entries; `ckpt report` reads more.
+_MOST_ENTRIES = 1_000  # Pages read this many ledger entries; `ckpt report` reads more.
 _BATCHES_MEASURED = 8
 _NO_ANSWER = (json.JSONDecodeError, ValidationError)  # A proxy that answers in place of the server causes these.
 

@@ -18,7 +18,7 @@ from ckpt_tasks.errors import ConfigError
 
 OVERHEAD_CAP = 0.03  # Waiting for saves takes at most this share of the time.
 PRIOR_MTBF_S = 86_400.0
-PRIOR_FAILURES = 0.1  # With a prior of a whole failure, the data would count for little during days.
+PRIOR_FAILURES = 0.1  # A prior of one whole failure would outweigh the data for days.
 HYSTERESIS = 0.25  # The optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best.
 FIRST_INTERVAL_S = 60.0  # The first save comes early, to measure what a save costs.
 

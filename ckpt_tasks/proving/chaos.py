@@ -31,7 +31,7 @@ from ckpt_tasks.proving.script import LOOK_S, Script, compared, exits_on_signals
 from ckpt_tasks.system import CHAOS
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
-# Faults that the command meets inside, each with what it sets until it is over; a clock stays as it is.
+# Faults inside the command's process: what each sets while it lasts. A clock that has jumped does not go back.
 _INSIDE = {
     "slow store": {"delay_s": 0.3},
     "failing store": {"failing": 0.6},

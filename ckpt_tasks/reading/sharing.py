@@ -46,7 +46,7 @@ class Readers(NamedTuple):
 
 
 class ReadShare(NamedTuple):
-    """Which rank of this host reads which region, this rank's `place` among them, and each rank's memory if kept."""
+    """Which rank of this host reads which region, this rank's `place` among them, and the memory that ranks share."""
 
     place: int
     readers: Mapping[str, Readers]

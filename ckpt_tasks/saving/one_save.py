@@ -74,8 +74,7 @@ class OneSave:
         return done
 
     def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
-        """Write this rank's part, except objects of the last checkpoint; return it, and the state that the first rank
-        admitted.
+        """Write this rank's part, but no object of the last checkpoint; return it, and in rank 0 the ledger's head.
 
         The part is None if a newer snapshot has replaced this one.
         """

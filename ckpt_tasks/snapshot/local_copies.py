@@ -81,7 +81,7 @@ class LocalCopies:
         return sorted(seals, key=lambda seal: (seal.checkpoint.step, seal.checkpoint.saved_at), reverse=True)
 
     def retain(self, live: Iterable[Checkpoint]) -> None:
-        """Delete copies that belong neither to a live checkpoint nor to the newest copy."""
+        """Delete all copies except the newest one, and those of live checkpoints."""
         kept: set[str | None] = {self._newest}
         reused: list[str] = []
         for checkpoint in live:

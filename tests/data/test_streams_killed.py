@@ -22,8 +22,6 @@ ROWS += [{"over": "by number", "workers": 2, "ranks": 2}, {"over": "by number", 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_killed_twice_at_random(row: dict[str, Any], tmp_path: Path) -> None:
     """P16, P22, P25, P73: killed in steps, in saves and anywhere, on one rank and on two, no sample or bit differs."""
-    if row["over"] == "webdataset":
-        pytest.importorskip("webdataset")
     moments = random_moments(zlib.crc32(str(row).encode()), kills=2)
     reference, legs, statuses = compared(JOB, tmp_path, row, moments)
     assert statuses[-1] == 0

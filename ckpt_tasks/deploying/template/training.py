@@ -16,7 +16,7 @@ from ckpt_tasks import ResumableSampler
 class Training:
     """Learns to tell two spirals apart. Arguments are set by `ckpt train … --param width=128`."""
 
-    unit = "points"  # train_step() returns the number of points that it used under this name.
+    unit = "points"  # Under this name train_step() returns how many points it used.
 
     def __init__(self, *, seed: int = 0, width: int = 64, lr: float = 3e-3, batch_size: int = 32):
         torch.manual_seed(seed)
