@@ -50,7 +50,7 @@ class Moment:
     clock. `text` is the entry's own text: why an owner came, what failed, which suite. A commit also has identities,
     and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown; of
     "compiled": the first step, which built the code). `steps` are name and digest of its table of steps; `resumed` has
-    the parts of the preceding resume, by RESUMED.
+    the parts of the preceding resume, by RESUMED. `failed_saves` counts those between the previous commit and this one.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class Moment:
     step_s: float | None = None
     steps: tuple[str, str] | None = None
     resumed: Mapping[str, float] = field(default_factory=dict)
+    failed_saves: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,7 @@ def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
         step_s=_seconds(event, "step_s"),
         steps=steps_of(event, made.step) if made else None,
         resumed=_resumed(event.get("resumed")),
+        failed_saves=failed if type(failed := event.get("failed_saves")) is int and failed > 0 else 0,
     )
 
 

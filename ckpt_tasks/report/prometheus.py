@@ -144,6 +144,10 @@ _METRICS: dict[str, tuple[str, _Values]] = {
     "stall_seconds": ("how long training waited for the last save", _of_last_commit(lambda one: one.stall_s)),
     "flush_seconds": ("from its snapshot to its commit", _of_last_commit(lambda one: one.flush_s)),
     "commits_total": ("checkpoints that were committed", _number_of("commit")),
+    "failed_saves_total": (
+        "saves that failed before a later one of the same process was committed",
+        _one(lambda look, course: sum(one.moment.failed_saves for one in course.of("commit"))),
+    ),
     "failures_total": ("attempts that failed in a process that lived on", _number_of("failure")),
     "deaths_total": ("owners that ended without a release", _one(lambda look, course: len(course.deaths))),
     "resumes_total": ("owners after the first", _one(lambda look, course: len(course.resumes))),

@@ -104,10 +104,12 @@ class OneSave:
         observed = {**snapshot.observed, "flush_s": round(system().monotonic() - snapshot.taken_s, 6)}
         if snapshot.superseded:
             observed["superseded"] = [*snapshot.superseded]
+        if snapshot.tenure.failed_saves:
+            observed["failed_saves"] = snapshot.tenure.failed_saves
         if resumed := snapshot.tenure.resume.parts:
             observed["resumed"] = resumed
         entry, steps = committer.commit(admitted, prepared, cost_s=snapshot.stall_s, observed=observed)
-        snapshot.tenure.resume.parts = {}
+        snapshot.tenure.resume.parts, snapshot.tenure.failed_saves = {}, 0
         if steps:
             self._listeners.measured(steps)
         return entry
@@ -115,6 +117,7 @@ class OneSave:
     def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
         """Remove everything of a save that failed in this or another rank, except the snapshot in memory."""
         tenure, attempt = snapshot.tenure, snapshot.saving.attempt
+        tenure.failed_saves += 1
         tenure.fenced = tenure.fenced or isinstance(error, FencedError)
         if type(error) is StateError:  # The ranks' states do not fit together: no rank may restore the snapshot.
             snapshot.unsealed = True

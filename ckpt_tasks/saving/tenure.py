@@ -135,6 +135,7 @@ class Tenure:
 
     Only the first rank has the `committer` and the `heartbeat`. `damaged` names the unreadable ledger entries; the
     owner's own entry is above them. `fenced` is set once a save finds that another process owns the directory.
+    `failed_saves` counts those since the last commit.
     """
 
     owner: Owner
@@ -146,6 +147,7 @@ class Tenure:
     heartbeat: Heartbeat | None = None
     fenced: bool = False
     saves: int = 0
+    failed_saves: int = 0
     resume: Resume = field(default_factory=Resume)
 
     def new_saving(

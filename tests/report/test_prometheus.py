@@ -22,7 +22,7 @@ from prometheus_client import generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.errors import CheckpointNotFoundError, StoreError
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Drill
 from ckpt_tasks.ledger.goodput import Course, Followed, follow
@@ -30,7 +30,7 @@ from ckpt_tasks.ledger.timeline import read_timeline
 from ckpt_tasks.reading.overview import Look, looks_at, places_of
 from ckpt_tasks.report.prometheus import Runs, metric_texts, registry_of
 from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.testing import die
+from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
 from tests.support.cli_runs import ckpt
 from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
@@ -225,6 +225,28 @@ def test_a_metric_is_read_again_each_time(runs: Path) -> None:
         server.server_close()
         thread.join()
     assert (now["ckpt_commits_total", "killed"], now["ckpt_last_checkpoint_step", "killed"]) == (4, 4)
+
+
+def test_saves_that_failed_are_counted_with_the_next_commit() -> None:
+    """Two saves that a store refused are two failed saves, once; the next process counts anew."""
+    store = FaultyStore(MemoryStore())
+    config = CheckpointConfig(checkpoint_dir=located(store, deadline_s=0.1), run_key="run", memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        ckpt.save(1, {"x": torch.zeros(8)})
+        down = store.on("refused", verb="put put_if_absent")
+        for step in (2, 3):
+            with pytest.raises(StoreError):
+                ckpt.save(step, {"x": torch.full((8,), float(step))})
+        store.off(down)
+        for step in (4, 5):
+            ckpt.save(step, {"x": torch.full((8,), float(step))})
+    with Checkpointer(config) as ckpt:
+        ckpt.restore(state := {"x": torch.zeros(8)})
+        ckpt.save(6, state)
+    commits = [one.failed_saves for one in read_timeline(open_run(config.location).history).moments if one.identity]
+    assert commits == [0, 2, 0, 0]
+    found = samples(generate_latest(registry_of(store)).decode())
+    assert [value for key, value in found.items() if key[0] == "ckpt_failed_saves_total"] == [2]
 
 
 def test_the_verb_writes_a_file_that_is_whole(runs: Path) -> None:
