@@ -1,4 +1,4 @@
-"""Lines for people; writing them must not end training, even if nobody reads them any more or the disk is full.
+"""Lines for people. Neither a reader that has gone nor a full disk may end training when a line is written.
 
 Any log handler may raise: logging's own if stderr is closed, a handler of the user's, and rich's, which raises
 SystemExit when the reader of its output has left.

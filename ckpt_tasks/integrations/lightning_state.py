@@ -74,7 +74,7 @@ def begin_streams(trainer: Trainer) -> None:
     for loader in combined.flattened if combined is not None else []:
         stream = getattr(loader, "dataset", None)
         if datasets is not None and isinstance(stream, datasets.IterableDataset):
-            # A stream ignores the state of another epoch: so this one begins anew.
+            # A stream ignores the state of another epoch, and so begins at its start.
             stream.load_state_dict({**stream.state_dict(), "epoch": -1})
 
 

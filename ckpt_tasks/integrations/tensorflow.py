@@ -123,7 +123,7 @@ def _packed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(content: bytes, name: str) -> tuple[int, Any]:
-    """Return a file's size and its padded bytes: a save plans anew if a shape changes, as an iterator's does."""
+    """Return a file's size and its padded bytes: if the shape changed, as an iterator's does, a save plans again."""
     padded = content.ljust(-(-len(content) // _ROUND_BYTES) * _ROUND_BYTES, b"\0")
     return len(content), tensor_of(np.frombuffer(padded, np.uint8), name)
 

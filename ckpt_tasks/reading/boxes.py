@@ -68,12 +68,11 @@ def _stack(one: IndexRow, two: IndexRow) -> Box | None:
     axis = 0
     while shape[axis] == 1 and offset[axis] == after[axis] and axis < len(shape) - 1:
         axis += 1
-    rest = axis + 1
-    if offset[axis] + shape[axis] != after[axis] or (offset[rest:], shape[rest:]) != (after[rest:], more[rest:]):
+    before, rest = shape[:axis], axis + 1
+    fits = before == more[:axis] and (offset[rest:], shape[rest:]) == (after[rest:], more[rest:])
+    if not fits or offset[axis] + shape[axis] != after[axis]:
         return None
-    return (
-        Box(offset, (*shape[:axis], shape[axis] + more[axis], *shape[rest:])) if shape[:axis] == more[:axis] else None
-    )
+    return Box(offset, (*before, shape[axis] + more[axis], *shape[rest:]))
 
 
 def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:

@@ -154,7 +154,8 @@ class _CoveredTensors(DownloadedTensors):
             self._regions.setdefault(row.full_key, []).append(row)
         self._asked: list[tuple[torch.Tensor, str]] = []
         # Digests in memory are work for the cores, which the ranks of this host share.
-        self._threads = max(1, (os.cpu_count() or 1) // store.ranks) if self._mapped else self._threads
+        if self._mapped:
+            self._threads = max(1, min(self._threads, (os.cpu_count() or 1) // store.ranks))
         self._is_complete = store.is_complete  # If it is complete, `open` has checked that no tensor has a hole.
 
     def read(self, key: str) -> torch.Tensor:

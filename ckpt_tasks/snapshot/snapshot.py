@@ -158,7 +158,7 @@ class ImageSet:
 
 
 class LateCopy:
-    """Copies that the thread that waits for them makes, from tensors that nobody changes; and those of devices."""
+    """Copies of constant tensors, which the thread that waits for them makes, and copies from devices."""
 
     def __init__(self, moves: Sequence[tuple[Move, torch.Tensor]], on_devices: DeviceCopy | None):
         self._moves = moves  # Each move with the tensor that keeps its memory alive.

@@ -95,24 +95,26 @@ class Location:
             place = next(place for place in (local.root, *local.root.parents) if os.path.exists(place))
             if not os.path.isdir(place):
                 raise ConfigError(f"{place} is a file, and a run is a directory", hint=_instead_of(str(place)))
-            return local if not isinstance(system(), Disturbed) else _disturbed(local)
+            return _as_reached(local)
         from ckpt_tasks.storage.objects import ObjectStore  # This imports fsspec.
-        from ckpt_tasks.storage.retrying import RetryingStore
 
-        store: Store = ObjectStore(location.url, location.storage_options)
+        store = ObjectStore(location.url, location.storage_options)
         limit_s = first_answer_s.get()
         if limit_s is not None:
             await_first_answer(store, limit_s)
-        return RetryingStore(store) if not isinstance(system(), Disturbed) else _disturbed(store)
+        return _as_reached(store)
 
 
-def _disturbed(store: Store) -> Store:
-    """Return the store as a script under `ckpt chaos` reaches it: like a server that is slow or fails."""
+def _as_reached(store: Store) -> Store:
+    """Retry requests to a server; under `ckpt chaos` every store is reached like a server that is slow or fails."""
+    current = system()
+    if isinstance(current, Disturbed):
+        store = DisturbedStore(store, current)
+    elif isinstance(store, LocalStore):
+        return store
     from ckpt_tasks.storage.retrying import RetryingStore
 
-    disturbed = system()
-    assert isinstance(disturbed, Disturbed)
-    return RetryingStore(DisturbedStore(store, disturbed))
+    return RetryingStore(store)
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
