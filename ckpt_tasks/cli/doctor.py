@@ -310,7 +310,7 @@ def restore_drill(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore DIR into its program, in one fresh process for each rank.
+    """Restore DIR into its program, in a fresh process per rank.
 
     The processes run on this host, and the run keeps the result. The checkpoint is the newest one, or the one that
     @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
