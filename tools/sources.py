@@ -42,13 +42,24 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of everything that is imported anywhere in the file, inside functions too.
+@functools.cache
+def walk(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return every node of a file, listed once a process: dozens of rules look at all of them."""
+    return (*ast.walk(tree),)
+
+
+@functools.cache
+def imports(tree: ast.Module) -> tuple[tuple[int, str], ...]:
+    """Return (line, dotted name) of everything that is imported anywhere in the file, inside functions too.
 
     `from a import b` yields `a.b`: b may be a module, and `a` alone would hide which one. Names given to
     `import_module` or `__import__` as literals count as well.
     """
-    for node in ast.walk(tree):
+    return (*_imports(tree),)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

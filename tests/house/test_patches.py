@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.sources import files, parse
+from tools.sources import files, parse, walk
 
 # Bounds and sizes, made small: what is beyond them would take gigabytes, or minutes.
 SMALL = {
@@ -79,10 +79,10 @@ def replaced(path: Path) -> Iterator[str]:
     """Yield the names of ours that a test file replaces with `setattr(target, name, …)`."""
     tree = parse(path)
     homes: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckpt_tasks"):
             homes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"):
             continue
         target, name = node.args[:2]

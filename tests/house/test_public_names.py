@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import ckpt_tasks
-from tools.sources import ROOT, parse
+from tools.sources import ROOT, files, module_name, parse
 
 PUBLIC = [
     "AttemptHooks",
@@ -38,27 +38,19 @@ PUBLIC = [
 _OF_PREFECT = {"AttemptHooks", "CheckpointStore", "resumable_task"}
 
 
-def fresh(code: str) -> str:
-    """Run code in a new interpreter and return what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_the_public_names_are_these() -> None:
     """The package offers exactly the names pinned here."""
     assert ckpt_tasks.__all__ == PUBLIC, "a public name is for ever: is it meant? Then pin it here, and in CHANGELOG.md"
     assert {name for name in dir(ckpt_tasks) if not name.startswith("_")} >= {*PUBLIC}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_name_is_there(name: str) -> None:
+def test_a_public_name_is_there() -> None:
     """Every name that is listed can be had, is defined where the table says, and carries a docstring."""
-    value = getattr(ckpt_tasks, name)
-    assert value.__doc__
-    if name != "errors":
-        assert value.__module__ == typed()[name]
-        assert value.__name__ == name
+    values = {name: getattr(ckpt_tasks, name) for name in PUBLIC}
+    assert [name for name, value in values.items() if not value.__doc__] == []
+    del values["errors"]
+    assert {value.__name__: value.__module__ for value in values.values()} == typed()
+    assert [value.__name__ for value in values.values()] == [*values]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -67,18 +59,34 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ckpt_tasks.Chekpointer  # noqa: B018
 
 
-def test_importing_the_package_imports_neither_torch_nor_prefect() -> None:
-    """A fresh `import ckpt_tasks`, its names listed too, brings in neither torch nor Prefect, pyarrow or numpy."""
-    code = "import sys, ckpt_tasks; dir(ckpt_tasks)\n"
-    code += "print(sorted({'torch', 'prefect', 'pyarrow', 'numpy'} & {*sys.modules}))"
-    assert fresh(code) == "[]"
+FRESH = """
+import importlib, sys, ckpt_tasks
+
+def heavy(*packages):
+    return sorted({*packages} & {*sys.modules})
+
+dir(ckpt_tasks)
+assert not heavy("torch", "prefect", "pyarrow", "numpy"), heavy("torch", "prefect", "pyarrow", "numpy")
+for name in MODULES:
+    importlib.import_module(name)
+    assert not heavy("torch", "prefect"), (name, heavy("torch", "prefect"))
+for name in NAMES:
+    getattr(ckpt_tasks, name)
+    assert not heavy("prefect"), name
+"""
 
 
-def test_only_the_orchestration_needs_prefect() -> None:
-    """The checkpoint library works without Prefect in any loop: using its names does not import it."""
+def test_an_import_brings_in_what_it_needs_alone() -> None:
+    """A fresh `import ckpt_tasks`, its names listed too, brings in neither torch nor Prefect, pyarrow or numpy.
+
+    Every module of policy/, format/ and layout/ brings in neither torch nor Prefect. The checkpoint library works
+    without Prefect in any loop: using its names does not import it.
+    """
+    modules = [module_name(path) for path in files("ckpt_tasks/policy", "ckpt_tasks/format", "ckpt_tasks/layout")]
     names = [name for name in PUBLIC if name not in {"errors", *_OF_PREFECT}]
-    code = f"import sys, ckpt_tasks\nfor name in {names}:\n    getattr(ckpt_tasks, name)\n"
-    assert fresh(code + "    assert 'prefect' not in sys.modules, name\nprint(name)") == names[-1]
+    code = f"MODULES, NAMES = {modules}, {names}\n{FRESH}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def typed() -> dict[str, str | None]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import markdown
-import pytest
 from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from mkdocs.config.defaults import MkDocsConfig
 
 from tools.pages.site import OUTSIDE, site_links
 from tools.sources import ROOT, files
@@ -45,15 +42,10 @@ def test_links_become_those_of_the_site() -> None:
     assert site_links("[lost](LOST.md)", "STORES.md", pages) == "[lost](LOST.md)"  # the build warns of it
 
 
-@cache
-def site_config() -> MkDocsConfig:
-    return load_config(str(ROOT / "mkdocs.yml"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_github_and_the_site_show_the_same(page: Path) -> None:
+def test_github_and_the_site_show_the_same() -> None:
     """Both read the same headings, lists, tables, blocks, links and pictures from a page's Markdown."""
-    config, text = site_config(), page.read_text(encoding="utf-8")
-    site = markdown.markdown(text, extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
-    github = MarkdownIt("commonmark").enable("table").render(text)
-    assert Counter(_SHOWN.findall(site)) == Counter(_SHOWN.findall(github))
+    config, github = load_config(str(ROOT / "mkdocs.yml")), MarkdownIt("commonmark").enable("table")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        site = markdown.markdown(text, extensions=config.markdown_extensions, extension_configs=config.mdx_configs)
+        assert Counter(_SHOWN.findall(site)) == Counter(_SHOWN.findall(github.render(text))), page

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tools.sources import ROOT, files, parse
+from tools.sources import ROOT, files, parse, walk
 
 PAGE = ROOT / "docs" / "PITFALLS.md"
 _ROW = re.compile(r"^\| P(\d+) \|([^|]*)\|[^|]*\|([^|]*)\|$", flags=re.MULTILINE)
@@ -20,7 +20,7 @@ def rows(page: str) -> list[tuple[int, str, str]]:
 def marked() -> Iterator[tuple[int, int, str, str]]:
     """Yield (number, how many its test covers, file below tests/, test) for every number in the docstring of a test."""
     for path in files("tests"):
-        for node in ast.walk(parse(path)):
+        for node in walk(parse(path)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 numbers = re.findall(r"\bP(\d+)\b", ast.get_docstring(node) or "")
                 for number in numbers:
