@@ -19,10 +19,9 @@ from itertools import count
 from typing import Literal
 
 from ckpt_tasks.checkpoint.leaving import die, elapse, images_of, look, seal, settle, under_way
-from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.format.keys import is_object_name
+from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.storage.port import OneByOne, Store, WrappedStore
+from ckpt_tasks.storage.port import OneByOne, Store, WrappedStore, base_of, check_name
 from ckpt_tasks.storage.retrying import RetryingStore
 
 __all__ = [
@@ -91,7 +90,7 @@ class MemoryStore(OneByOne):
 
     def put_if_absent(self, name: str, body: bytes) -> None:
         """Put an object; raise ObjectExistsError if the name is taken."""
-        _check(name)
+        check_name(name)
         with self._lock:
             if name in self.objects:
                 raise ObjectExistsError("the object exists already", key=name)
@@ -99,12 +98,12 @@ class MemoryStore(OneByOne):
 
     def replace(self, name: str, body: bytes) -> None:
         """Put or overwrite an object."""
-        _check(name)
+        check_name(name)
         self.objects[name] = bytes(body)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return an object's bytes; raise IntegrityError if there are more than `max_bytes`."""
-        _check(name)
+        check_name(name)
         data = self.objects.get(name)
         if data is None:
             raise ObjectNotFoundError("no such object", key=name)
@@ -129,13 +128,12 @@ class MemoryStore(OneByOne):
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         """List the names that begin with `prefix`, in order; raise ConfigError for an invalid prefix."""
-        if prefix:
-            _check(prefix.removesuffix("/"))
+        base_of(prefix)
         return sorted([name for name in [*self.objects] if name.startswith(prefix)])[:limit]
 
     def delete(self, name: str) -> None:
         """Delete an object; do not raise if it is missing."""
-        _check(name)
+        check_name(name)
         self.objects.pop(name, None)
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
@@ -302,11 +300,6 @@ class FaultyStore(WrappedStore):
         failure = InjectedError(f"no answer from the store ({fate})", key=name)
         failure.refused = fate == "refused"
         raise failure
-
-
-def _check(name: str) -> None:
-    if not is_object_name(name):
-        raise ConfigError(f"{name!r:.100} is not an object name")
 
 
 def _tried(effect: Callable[[bytes], None], body: bytes) -> None:

@@ -13,26 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-
-import torch
+from functools import partial
 
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
 from ckpt_tasks.format.ledger import lineage
-from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.importing.plan import ImportPlan, spec_of
 from ckpt_tasks.importing.sources import SourceTensor
 from ckpt_tasks.layout.image import TensorSpec, plan_image, plan_parts
-from ckpt_tasks.layout.index import Index
 from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, joined
+from ckpt_tasks.saving.parts import RankPart, Saving, Stored, joined, put_tensors
 from ckpt_tasks.saving.prepared import prepare_checkpoint
 from ckpt_tasks.saving.tenure import Line, Tenure
-from ckpt_tasks.snapshot.snapshot import storable
+from ckpt_tasks.snapshot.snapshot import bytes_of
 from ckpt_tasks.storage.port import Store, WatchedStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
@@ -89,7 +85,7 @@ class ImportedRun(HeldRun):
         saving = _new_saving(tenure, plan)
         store = self._history.store
         try:
-            part = _Writer(store, saving.attempt, plan, on_progress).write()
+            part = _write_all(store, saving.attempt, plan, on_progress)
             prepared = prepare_checkpoint(saving, [part])
             committer.put_manifest(prepared)
             new = prepared.checkpoint(parent=None, n=admitted[0].next_n, cost_s=0.0)
@@ -117,62 +113,36 @@ def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
 def _check_bounds(plan: ImportPlan) -> None:
     """Make index and manifest without a store or tensor bytes, and raise what a save or a reader would raise."""
     saving = _new_saving(Tenure(identify(None), "run", Line()), plan)
-    prepare_checkpoint(saving, [_Writer(None, saving.attempt, plan).write()])
+    prepare_checkpoint(saving, [_write_all(None, saving.attempt, plan)])
 
 
-class _Writer:
-    """Writes tensors into a store, in the same files as a save; without a store, only plans them."""
+def _write_all(
+    store: Store | None, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None
+) -> RankPart:
+    """Write the plan's tensors in the same files as a save, group by group; without a store, only plan them."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for key, tensor in plan.tensors.items():
+        groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))
 
-    def __init__(
-        self, store: Store | None, attempt: Attempt, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None
-    ):
-        self._store, self._attempt, self._plan, self._on_progress = store, attempt, plan, on_progress
-
-    def write(self) -> RankPart:
-        """Write all tensors of the plan, group by group."""
-        groups: dict[str, list[TensorSpec]] = {}
-        for key, tensor in self._plan.tensors.items():
-            groups.setdefault(key.partition("/")[0], []).append(spec_of(key, tensor))
-        return joined(
-            [
-                self._shard(group, shard_name(group, 0, 1, number), part)
-                for group, specs in groups.items()
-                for number, part in enumerate(plan_parts(specs, _SHARD_BYTES))
-            ]
-        )
-
-    def _shard(self, group: str, last: str, specs: list[TensorSpec]) -> RankPart:
-        layout, name = plan_image(specs), attempt_prefix(self._attempt) + last
-        digests, regions = list[bytes](), layout.regions
-        if self._store is None:
-            digests = [digest_bytes(b"")] * len(regions)
-        else:
-            data = {slot.spec.name: self._data(f"{group}/{slot.spec.name}") for slot in layout.slots}
-            begins = {slot.spec.name: slot.begin for slot in layout.slots}
-            for spec, _, begin, end in regions:
-                start = begins[spec.name]
-                digests.append(digest_bytes(data[spec.name][begin - start : end - start]))
-                self._on_progress(end - begin)
-            self._store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
-        index = Index.of_columns(
-            [group] * len(regions),
-            [spec.name for spec, *_ in regions],
-            [spec.dtype for spec, *_ in regions],
-            [spec.shape for spec, *_ in regions],
-            [box.offset for _, box, *_ in regions],
-            [box.shape for _, box, *_ in regions],
-            [name] * len(regions),
-            [begin for *_, begin, _ in regions],
-            [end for *_, end in regions],
-            digests,
-        )
-        header = layout.header
-        return RankPart(0, index, (ObjectRecord(name, layout.size_bytes, digest_hex(header), len(header)),))
-
-    def _data(self, key: str) -> memoryview:
-        """Return a tensor's bytes in C order."""
-        tensor = self._plan.tensors[key]
+    def bytes_read(group: str, name: str) -> memoryview:
+        tensor = plan.tensors[f"{group}/{name}"]
         if isinstance(tensor, SourceTensor):
-            return tensor.file.read(tensor.begin, tensor.end)
-        dense = storable(self._plan.source.copied(tensor)).contiguous()
-        return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")
+            data = tensor.file.read(tensor.begin, tensor.end)
+        else:
+            data = bytes_of(plan.source.copied(tensor))
+        on_progress(data.nbytes)
+        return data
+
+    return joined(
+        [
+            put_tensors(
+                store,
+                attempt_prefix(attempt) + shard_name(group, 0, 1, number),
+                group,
+                plan_image(part),
+                partial(bytes_read, group),
+            )
+            for group, specs in groups.items()
+            for number, part in enumerate(plan_parts(specs, _SHARD_BYTES))
+        ]
+    )

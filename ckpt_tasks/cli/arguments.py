@@ -201,17 +201,24 @@ def default_key(program: str) -> str:
 def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
     """Return the program's parameters from --param, --params and --seed; raise ConfigError for a repeated one."""
     params = json_object("--params", text)
-    given = [_pair(pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
+    given = [named_value("--param", pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
     for name, value in given:
         if params.setdefault(name, value) != value:
             raise ConfigError(f"the parameter {name} is given twice: {params[name]!r} and {value!r}")
     return params
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def name_and_text(option: str, text: str) -> tuple[str, str]:
+    """Split NAME=VALUE, as the user wrote it for an option; raise ConfigError for any other text."""
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
-        raise ConfigError(f"--param {text!r:.80} is not NAME=VALUE", hint="For example --param width=128.")
+        raise ConfigError(f"{option} {text!r:.100} is not NAME=VALUE", hint=f"Write {option} lr=1e-4, a plain name.")
+    return name, value
+
+
+def named_value(option: str, text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE, the value as JSON has it; raise ConfigError for any other text."""
+    name, value = name_and_text(option, text)
     try:
         return name, json.loads(value)
     except ValueError:

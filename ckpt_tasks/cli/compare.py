@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import shutil
@@ -14,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, RunArgument, argument, option, parse_target
+from ckpt_tasks.cli.arguments import (
+    CheckpointArgument,
+    JsonOption,
+    RunArgument,
+    argument,
+    named_value,
+    option,
+    parse_target,
+)
 from ckpt_tasks.cli.output import Output, column, first, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import count, number
@@ -311,7 +318,7 @@ def bisect(
         if (test is None) == (not command):
             raise ConfigError("a test is wanted, and only one", hint="Give --test MODULE:FUNCTION, or -- COMMAND.")
         run = parse_target(directory).open()
-        built = program_of(run, program, dict(map(_parsed, params or []))) if test is not None or replay else None
+        built = program_of(run, program, _set(params)) if test is not None or replay else None
         passes = function_test(test, built) if test is not None and built else command_test(command or [])
 
         def tell(step: int, good: bool) -> None:
@@ -354,7 +361,7 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
         from ckpt_tasks.proving.proof import verify_resume as prove
 
         given = {"steps": steps, "ranks": ranks}
-        return prove(program[0], dict(map(_parsed, params)), **{k: n for k, n in given.items() if n is not None})
+        return prove(program[0], _set(params), **{k: n for k, n in given.items() if n is not None})
     if steps is not None or ranks is not None or params:
         raise ConfigError(
             "--steps, --set and --ranks are for a program", hint="Give a command its own options, after the --."
@@ -369,11 +376,5 @@ def _is_program(words: list[str]) -> bool:
     return len(words) == 1 and shutil.which(words[0]) is None
 
 
-def _parsed(change: str) -> tuple[str, Any]:
-    name, equals, text = change.partition("=")
-    if not (equals and name.isidentifier()):
-        raise ConfigError(f"{change!r:.100} sets no parameter", hint="Write --set lr=1e-4, a plain name.")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text
+def _set(params: list[str] | None) -> dict[str, Any]:
+    return dict(named_value("--set", one) for one in params or [])

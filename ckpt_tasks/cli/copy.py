@@ -17,6 +17,7 @@ from ckpt_tasks.cli.arguments import (
     SingleOption,
     argument,
     ckpt_command,
+    name_and_text,
     option,
     parse_target,
     written,
@@ -239,9 +240,7 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
     """
     parsed: dict[str, Any] = {}
     for change in changes:
-        name, equals, text = change.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"{change!r:.100} changes no parameter", hint="Write --set lr=1e-4, a plain name.")
+        name, text = name_and_text("--set", change)
         if name in parsed:
             raise ConfigError(f"the parameter {name!r} is set twice")
         parsed[name] = _value(name, text)

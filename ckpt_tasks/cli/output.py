@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import secrets
 import stat
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from ckpt_tasks.errors import CkptError, ConfigError, SiteError
+from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.report.words import HEADER_STYLE, plain_table, printable, size, span
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Output:
         """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
         if self.as_json:
             with _writing():
-                typer.echo(json.dumps(finite(facts), indent=2))
+                typer.echo(json.dumps(finite_json(facts), indent=2))
         else:
             self.print(*parts)
 
@@ -303,17 +303,6 @@ def _print_error(error: CkptError, out: Output) -> None:
     # A SiteError ends with several lines of a log.
     text = str(error) if isinstance(error, SiteError) else printable(str(error))
     console(stderr=True).print(rendered([("error: ", "bold red"), text]), soft_wrap=True)
-
-
-def finite(value: Any) -> Any:
-    """Return JSON data with strings in place of NaN and infinity, which JSON lacks."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
 
 
 _SHOWN_AFTER_S = 0.5  # Shorter reads need no bar.

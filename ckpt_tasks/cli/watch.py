@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
-from ckpt_tasks.cli.output import console, finite, output, rendered, title
+from ckpt_tasks.cli.output import console, output, rendered, title
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
+from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.report.words import age, number, printable, size, span
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _show(course: _Course, screen: Console, every_s: float) -> None:
 
 def _say(event: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(finite(event)))
+        typer.echo(json.dumps(finite_json(event)))
     elif event["event"] not in _QUIET:
         typer.echo(_line(event))
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +33,10 @@ from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.layout.image import (
-    ALIGNMENT,
-    MAX_HEADER_BYTES,
     STORED_DTYPES,
     ImageLayout,
     TensorSpec,
+    header_of,
     plan_image,
     plan_parts,
 )
@@ -78,9 +76,9 @@ class ExportReport:
     manifest_digest: str
     groups: tuple[str, ...]
     files: tuple[ExportedFile, ...]
-    tied: Mapping[str, str]
-    dtypes: Mapping[str, str]
-    left_out: tuple[str, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> int:
@@ -323,13 +321,17 @@ def selection(
     """Return the tensors to export from their full keys by name."""
     stored: dict[str, str] = {}  # Maps a full key to its first name, in the order of the state.
     tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
-    origin = {
+    specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
+    return _Selection(specs, regions_of(opened, stored), tied, left_out, origin_of(opened, checkpoint))
+
+
+def origin_of(opened: Opened, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the entries of an export that say where it comes from."""
+    return {
         "run_key": opened.manifest.run_key,
         "step": checkpoint.step,
         "manifest_digest": checkpoint.manifest_digest,
     }
-    specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
-    return _Selection(specs, regions_of(opened, stored), tied, left_out, origin)
 
 
 def _is_state_dict(saved: SavedGroup) -> bool:
@@ -372,11 +374,7 @@ def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     ours = json.dumps(selection.metadata(), separators=(",", ":"))  # A run's key need not be valid UTF-8.
     # List ties as safetensors.torch.save_model does, and also in our own entry, which no tensor's name can resemble.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
-    if start - 8 > MAX_HEADER_BYTES:
-        raise UnsupportedStateError(f"the names of {len(layout.slots)} tensors need a header of {len(text)} bytes")
-    return struct.pack("<Q", start - 8) + text.ljust(start - 8)
+    return header_of(entries)
 
 
 def _index(selection: _Selection, shards: Iterable[Shard]) -> bytes:

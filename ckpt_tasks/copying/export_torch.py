@@ -22,13 +22,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_tasks.copying.export import ExportedFile, ExportPlan, ExportReport, Shard, check_out, choose_groups
+from ckpt_tasks.copying.export import (
+    ExportedFile,
+    ExportPlan,
+    ExportReport,
+    Shard,
+    check_out,
+    choose_groups,
+    origin_of,
+)
 from ckpt_tasks.copying.placing import lay_out, regions_of
 from ckpt_tasks.errors import ConfigError, StoreError, UnsupportedStateError
 from ckpt_tasks.format.kinds import KINDS
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, Typed
 from ckpt_tasks.layout.image import STORED_DTYPES
+from ckpt_tasks.objects.optimizers import numbered, parameters_in
 from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.kinds import build
@@ -71,13 +80,9 @@ def plan_torch_export(
     places, gathered = lay_out(regions_of(opened, begins), begins)
     shard = Shard(target.name, frame.pieces, places, gathered, (*begins,), frame.size_bytes, frame.sums)
     report = ExportReport(
-        run_key=opened.manifest.run_key,
-        step=checkpoint.step,
-        manifest_digest=checkpoint.manifest_digest,
+        **origin_of(opened, checkpoint),
         groups=chosen,
         files=(ExportedFile(str(target), len(begins), frame.size_bytes),),
-        tied={},
-        dtypes={},
         left_out=() if named else tuple(name for name in opened.groups if name not in chosen),
     )
     return ExportPlan(out=target, overwrite=overwrite, report=report, opened=opened, shards=(shard,), index=None)
@@ -210,22 +215,7 @@ def _value(group: str, saved: SavedGroup) -> Any:
     if len(trees) != 1:
         why = "each rank has its own" if trees else "these are random streams"
         raise ConfigError(f"the group {group} cannot be one value of a torch file: {why}", hint="Leave it out.")
-    return _numbered(trees[0]) if saved.kind == "optimizer" else trees[0]
-
-
-def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state in the form of its state_dict: parameters by number, in the order of their groups."""
-    numbers = {name: n for n, name in enumerate(_parameters(tree))}
-    state = {numbers[name]: entry for name, entry in tree["state"].items()} | tree["shared"]
-    groups = [
-        {**members["options"], "params": [numbers[name] for name in members["params"]]}
-        for members in tree["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups, **tree["other"]}
-
-
-def _parameters(tree: Mapping[str, Any]) -> list[str]:
-    return [name for members in tree["param_groups"] for name in members["params"]]
+    return numbered(trees[0]) if saved.kind == "optimizer" else trees[0]
 
 
 def _with_about(values: Mapping[str, Any], opened: Opened, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -233,12 +223,10 @@ def _with_about(values: Mapping[str, Any], opened: Opened, checkpoint: Checkpoin
         raise ConfigError(f"a group has the name {_ABOUT}, which says where a file is from", hint="Export it alone.")
     kinds = {group: opened.groups[group].kind for group in values}
     about = {
-        "run_key": opened.manifest.run_key,
-        "step": checkpoint.step,
-        "manifest_digest": checkpoint.manifest_digest,
+        **origin_of(opened, checkpoint),
         "kinds": kinds,
         "parameters": {
-            group: _parameters(opened.groups[group].tree) for group, kind in kinds.items() if kind == "optimizer"
+            group: parameters_in(opened.groups[group].tree) for group, kind in kinds.items() if kind == "optimizer"
         },
     }
     return {**values, _ABOUT: about}

@@ -64,7 +64,7 @@ def find_sync_diff(
 
     Raises RunMismatchError if the target has a checkpoint that the source never had.
     """
-    live, have = _by_identity(head.state), _by_identity(there.state)
+    live, have = head.state.by_identity, there.state.by_identity
     mark = _last_copy(source, target, there)
     chosen = live if only is None else {only.manifest_digest: only}
     missing = [c for digest, c in chosen.items() if digest not in have and digest not in mark.pruned]
@@ -122,13 +122,13 @@ def _order(
 
 def _last_copy(source: History, target: History, there: Head) -> _Mark:
     """Find the event of the last finished copy from this source, and what the target has given up since."""
-    have = _by_identity(there.state).keys()
+    have = there.state.by_identity.keys()
     had: set[str] = set()
     retired: dict[int, set[str]] = {}  # Folded names of objects, by the owner's epoch.
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in newest_first(target):
-        live = _by_identity(entry.state).keys()
+        live = entry.state.by_identity.keys()
         had |= live
         epoch = entry.state.owner.epoch if entry.state.owner else 0
         retired.setdefault(epoch, set()).update(entry.state.retired)
@@ -172,7 +172,3 @@ def _evaluations(state: State, there: State, wanted: Collection[str]) -> tuple[E
     return tuple(
         e for e in state.evaluations if e.manifest_digest in wanted and (e.manifest_digest, e.suite) not in recorded
     )
-
-
-def _by_identity(state: State) -> dict[str, Checkpoint]:
-    return {c.manifest_digest: c for c in state.live}

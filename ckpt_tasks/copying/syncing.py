@@ -163,7 +163,7 @@ class _Copy:
                 last_n = checkpoint.n
             else:
                 last_n = self._commit(self._target, checkpoint)
-        there = {c.manifest_digest for c in self._target.head().state.live}
+        there = self._target.head().state.by_identity
         recorded = [self._record(evaluation) for evaluation in diff.evaluations if evaluation.manifest_digest in there]
         pins = {digest: why for digest, why in diff.pins.items() if digest in there}
         for digest, why in pins.items():
@@ -202,13 +202,13 @@ class _Copy:
         """Put the ledger entry and return its number; facts about the save are copied from the entry in `history`."""
         digest = checkpoint.manifest_digest
         source_state = self._plan.head.state
-        marks = {c.manifest_digest: c.abandoned for c in source_state.live}
+        known = source_state.by_identity
 
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
             # The source says which lines are abandoned: the target lacks pruned checkpoints that would show it.
-            live = tuple(replace(c, abandoned=marks.get(c.manifest_digest, c.abandoned)) for c in after.live)
+            live = tuple(replace(c, abandoned=known.get(c.manifest_digest, c).abandoned) for c in after.live)
             # Origin and program parameters of the source are also those of its copy.
             return replace(
                 after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program

@@ -106,7 +106,4 @@ def export_directory(
         manifest_digest=checkpoint.manifest_digest,
         groups=tuple(named) or tuple(dict.fromkeys(name.partition(".")[0] for name in metadata.state_dict_metadata)),
         files=tuple(files),
-        tied={},
-        dtypes={},
-        left_out=(),
     )

@@ -19,6 +19,7 @@ from ckpt_tasks.errors import ConfigError, IntegrityError
 from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode
+from ckpt_tasks.objects.optimizers import as_state_dict, parameters_in
 from ckpt_tasks.objects.parts import Saved
 
 ROOT = "dcp_root"  # This key of a manifest's environment names the root group, or NO_ROOT.
@@ -161,17 +162,9 @@ def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
 
 def _unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's tree in the form of torch's get_state_dict: parameters by their names in the module."""
-    names = [*tree["state"], *(name for group in tree["param_groups"] for name in group["params"])]
+    names = [*tree["state"], *parameters_in(tree)]
     one = len({name.partition("/")[0] for name in names}) == 1 and all("/" in name for name in names)
-
-    def bare(name: str) -> str:
-        return name.partition("/")[2] if one else name
-
-    state = {bare(name): entry for name, entry in tree["state"].items()} | dict(tree["shared"])
-    groups = [
-        {**group["options"], "params": [bare(name) for name in group["params"]]} for group in tree["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups, **tree["other"]}
+    return as_state_dict(tree, lambda name: name.partition("/")[2] if one else name)
 
 
 # ── from a checkpoint ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt_tasks.copying.placing import regions_of
 from ckpt_tasks.dcp.holding import Restored, restored
 from ckpt_tasks.dcp.naming import ROOT, flat_state
 from ckpt_tasks.dcp.writer import step_of
@@ -115,9 +116,7 @@ class CkptReader(StorageReader):
         store = run.history.store
         opened = open_checkpoint(store, checkpoint)
         values, paths = flat_state(opened.groups, opened.manifest.environment.get(ROOT), self._group)
-        rows: dict[str, list[IndexRow]] = {}
-        for row in opened.rows:
-            rows.setdefault(row.full_key, []).append(row)
+        rows = regions_of(opened, opened.tensors)
         chosen = Restored(checkpoint, max(one.n for one in live))
         self._open, self._read = _Open(store, chosen, opened, values, rows), None
         metadata: dict[str, STORAGE_TYPES] = {

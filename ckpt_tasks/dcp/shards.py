@@ -6,22 +6,21 @@ tensor is in another file, since a file has each name once.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
-from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.layout.columns import MAX_REGIONS
-from ckpt_tasks.layout.image import MIN_REGION_BYTES, REGION_BYTES, ImageLayout, TensorSpec, plan_image, plan_parts
-from ckpt_tasks.layout.index import Index
-from ckpt_tasks.saving.parts import RankPart, joined
-from ckpt_tasks.snapshot.snapshot import MAX_SHARD_BYTES, storable
+from ckpt_tasks.layout.columns import shared_region_bytes
+from ckpt_tasks.layout.image import REGION_BYTES, TensorSpec, plan_image, plan_parts
+from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.reading.boxes import within
+from ckpt_tasks.saving.parts import RankPart, joined, put_tensors
+from ckpt_tasks.snapshot.snapshot import MAX_SHARD_BYTES, bytes_of
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.tensors.tensors import DTYPES, refuse
 
@@ -53,9 +52,7 @@ def write_portions(
         refuse(portion.tensor, portion.key, exact=False)
     if world_size == 1:
         portions = _whole(portions)
-    region_bytes = REGION_BYTES if world_size == 1 else MIN_REGION_BYTES
-    while region_bytes < REGION_BYTES and total_bytes // region_bytes + total_items > MAX_REGIONS // 2:
-        region_bytes *= 2
+    region_bytes = REGION_BYTES if world_size == 1 else shared_region_bytes(total_bytes, total_items)
     rounds: dict[tuple[str, int], dict[str, Portion]] = {}
     for portion in portions:
         group, _, name = portion.key.partition("/")
@@ -63,6 +60,7 @@ def write_portions(
         rounds.setdefault((group, turn), {})[name] = portion
     parts, numbers = [], dict[str, int]()
     for (group, _), by_name in rounds.items():
+        places = {portion.key: (portion.full_shape, portion.offset) for portion in by_name.values()}
         specs = [
             TensorSpec(name, DTYPES[portion.tensor.dtype], tuple(portion.tensor.shape))
             for name, portion in by_name.items()
@@ -70,41 +68,13 @@ def write_portions(
         for some in plan_parts(specs, MAX_SHARD_BYTES):
             number = numbers[group] = numbers.get(group, -1) + 1
             name = attempt_prefix(attempt) + shard_name(group, rank, world_size, number)
-            parts.append(_put(store, name, plan_image(some, region_bytes), group, by_name))
+            layout, data_of = plan_image(some, region_bytes), partial(_bytes, by_name)
+            parts.append(put_tensors(store, name, group, layout, data_of, places=places))
     return replace(joined(parts, rank), step=attempt.step)
 
 
-def _put(store: Store, name: str, layout: ImageLayout, group: str, portions: Mapping[str, Portion]) -> RankPart:
-    """Digest and put one file; return it as a rank's part, for `joined`."""
-    data = {slot.spec.name: _bytes(portions[slot.spec.name].tensor) for slot in layout.slots}
-    begins = {slot.spec.name: slot.begin for slot in layout.slots}
-    digests = [
-        digest_bytes(data[spec.name][begin - begins[spec.name] : end - begins[spec.name]])
-        for spec, _, begin, end in layout.regions
-    ]
-    store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
-    regions = layout.regions
-    index = Index.of_columns(
-        [group] * len(regions),
-        [spec.name for spec, *_ in regions],
-        [spec.dtype for spec, *_ in regions],
-        [portions[spec.name].full_shape for spec, *_ in regions],
-        [tuple(map(operator.add, portions[spec.name].offset, box.offset)) for spec, box, *_ in regions],
-        [box.shape for _, box, *_ in regions],
-        [name] * len(regions),
-        [begin for *_, begin, _ in regions],
-        [end for *_, end in regions],
-        digests,
-    )
-    record = ObjectRecord(name, layout.size_bytes, digest_hex(layout.header), len(layout.header))
-    return RankPart(0, index, (record,))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes in C order, as a view of its memory if possible."""
-    dense = tensor.detach().resolve_conj().resolve_neg().to("cpu")
-    dense = storable(dense).contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")
+def _bytes(portions: Mapping[str, Portion], name: str) -> memoryview:
+    return bytes_of(portions[name].tensor.detach().resolve_conj().resolve_neg().to("cpu"))
 
 
 def _whole(portions: Sequence[Portion]) -> list[Portion]:
@@ -120,9 +90,7 @@ def _joined(key: str, portions: Sequence[Portion]) -> Portion:
     whole = torch.empty(full, dtype=portions[0].tensor.dtype)
     if sum(portion.tensor.numel() for portion in portions) != whole.numel():
         raise UnsupportedStateError("the parts of a tensor do not make up all of it", key=key)
+    start = (0,) * len(full)
     for portion in portions:
-        into = whole
-        for axis, (begin, extent) in enumerate(zip(portion.offset, portion.tensor.shape, strict=True)):
-            into = into.narrow(axis, begin, extent)
-        into.copy_(portion.tensor)
-    return Portion(key, whole, full, (0,) * len(full))
+        within(whole, Box(portion.offset, tuple(portion.tensor.shape)), Box(start, full)).copy_(portion.tensor)
+    return Portion(key, whole, full, start)

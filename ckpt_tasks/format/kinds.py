@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED, finite, text, whole
+from ckpt_tasks.format.parsing import finite, text, well_formed, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 from ckpt_tasks.format.versions import TABLES_VERSION
 
@@ -29,11 +29,9 @@ def check_group(name: str, kind: str, tree: Any) -> None:
     if (name == RNG) != (kind == RNG):
         raise IntegrityError(f"the group {name} is of the kind {kind:.40}", key=name)
     known = KINDS.get(kind)
-    try:
+    with well_formed(f"the tree of kind {kind}", name):
         if known is not None and known.check is not None:
             known.check(tree)
-    except MALFORMED as error:
-        raise IntegrityError(f"the tree of kind {kind} is malformed: {error!r:.200}", key=name) from error
 
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, S
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, ledger_name, parse_attempt, unfold
 from ckpt_tasks.format.live import Segment, joined, read_live, version_of, write_live
-from ckpt_tasks.format.parsing import MALFORMED, finite_json, optional, parse_json, text, whole
+from ckpt_tasks.format.parsing import finite_json, optional, parse_json, text, well_formed, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
     Drill,
@@ -112,7 +112,7 @@ class State:
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
         """Return the state after a commit; `deleted` are retired objects that are deleted."""
-        parent = next((c for c in self.live if c.manifest_digest == checkpoint.parent), None)
+        parent = self.by_identity.get(checkpoint.parent or "")
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
             state = replace(state, stalled_flow_run=None, stalled_attempts=0)
@@ -123,6 +123,11 @@ class State:
     def rolled_back(self, rollback: Rollback) -> State:
         """Return the state after a rollback: its checkpoint is the newest again, and later ones are abandoned."""
         return replace(self, live=_follow(self.live, rollback.identity), rollback=rollback)
+
+    @cached_property
+    def by_identity(self) -> Mapping[str, Checkpoint]:
+        """The live checkpoints by identity, in the order of their commits."""
+        return {checkpoint.manifest_digest: checkpoint for checkpoint in self.live}
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
@@ -255,7 +260,7 @@ class Entry:
         Raises IntegrityError for torn or foreign bytes, which callers skip, and FormatVersionError for a newer version
         or an unknown event, which they must not skip.
         """
-        try:
+        with well_formed("the ledger entry", name):
             body = parse_json(data, max_depth=_MAX_DEPTH)
             digest = body.pop("digest")
             if digest_hex(_digested(data, body["at"], digest)) != digest and digest_hex(canonical_json(body)) != digest:
@@ -282,8 +287,6 @@ class Entry:
             )
             if not older and body["version"] != version_of(entry.state.live, entry.state.retired):
                 raise ValueError(f"version {body['version']} does not go with its names")
-        except MALFORMED as error:
-            raise IntegrityError(f"the ledger entry is malformed: {error!r:.200}", key=name) from error
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
             # The next commit must have a higher number than all live checkpoints.
             raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)

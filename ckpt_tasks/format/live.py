@@ -18,7 +18,7 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import is_live_list, is_table, live_list_name
-from ckpt_tasks.format.parsing import MALFORMED, finite_json, parse_json, text
+from ckpt_tasks.format.parsing import finite_json, parse_json, text, well_formed
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
 from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, TABLES_VERSION, check_version
 
@@ -84,7 +84,7 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
     """Read a segment's checkpoints; raise IntegrityError if the bytes do not have this digest or are malformed."""
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
-    try:
+    with well_formed("the list of checkpoints", name):
         body = parse_json(data, max_depth=_MAX_DEPTH)
         check_version(body["version"], name, newest=TABLES_VERSION)
         checkpoints = tuple(read_checkpoint(item) for item in body["live"])
@@ -92,8 +92,6 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
             raise ValueError("an empty list")
         if body["version"] != version_of(checkpoints):
             raise ValueError(f"version {body['version']} does not go with its names")
-    except MALFORMED as error:
-        raise IntegrityError(f"the list of checkpoints is malformed: {error!r:.200}", key=name) from error
     return checkpoints
 
 

@@ -7,7 +7,6 @@ digests: ledger entry → manifest → index and headers → regions.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
 from ckpt_tasks.format.kinds import KINDS
-from ckpt_tasks.format.parsing import MALFORMED, check_json, parse_json, text, whole
+from ckpt_tasks.format.parsing import check_json, finite_json, parse_json, text, well_formed, whole
 from ckpt_tasks.format.tree import KINDS as VALUES
 from ckpt_tasks.format.tree import since
 from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
@@ -79,7 +78,7 @@ class Manifest:
             "world_size": self.world_size,
             "created_at": self.created_at,
             "environment": dict(self.environment),
-            "metrics": {name: _metric_out(value) for name, value in self.metrics.items()},
+            "metrics": finite_json(self.metrics),
             "index": list(self.index),
             "objects": [list(record) for record in self.objects],
             "groups": self.groups,
@@ -103,7 +102,7 @@ class Manifest:
         """
         if digest_hex(data) != digest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
-        try:
+        with well_formed("the manifest", name):
             body = parse_json(data)
             check_version(body["version"], name, newest=NEWEST_VERSION)
             if len(body["groups"]) > MAX_GROUPS:
@@ -123,8 +122,6 @@ class Manifest:
             if body["version"] != _version_of(data, manifest.groups, manifest.world_size):
                 raise ValueError(f"version {body['version']} is not that of its trees and {manifest.world_size} ranks")
             _check_objects(manifest)
-        except MALFORMED as error:
-            raise IntegrityError(f"the manifest is malformed: {error!r:.200}", key=name) from error
         return manifest
 
 
@@ -170,8 +167,3 @@ def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     if type(group["trees"]) is not list or len(group["trees"]) != body["world_size"]:
         raise ValueError(f"{body['world_size']} ranks do not have {len(group['trees'])} trees")
     return {**group, "kind": text(group["kind"])}
-
-
-def _metric_out(value: float) -> float | str:
-    # JSON has no NaN; float("nan") reads back what repr wrote.
-    return value if math.isfinite(value) else repr(value)

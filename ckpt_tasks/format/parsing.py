@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
+
+from ckpt_tasks.errors import IntegrityError
 
 MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 levels of JSON.
 MAX_CONTAINERS = 1 << 22  # The limit for lists and objects; a parameter with Adam's state needs five.
@@ -21,6 +24,16 @@ MAX_INT64 = 2**63 - 1
 
 # Reading a value of unexpected form may raise any of these.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+@contextmanager
+def well_formed(what: str, key: str | None = None, faults: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
+    """Raise IntegrityError, which says that `what` is malformed, if reading it in the block raises one of `faults`."""
+    try:
+        yield
+    except faults as error:
+        raise IntegrityError(f"{what} is malformed: {error!r:.200}", key=key) from error
+
 
 _MARKS = b'"[]{},'
 _OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))

@@ -7,7 +7,7 @@ of `parsing.MALFORMED` if a field is missing or makes no sense.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from ckpt_tasks.format.keys import (
     is_shard,
     parse_attempt,
 )
-from ckpt_tasks.format.parsing import MALFORMED, finite, flag, optional, parse_json, seconds_of, text, whole
+from ckpt_tasks.format.parsing import finite, flag, optional, parse_json, seconds_of, text, well_formed, whole
 from ckpt_tasks.format.versions import check_version
 
 _MAX_PID = 2**31 - 1
@@ -289,22 +289,20 @@ def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
     """Return the names; raise ValueError if one is not an attempt's object, since these objects will be deleted."""
-    checked = tuple(names)
-    for name in checked:
-        if type(name) is not str or not (is_attempt_object(name) or is_folded(name)):
-            raise ValueError(f"{name!r:.80} is not an object of an attempt")
-    if folded_count(checked) > MAX_RETIRED:
-        raise ValueError(f"more than {MAX_RETIRED} objects")
-    return checked
+    return _folded(names, is_attempt_object, "an object", MAX_RETIRED)
 
 
 def _reuses(names: Iterable[Any]) -> tuple[str, ...]:
+    return _folded(names, is_shard, "a shard", MAX_FOLDED)
+
+
+def _folded(names: Iterable[Any], is_one: Callable[[str], bool], what: str, most: int) -> tuple[str, ...]:
     checked = tuple(names)
     for name in checked:
-        if type(name) is not str or not (is_shard(name) or is_folded(name)):
-            raise ValueError(f"{name!r:.80} is not a shard of an attempt")
-    if folded_count(checked) > MAX_FOLDED:
-        raise ValueError(f"more than {MAX_FOLDED} objects")
+        if type(name) is not str or not (is_one(name) or is_folded(name)):
+            raise ValueError(f"{name!r:.80} is not {what} of an attempt")
+    if folded_count(checked) > most:
+        raise ValueError(f"more than {most} objects")
     return checked
 
 
@@ -352,7 +350,7 @@ class Seal:
     @classmethod
     def from_bytes(cls, data: bytes) -> Seal:
         """Read a seal; raise IntegrityError if it is damaged, FormatVersionError if a newer version wrote it."""
-        try:
+        with well_formed("the seal of a snapshot"):
             body = parse_json(data)
             digest = body.pop("digest")
             if digest_hex(canonical_json(body)) != digest:
@@ -365,5 +363,3 @@ class Seal:
                 in_flight=optional(body.pop("in_flight")),
                 **body,  # An unknown field is an error.
             )
-        except MALFORMED as error:
-            raise IntegrityError(f"the seal of a snapshot is malformed: {error!r:.200}") from error

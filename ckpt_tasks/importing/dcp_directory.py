@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED
+from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.importing.metadata_pickle import Pickled, read_objects
 from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.sources import torch_value
@@ -78,10 +78,8 @@ class DcpDirectory(SourceFile):
         self.left: dict[str, str] = {}
         self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is the tensor's address.
         self._values: dict[str, _Part] = {}
-        try:
+        with well_formed("its metadata", METADATA):
             self._read(read_objects(metadata.read(0, metadata.size_bytes).tobytes()))
-        except MALFORMED as error:
-            raise IntegrityError(f"its metadata is malformed: {error!r:.200}", key=METADATA) from error
         self.size_bytes = sum(file.size_bytes for file in self._files.values())
 
     def check(self, on_progress: Callable[[int], None]) -> None:

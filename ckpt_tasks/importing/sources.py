@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError
-from ckpt_tasks.format.parsing import MALFORMED, parse_json
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, well_formed
 from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
@@ -171,13 +171,11 @@ def _shards(directory: Path, index_name: str) -> Source:
     index = SourceFile(directory / index_name)
     if index.size_bytes > _MAX_INDEX_BYTES:
         raise IntegrityError(f"the index has {index.size_bytes} bytes, more than {_MAX_INDEX_BYTES}", key=index_name)
-    try:
+    with well_formed("the index", index_name):
         body = parse_json(index.read(0, index.size_bytes).tobytes(), encoding="utf-8")
         weight_map = {str(name): str(file) for name, file in body["weight_map"].items()}
         about = body.get("metadata") or {}
         tied, dtypes = _about(about, about.get(_OURS))
-    except MALFORMED as error:
-        raise IntegrityError(f"the index is malformed: {error!r:.200}", key=index_name) from error
     files = tuple(dict.fromkeys(weight_map.values()))
     for file in files:
         # A name with a slash could lead to any file of this machine.

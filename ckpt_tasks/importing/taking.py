@@ -21,6 +21,7 @@ from ckpt_tasks.format.tree import TensorRef, encode, tensor_refs
 from ckpt_tasks.importing.naming import clean_names, parameter_names
 from ckpt_tasks.importing.sources import Source, SourceTensor
 from ckpt_tasks.objects.generators import capture_generator
+from ckpt_tasks.objects.optimizers import pack_optimizer
 from ckpt_tasks.tensors.tensors import TensorSet
 from ckpt_tasks.tensors.values import pack
 
@@ -334,8 +335,7 @@ class _Taker:
         return TensorRef(key)
 
     def _optimizer(self, part: _Part) -> tuple[dict[str, Any], str]:
-        state, groups = part.value["state"], part.value["param_groups"]
-        numbers = [number for group in groups for number in group["params"]]
+        numbers = [number for group in part.value["param_groups"] for number in group["params"]]
         try:
             names, note = (
                 (part.parameters, "") if part.parameters is not None else parameter_names(part.value, self._modules)
@@ -344,29 +344,7 @@ class _Taker:
             error.key = part.group
             raise
         by_number = dict(zip(numbers, names, strict=True))
-        other = {key: value for key, value in part.value.items() if key not in ("state", "param_groups")}
-        options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
-        where = part.group
-
-        def packed(tensors: TensorSet) -> dict[str, Any]:
-            return {
-                "state": {
-                    by_number[n]: pack(one, f"{where}/{by_number[n]}", tensors)
-                    for n, one in state.items()
-                    if n in by_number
-                },
-                "shared": pack({n: one for n, one in state.items() if n not in by_number}, f"{where}/shared", tensors),
-                "param_groups": [
-                    {
-                        "params": [by_number[n] for n in group["params"]],
-                        "options": pack(own, f"{where}/param_groups/{n}", tensors),
-                    }
-                    for n, (group, own) in enumerate(zip(groups, options, strict=True))
-                ],
-                "other": pack(other, f"{where}/other", tensors),
-                "shapes": {},
-                "on_cpu": None,
-            }
-
-        packed(TensorSet(None))  # As in `pack`: try with another set first.
-        return packed(self._set), note
+        # As in `_packed`: try with another set first.
+        pack_optimizer(part.value, by_number, part.group, TensorSet(None))
+        tree = pack_optimizer(part.value, by_number, part.group, self._set)
+        return {**tree, "shapes": {}, "on_cpu": None}, note

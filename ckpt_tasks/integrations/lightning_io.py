@@ -27,6 +27,7 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.integrations.lightning_state import set_up_again
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.objects.optimizers import numbered
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import Run, open_run
 from ckpt_tasks.reading.values import Values, read_values
@@ -190,18 +191,9 @@ def _checkpoint(groups: Mapping[str, Values]) -> dict[str, Any]:
     if optimizers or "optimizer_states" in checkpoint:
         ordered = (optimizers[f"{_OPTIMIZERS}_{n}"] for n in range(len(optimizers)))
         checkpoint["optimizer_states"] = [
-            _numbered(one.value) if one.kind == "optimizer" else one.value for one in ordered
+            numbered(one.value) if one.kind == "optimizer" else one.value for one in ordered
         ]
     return checkpoint
-
-
-def _numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter numbers, as in torch's own state_dict."""
-    names = [name for group in tree["param_groups"] for name in group["params"]]
-    number = {name: n for n, name in enumerate(names)}
-    state = {**tree["shared"], **{number[name]: entry for name, entry in tree["state"].items()}}
-    groups = [{**one["options"], "params": [number[name] for name in one["params"]]} for one in tree["param_groups"]]
-    return {**tree["other"], "state": state, "param_groups": groups}
 
 
 def _refuse_other(run: Run) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.parsing import well_formed
 
 # The exceptions that Arrow raises for hostile bytes.
 FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
@@ -275,11 +275,9 @@ def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> byt
 
 def read_metrics(data: bytes) -> dict[str, float]:
     """Read the bytes of `write_metrics`, which the caller has verified. Raises IntegrityError if they are malformed."""
-    try:
+    with well_formed("the table of metrics", None, FAULTS):
         table = read_arrow(data, _METRICS, _MAX_METRICS)
         names, values = table.column("metric"), table.column("value")
         if names.null_count or values.null_count:
             raise ValueError("a value is missing")
         return dict(zip(names.to_pylist(), values.to_pylist(), strict=True))
-    except FAULTS as error:
-        raise IntegrityError(f"the table of metrics is malformed: {error!s:.200}") from error

@@ -12,12 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ckpt_tasks.layout.arrow import array, numbers_of
-from ckpt_tasks.layout.image import MAX_DIMENSIONS
+from ckpt_tasks.layout.image import MAX_DIMENSIONS, MIN_REGION_BYTES, REGION_BYTES
 
 MAX_REGIONS = 1 << 20
 MAX_EXTENTS = 8 * MAX_REGIONS  # All regions together have at most this many extents.
 _MAX_ELEMENTS = 2.0**57  # A region has at most this many elements: its size in bytes fits into an int64 with any dtype.
 _HUGE = 2.0**200
+
+
+def shared_region_bytes(total_bytes: int, tensors: int) -> int:
+    """Return the region size with which all ranks together have fewer than half of MAX_REGIONS."""
+    region_bytes = MIN_REGION_BYTES
+    while region_bytes < REGION_BYTES and total_bytes // region_bytes + tensors > MAX_REGIONS // 2:
+        region_bytes *= 2
+    return region_bytes
 
 
 class Words:

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.parsing import MALFORMED, parse_json, text, whole
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, text, well_formed, whole
 from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.process.gc_pause import gc_paused
 
@@ -143,13 +143,19 @@ def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) ->
         }
         offsets.append((spec, begin, end))
         begin = end
+    header = header_of(entries)
+    start = len(header)
+    slots = tuple(Slot(spec, start + b, start + e) for spec, b, e in offsets)
+    return ImageLayout(header, slots, start + begin, region_bytes)
+
+
+def header_of(entries: Mapping[str, object]) -> bytes:
+    """Write the header of a file, padded; raise UnsupportedStateError if it is over 16 MiB."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     if start - 8 > MAX_HEADER_BYTES:
-        raise UnsupportedStateError(f"the names of {len(ordered)} tensors need a header of {len(text)} bytes")
-    header = struct.pack("<Q", start - 8) + text.ljust(start - 8)
-    slots = tuple(Slot(spec, start + b, start + e) for spec, b, e in offsets)
-    return ImageLayout(header, slots, start + begin, region_bytes)
+        raise UnsupportedStateError(f"the names of {len(entries) - 1} tensors need a header of {len(text)} bytes")
+    return struct.pack("<Q", start - 8) + text.ljust(start - 8)
 
 
 def plan_bytes(name: str, size_bytes: int) -> ImageLayout:
@@ -181,7 +187,7 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
     Raises IntegrityError if the file's header is cut, too large or malformed, if a tensor's bytes do not fit its dtype
     and shape, or if the tensors do not fill the rest of the file exactly.
     """
-    try:
+    with well_formed("the safetensors header", None, (struct.error, *MALFORMED)):
         (length,) = struct.unpack_from("<Q", prefix)
         if length > MAX_HEADER_BYTES or 8 + length > min(len(prefix), size_bytes):
             raise IntegrityError(f"the safetensors header claims {length} bytes")
@@ -190,8 +196,6 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
         for value in {} if metadata is None else metadata.values():
             text(value)  # Refuse a name that safetensors refuses.
         header = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
-    except (struct.error, *MALFORMED) as error:
-        raise IntegrityError(f"the safetensors header is malformed: {error!r:.200}") from error
     at = 8 + length
     for name, (_, _, begin, end) in sorted(header.items(), key=lambda item: item[1][2:]):
         if begin != at or end < begin:

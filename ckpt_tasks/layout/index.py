@@ -8,8 +8,10 @@ objects, since a row of 30 bytes becomes an object of a kilobyte. All checks wor
 from __future__ import annotations
 
 import io
+import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,10 @@ import pyarrow.compute as pc
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import is_group, is_shard
+from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.layout.arrow import FAULTS, array, numbers_of, read_arrow
 from ckpt_tasks.layout.columns import MAX_EXTENTS, MAX_REGIONS, Lists, Words, whole_column
-from ckpt_tasks.layout.image import MIN_REGION_BYTES, REGION_BYTES, STORED_DTYPES
+from ckpt_tasks.layout.image import MIN_REGION_BYTES, REGION_BYTES, STORED_DTYPES, ImageLayout
 from ckpt_tasks.layout.regions import Box
 from ckpt_tasks.layout.tiling import Numbers, row_major_faults, untiled
 from ckpt_tasks.process.gc_pause import gc_paused
@@ -46,6 +49,11 @@ _SCHEMA = pa.schema(
         pa.field("digest", pa.binary(16), nullable=False),
     ]
 )
+
+
+# For each part of a sharded tensor, by full key: the shape of the whole tensor, and the part's offset.
+Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+WHOLE: Places = MappingProxyType({})
 
 
 class IndexRow(NamedTuple):
@@ -94,19 +102,15 @@ def read_index(data: bytes, *, digest: str, name: str) -> Index:
     if digest_hex(data) != digest:
         raise IntegrityError("the index is not the one that was committed", key=name)
     index = parse_index(data, name)
-    try:
+    with well_formed("the index", name, FAULTS):
         index.check(name)
-    except FAULTS as error:
-        raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
     return index
 
 
 def parse_index(data: bytes | memoryview, name: str) -> Index:
     """Read an index without checking its rows; raise IntegrityError if the bytes are not such a table."""
-    try:
+    with well_formed("the index", name, FAULTS):
         return Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
-    except FAULTS as error:
-        raise IntegrityError(f"the index is malformed: {error!s:.200}", key=name) from error
 
 
 class _Columns:
@@ -140,6 +144,28 @@ class Index:
         """Make an index from columns, in the order of the format."""
         arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
         return cls(pa.Table.from_arrays(arrays, schema=_SCHEMA))
+
+    @classmethod
+    @gc_paused()
+    def of_layout(cls, group: str, layout: ImageLayout, places: Places = WHOLE) -> Index:
+        """Make the rows of a file's regions, to which `placed` adds the object's name and the digests."""
+        regions = layout.regions
+        wholes = [places.get(f"{group}/{spec.name}", (spec.shape, None)) for spec, *_ in regions]
+        return cls.of_columns(
+            [group] * len(regions),
+            [spec.name for spec, *_ in regions],
+            [spec.dtype for spec, *_ in regions],
+            [shape for shape, _ in wholes],
+            [
+                box.offset if begin is None else tuple(map(operator.add, begin, box.offset))
+                for (_, begin), (_, box, *_) in zip(wholes, regions, strict=True)
+            ],
+            [box.shape for _, box, *_ in regions],
+            [""] * len(regions),
+            [begin for *_, begin, _ in regions],
+            [end for *_, end in regions],
+            [bytes(16)] * len(regions),
+        )
 
     @classmethod
     def joined(cls, parts: Iterable[Index]) -> Index:

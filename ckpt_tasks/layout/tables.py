@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.layout.arrow import FAULTS, array, numbers_of, read_arrow
 from ckpt_tasks.layout.columns import whole_column
 
@@ -48,7 +48,7 @@ def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
 def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> TableRows:
     """Read a file as views of its verified bytes; raise IntegrityError if it is malformed."""
     schema = _schema(dim, slots)
-    try:
+    with well_formed("a file of the table", name, FAULTS):
         table = read_arrow(data, schema, _MAX_ROWS)
         columns = [whole_column(table.column(n), field) for n, field in enumerate(schema)]
         ids, *values, steps, deleted = columns
@@ -59,8 +59,6 @@ def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> Ta
             numbers_of(steps),
             np.unpackbits(np.frombuffer(bits, np.uint8), count=len(deleted), bitorder="little").astype(np.bool_),
         )
-    except FAULTS as error:
-        raise IntegrityError(f"a file of the table is malformed: {error!s:.200}", key=name) from error
 
 
 def _write(sink: pa.NativeFile, batch: pa.RecordBatch) -> None:

@@ -17,6 +17,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.format.versions import FORMAT_VERSION, check_version
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
@@ -91,14 +92,12 @@ class RunFormat:
             return {}
 
     def _read_format(self) -> dict[str, Any]:
-        try:
+        with well_formed("it", FORMAT_NAME):
             body: Any = json.loads(self.store.get(FORMAT_NAME, 1 << 20))
             if digest_hex(canonical_json({k: v for k, v in body.items() if k != "digest"})) != body["digest"]:
                 raise IntegrityError("its bytes are not what was written", key=FORMAT_NAME)
             check_version(body["version"], FORMAT_NAME)
             return {**body, "run_key": str(body["run_key"])}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"it is malformed: {error!r:.200}", key=FORMAT_NAME) from error
 
     def _put_format(self, data: bytes) -> None:
         for left in reversed(range(_PUTS)):

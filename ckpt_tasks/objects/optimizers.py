@@ -60,30 +60,39 @@ def capture_optimizer(
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
     numbers = _numbers(state, named)
-    per_name = {numbers[n]: entry for n, entry in state["state"].items() if n in numbers}
-    shared = {n: entry for n, entry in state["state"].items() if n not in numbers}
-    other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     live = dict(pair for members in named for pair in members)
     begun = begun_flags(optimizer)
     modes = switched_modes(modules, _groups_of(live, modules)) if modules else {}
     changed = {
         name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
     }
+    per_name = {numbers[n]: entry for n, entry in state["state"].items() if n in numbers}
     return {
-        "state": {name: pack(entry, f"{group}/{name}", tensors) for name, entry in per_name.items()},
-        "shared": pack(shared, f"{group}/shared", tensors),
-        "param_groups": [
-            {
-                "params": [name for name, _ in members],
-                "options": pack(_options(options), f"{group}/param_groups/{n}", tensors),
-            }
-            for n, (members, options) in enumerate(zip(named, state["param_groups"], strict=True))
-        ],
-        "other": pack(other, f"{group}/other", tensors),
+        **pack_optimizer(state, numbers, group, tensors),
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
         **({"requires_grad": changed} if changed else {}),
         **({"modes": modes} if modes else {}),
+    }
+
+
+def pack_optimizer(
+    state: Mapping[str, Any], names: Mapping[Any, str], group: str, tensors: TensorSet
+) -> dict[str, Any]:
+    """Return the part of an optimizer's tree that its state_dict has; `names` has its parameters' names by number."""
+    entries = state["state"]
+    other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {
+        "state": {names[n]: pack(entry, f"{group}/{names[n]}", tensors) for n, entry in entries.items() if n in names},
+        "shared": pack({n: entry for n, entry in entries.items() if n not in names}, f"{group}/shared", tensors),
+        "param_groups": [
+            {
+                "params": [names[number] for number in options["params"]],
+                "options": pack(_options(options), f"{group}/param_groups/{n}", tensors),
+            }
+            for n, options in enumerate(state["param_groups"])
+        ],
+        "other": pack(other, f"{group}/other", tensors),
     }
 
 
@@ -229,6 +238,27 @@ class OptimizerPart:
 def optimizer_names(optimizer: Optimizer, names: Mapping[int, str], group: str) -> list[list[str]]:
     """Name an optimizer's parameters, by param group; `names` has the names of the modules' parameters by id()."""
     return [[name for name, _ in members] for members in _named_groups(optimizer, names, group)]
+
+
+def parameters_in(tree: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters in an optimizer's tree, in the order of their param groups."""
+    return [name for members in tree["param_groups"] for name in members["params"]]
+
+
+def as_state_dict(tree: Mapping[str, Any], renamed: Callable[[str], Any]) -> dict[str, Any]:
+    """Return an optimizer's tree in the form of torch's state_dict; `renamed` gives a parameter's name or number."""
+    state = {renamed(name): entry for name, entry in tree["state"].items()} | dict(tree["shared"])
+    groups = [
+        {**members["options"], "params": [renamed(name) for name in members["params"]]}
+        for members in tree["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups, **tree["other"]}
+
+
+def numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's tree in the form of torch's state_dict, with parameters by number."""
+    numbers = {name: n for n, name in enumerate(parameters_in(tree))}
+    return as_state_dict(tree, numbers.__getitem__)
 
 
 def _state_dict(optimizer: Optimizer, group: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -41,6 +41,7 @@ from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
+from ckpt_tasks.storage.answers import causes_of
 from ckpt_tasks.tensors.streams import OwnStreams
 
 P = ParamSpec("P")
@@ -271,7 +272,7 @@ def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 def is_retryable(error: object) -> bool:
     """Return whether a retry may help: not after a `PERMANENT` error, unless the error `rolls_back`."""
-    causes = [*_causes(error)] if isinstance(error, Exception) else []
+    causes = [*causes_of(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 
 
@@ -303,16 +304,6 @@ def _is_plain(function: Any) -> bool:
 def _attempt_number() -> int:
     context = TaskRunContext.get()
     return context.task_run.run_count if context else 1
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and the errors that caused it."""
-    cause: BaseException | None = error
-    seen: set[int] = set()
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
 
 
 def _clear_frames(error: BaseException) -> None:

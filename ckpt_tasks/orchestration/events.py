@@ -7,7 +7,6 @@ reliable. docs/EVALUATIONS.md lists the payloads.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from prefect.exceptions import Abort, EventTooLarge
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.restore import RestoreReport
@@ -85,7 +85,7 @@ def announce_evaluation(
     """Send the event of a new evaluation."""
     run_key = run.run_key or ""
     common = {"run_key": run_key, "checkpoint_dir": absolute(checkpoint_dir), "step": checkpoint.step}
-    details = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": _numbers(metrics)}
+    details = {"manifest_digest": checkpoint.manifest_digest, "suite": suite, "metrics": finite_json(metrics)}
     _send("ckpt.evaluated", _resource(run_key), {**common, **details})
 
 
@@ -177,13 +177,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "epochs": checkpoint.epochs,
         "manifest_digest": checkpoint.manifest_digest,
-        "metrics": _numbers(checkpoint.metrics),
+        "metrics": finite_json(checkpoint.metrics),
         "size_bytes": checkpoint.size_bytes,
         "waited_s": checkpoint.cost_s,
         "saved_at": checkpoint.saved_at,
     }
-
-
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics as JSON values: NaN and infinities as texts, which float() reads back."""
-    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}

@@ -121,28 +121,37 @@ def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0,
 
 
 def _open(store: ReadableStore, checkpoint: Checkpoint, rank: int, world_size: int) -> Opened:
-    manifest = read_good(store, lambda: _manifest(store, checkpoint))
-    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
-        what_it_says = f"step {manifest.step}, attempt {manifest.attempt}"
-        raise IntegrityError(f"the manifest says {what_it_says}", key=checkpoint.manifest, step=checkpoint.step)
+    manifest = read_good(store, lambda: read_manifest(store, checkpoint))
     own, reused = checkpoint.manifest.removesuffix(MANIFEST_NAME), Names(checkpoint.reuses)
     for record in manifest.objects:
         if not record.name.startswith(own) and record.name not in reused:
             why = "the manifest names an object of another attempt, and the ledger does not say that it is reused"
             raise IntegrityError(f"{why}: {record.name}", key=checkpoint.manifest, step=checkpoint.step)
-    of = manifest.index
-    index = read_good(store, lambda: read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name))
+    index = read_good(store, lambda: read_index_of(store, manifest))
     objects = {record.name: (record.digested_bytes, record.size_bytes) for record in manifest.objects}
     rank = rank if world_size == manifest.world_size else 0
     faults = index.coverage_faults(whole=manifest.world_size == 1) or index.object_faults(objects)
     if faults:
-        raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=of.name, step=checkpoint.step)
+        raise IntegrityError(
+            f"the index has holes: {'; '.join(faults[:5])}", key=manifest.index.name, step=checkpoint.step
+        )
     return Opened(manifest, index, {name: SavedGroup(name, manifest, index, rank) for name in manifest.groups})
 
 
-def _manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
+def read_manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
+    """Read a checkpoint's manifest; raise IntegrityError or ObjectNotFoundError."""
     data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
-    return Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
+    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
+        what_it_says = f"step {manifest.step}, attempt {manifest.attempt}"
+        raise IntegrityError(f"the manifest says {what_it_says}", key=checkpoint.manifest, step=checkpoint.step)
+    return manifest
+
+
+def read_index_of(store: ReadableStore, manifest: Manifest) -> Index:
+    """Read the index that a manifest names; raise IntegrityError or ObjectNotFoundError."""
+    of = manifest.index
+    return read_index(store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name)
 
 
 def check_header(store: ReadableStore, record: ObjectRecord) -> bytes:

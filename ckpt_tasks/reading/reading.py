@@ -141,8 +141,7 @@ class Run:
         )
 
         def add(state: State, n: int) -> State:
-            if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
-                raise CheckpointNotFoundError("the checkpoint has been pruned meanwhile", step=checkpoint.step)
+            check_live(state, checkpoint)
             return state.with_lease(lease, now)
 
         self.history.append({"kind": "lease", "holder": holder, "step": checkpoint.step}, add, owner=None)
@@ -210,8 +209,7 @@ class Run:
         def add(state: State, n: int) -> State:
             if self._evaluated(state, checkpoint, suite):
                 raise _RecordedMeanwhileError
-            if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
-                raise CheckpointNotFoundError("the checkpoint has been pruned meanwhile", step=checkpoint.step)
+            check_live(state, checkpoint)
             return state.with_evaluation(evaluation)
 
         try:
@@ -268,11 +266,16 @@ def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner:
     """
 
     def change(state: State, n: int) -> State:
-        if all(c.manifest_digest != checkpoint.manifest_digest for c in state.live):
-            raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
+        check_live(state, checkpoint)
         return state.with_pin(checkpoint.manifest_digest, reason)
 
     history.append({"kind": "pin", "step": checkpoint.step, "reason": reason}, change, owner=owner)
+
+
+def check_live(state: State, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointNotFoundError if the run no longer has a checkpoint."""
+    if checkpoint.manifest_digest not in state.by_identity:
+        raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
 
 
 class _RecordedMeanwhileError(Exception):

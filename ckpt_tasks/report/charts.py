@@ -16,14 +16,15 @@ import numpy.typing as npt
 
 from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.ledger.curve import Curve
-from ckpt_tasks.ledger.goodput import SHARES, Course
+from ckpt_tasks.ledger.goodput import Course
 from ckpt_tasks.ledger.timeline import Moment
-from ckpt_tasks.report.picture import sort_metrics
+from ckpt_tasks.report.picture import sort_metrics, strip_of
 
 _MOST_LEFT = 20  # Draw at most this many abandoned stretches.
 _MOST_MARKS, _MOST_COMMITS = 300, 150
 _MARKED = ("failure", "lost", "taken", "fallback", "rollback")
 _DIGITS = 7
+_COLUMNS = 300  # The strip of where the time went has this many equal parts.
 
 _Floats = npt.NDArray[np.float64]
 
@@ -119,7 +120,7 @@ def chart_data(
         "lines": lines,
         "marks": marks_of(course),
         "commits": commits[:: 1 + len(commits) // _MOST_COMMITS],
-        "strip": strip_of(course),
+        "strip": strip_of(course, _COLUMNS),
         "wall_s": course.wall_s,
     }
 
@@ -171,19 +172,6 @@ def marks_of(course: Course) -> list[dict[str, Any]]:
             at_s = round(place.elapsed_s, 3)
             marks.append({"kind": moment.kind, "step": step, "at_s": at_s, "text": moment.text})
     return marks[-_MOST_MARKS:]
-
-
-def strip_of(course: Course, columns: int = 300) -> list[str]:
-    """Return, for equal columns of the run's wall time, the share to which most of the column's time belongs."""
-    if course.wall_s <= 0:
-        return []
-    width_s = course.wall_s / columns
-    sums = [dict.fromkeys(SHARES, 0.0) for _ in range(columns)]
-    for span in course.spans:
-        for column in range(int(span.begin_s / width_s), min(columns, math.ceil(span.end_s / width_s))):
-            inside_s = min(span.end_s, (column + 1) * width_s) - max(span.begin_s, column * width_s)
-            sums[column][span.kind] += inside_s
-    return [max(column, key=column.__getitem__) for column in sums]
 
 
 def _whole(values: _Floats) -> list[int]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckpt_tasks.ledger.curve import Curve
 from ckpt_tasks.report.picture import sort_metrics
-from ckpt_tasks.report.svg import FONTS, PALE, round_ticks, text, tick_labels
+from ckpt_tasks.report.svg import MOST_VALUE, PALE, document, ends_of, round_ticks, text, thinned, tick_labels
 from ckpt_tasks.report.words import count, number, printable
 
 _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 290, 34, 156  # The positions of one picture's axes.
 _MOST = 12
-_MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
 _TITLE_SHOWN = 36  # The number of characters above one picture.
 _STYLE = """
 .ckc-back{fill:#ffffff}.ckc-grid{stroke:#e6e6e6}.ckc-line{stroke:#1f4e79}.ckc-left{stroke:#d1495b;opacity:.45}
@@ -42,12 +41,7 @@ def draw_curves(curve: Curve, *, heading: str) -> str:
         return ""
     rows = math.ceil(len(shown) / _COLUMNS)
     width, height = _COLUMNS * _WIDTH, rows * _HEIGHT + (24 if len(names) > _MOST else 0)
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
-        f"<title>{escape(printable(heading)[:80])}</title><style>{_STYLE}</style>",
-        f'<rect class="ckc-back" width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
+    parts: list[str] = []
     steps = [point.step for point in curve.steps]
     along = _Span(min(steps), max(*steps, min(steps) + 1))
     for n, name in enumerate(shown):
@@ -57,7 +51,7 @@ def draw_curves(curve: Curve, *, heading: str) -> str:
     if len(names) > _MOST:
         more = f"and {count(len(names) - _MOST, 'more metric')}: Run.curve() has all"
         parts.append(text(_LEFT, height - 8, more, size=12, css="ckc-pale", fill=PALE))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return document((width, height), printable(heading)[:80], parts, style=_STYLE, back="ckc-back")
 
 
 def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
@@ -67,10 +61,10 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
         # A new line begins when training went back, or when the line was abandoned.
         run += before is not None and (point.step <= before.step or point.abandoned != before.abandoned)
         value = point.metrics.get(name)
-        if value is not None and abs(value) <= _MOST_VALUE:  # This also drops NaN.
+        if value is not None and abs(value) <= MOST_VALUE:  # This also drops NaN.
             lines.setdefault((point.abandoned, run), []).append((point.step, value))
     values = [value for line in lines.values() for _, value in line]
-    up = _room(values)
+    up = _Span(*ends_of(values))
     ticks = round_ticks(*up)
     for value, label in zip(ticks, tick_labels(ticks), strict=True):
         y = _BOTTOM - (_BOTTOM - _TOP) * up.part(value)
@@ -92,22 +86,9 @@ def _shortened(name: str, length: int) -> str:
     return name if len(name) <= length else "…" + name[1 - length :]
 
 
-def _room(values: Sequence[float]) -> _Span:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return _Span(low - room, high + room)
-
-
 def _line(places: Sequence[tuple[float, float]], css: str, colour: str) -> str:
     """Draw a line, thinned to the first, lowest, highest and last value of every pixel."""
-    by_pixel: dict[int, list[tuple[float, float]]] = {}
-    for at_x, at_y in places:
-        by_pixel.setdefault(int(at_x * (_RIGHT - _LEFT)), []).append((at_x, at_y))
-    kept = [
-        place
-        for here in by_pixel.values()
-        for place in sorted({here[0], min(here, key=lambda p: p[1]), max(here, key=lambda p: p[1]), here[-1]})
-    ]
+    kept = thinned(places, lambda place: int(place[0] * (_RIGHT - _LEFT)), itemgetter(1))
     at = [(_LEFT + (_RIGHT - _LEFT) * x, _BOTTOM - (_BOTTOM - _TOP) * y) for x, y in kept]
     if len(at) == 1:
         return f'<circle cx="{at[0][0]:.1f}" cy="{at[0][1]:.1f}" r="2" fill="{colour}"/>'

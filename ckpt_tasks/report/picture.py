@@ -15,7 +15,18 @@ from typing import NamedTuple
 
 from ckpt_tasks.ledger.curve import Curve, CurveStep
 from ckpt_tasks.ledger.goodput import SHARES, Course
-from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text, tick_labels
+from ckpt_tasks.report.svg import (
+    INK,
+    MOST_VALUE,
+    PALE,
+    document,
+    ends_of,
+    polyline,
+    round_ticks,
+    text,
+    thinned,
+    tick_labels,
+)
 from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 
 _WIDTH, _HEIGHT = 900, 372
@@ -23,7 +34,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The positions of the axes.
 _LEGEND = 22
 _STRIP, _THICK = 260, 10  # The strip shows where the time went, in order.
 _SUMS = 328  # The bar shows the sums of the same shares.
-_MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
 _MOST_MARKS = 300
@@ -68,7 +78,7 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
     name = main_metric([commit.moment.metrics for commit in course.of("commit")])
     losses, evaluations = _losses(course, name, curve or Curve()), _evaluations(course, name)
     wall_s = max(course.wall_s, 1e-3)
-    low, high = _span_of([p.value for p in (*losses, *evaluations) if abs(p.value) <= _MOST_VALUE])
+    low, high = ends_of([p.value for p in (*losses, *evaluations) if abs(p.value) <= MOST_VALUE])
 
     def x(elapsed_s: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * min(1.0, max(0.0, elapsed_s / wall_s))
@@ -77,12 +87,7 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
         return _BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low)
 
     frame = f'x="{_LEFT}" y="{_TOP - 4}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP + 8}"'
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
-    title = escape(printable(heading)[: 2 * _NAME_SHOWN])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
-        f"<title>{title}</title><style>{_STYLE}</style>",
-        f'<rect class="ckr-back" width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
         *_bands(course, x),
         *_axes(course, x, y, (low, high) if losses or evaluations else None),
         *_axis_titles(name),
@@ -92,11 +97,11 @@ def draw_run(course: Course, *, heading: str, curve: Curve | None = None) -> str
         *_marks(course, x),
         *_points(evaluations, x, y),
         *_legend(name, course, bool(evaluations)),
-        *_strip(course, x),
+        *_strip(course),
         *_sums(course),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    title = printable(heading)[: 2 * _NAME_SHOWN]
+    return document((_WIDTH, _HEIGHT), title, parts, style=_STYLE, back="ckr-back")
 
 
 def sort_metrics(names: Iterable[str]) -> list[str]:
@@ -112,6 +117,19 @@ def sort_metrics(names: Iterable[str]) -> list[str]:
 def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
     """Choose the metric by which to draw a run; None if it has no metric."""
     return next(iter(sort_metrics({name for values in metrics for name in values})), None)
+
+
+def strip_of(course: Course, columns: int) -> list[str]:
+    """Return, for equal columns of the run's wall time, the share to which most of the column's time belongs."""
+    if course.wall_s <= 0:
+        return []
+    width_s = course.wall_s / columns
+    sums = [dict.fromkeys(SHARES, 0.0) for _ in range(columns)]
+    for span in course.spans:
+        for column in range(int(span.begin_s / width_s), min(columns, math.ceil(span.end_s / width_s))):
+            inside_s = min(span.end_s, (column + 1) * width_s) - max(span.begin_s, column * width_s)
+            sums[column][span.kind] += inside_s
+    return [max(column, key=column.__getitem__) for column in sums]
 
 
 def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
@@ -146,12 +164,6 @@ def _evaluations(course: Course, name: str | None) -> list[_Point]:
             value = moment.metrics[fit[0]]
             values.append(_Point(at_s, value, f"step {moment.step}, {moment.text}: {fit[0]} {number(value)}"))
     return values
-
-
-def _span_of(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    return low - room, high + room
 
 
 def _bands(course: Course, x: Scale) -> Iterator[str]:
@@ -192,7 +204,7 @@ def _curve(points: Sequence[_Point], x: Scale, y: Scale, pauses: Sequence[float]
     """
     stretch: list[_Point] = []
     for point in (*points, None):
-        finite = point is not None and abs(point.value) <= _MOST_VALUE
+        finite = point is not None and abs(point.value) <= MOST_VALUE
         if point is not None and finite and not (stretch and _lies_between(stretch[-1], point, pauses)):
             stretch.append(point)
             continue
@@ -211,15 +223,7 @@ def _lies_between(before: _Point, after: _Point, times: Sequence[float]) -> bool
 
 
 def _thinned(points: Sequence[_Point], x: Scale) -> list[_Point]:
-    by_pixel: dict[int, list[_Point]] = {}
-    for point in points:
-        by_pixel.setdefault(round(x(point.elapsed_s) / 2), []).append(point)
-    kept = {
-        id(p): p
-        for here in by_pixel.values()
-        for p in (here[0], min(here, key=lambda p: p.value), max(here, key=lambda p: p.value), here[-1])
-    }
-    return [p for p in points if id(p) in kept]
+    return thinned(points, lambda point: round(x(point.elapsed_s) / 2), lambda point: point.value)
 
 
 def _ticks(course: Course, x: Scale) -> Iterator[str]:
@@ -240,7 +244,7 @@ def _marks(course: Course, x: Scale) -> Iterator[str]:
 
 
 def _points(points: Sequence[_Point], x: Scale, y: Scale) -> Iterator[str]:
-    for point in _thinned([p for p in points if abs(p.value) <= _MOST_VALUE], x):
+    for point in _thinned([p for p in points if abs(p.value) <= MOST_VALUE], x):
         shape = f"M{x(point.elapsed_s):.1f} {y(point.value) - 6:.1f}l6 6l-6 6l-6 -6z"
         yield _said(f'<path d="{shape}" class="ckr-eval"/>', point.about)
 
@@ -271,19 +275,13 @@ def _legend(name: str | None, course: Course, evaluated: bool) -> Iterator[str]:
         )
 
 
-def _strip(course: Course, x: Scale) -> Iterator[str]:
+def _strip(course: Course) -> Iterator[str]:
     """Draw a strip of where the time went: each pixel has the colour of its largest share."""
-    columns: dict[int, dict[str, float]] = {}
-    for span in course.spans:
-        begin, end = x(span.begin_s), x(span.end_s)
-        for pixel in range(int(begin), math.ceil(end)):
-            inside = min(end, pixel + 1) - max(begin, pixel)
-            here = columns.setdefault(pixel, {})
-            here[span.kind] = here.get(span.kind, 0.0) + inside
-    for kind, pixels in groupby(sorted(columns), key=lambda pixel: max(columns[pixel], key=columns[pixel].__getitem__)):
-        run = list(pixels)
-        place = f'x="{run[0]}" y="{_STRIP}" width="{run[-1] + 1 - run[0]}" height="{_THICK}"'
-        yield f'<rect {place} fill="{_COLOURS[kind]}"/>'
+    begin = _LEFT
+    for kind, columns in groupby(strip_of(course, _RIGHT - _LEFT)):
+        width = len([*columns])
+        yield f'<rect x="{begin}" y="{_STRIP}" width="{width}" height="{_THICK}" fill="{_COLOURS[kind]}"/>'
+        begin += width
 
 
 def _sums(course: Course) -> Iterator[str]:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import TypeVar
 
 INK, PALE = "#333333", "#777777"
 FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
 _MOST_TICKS = 50
+
+_P = TypeVar("_P")
+
+
+def document(size: tuple[int, int], title: str, parts: Iterable[str], *, style: str = "", back: str = "") -> str:
+    """Return a document with a white ground; a rule of `style` for the class `back` overrides the ground's colour."""
+    width, height = size
+    css, rules = f'class="{back}" ' if back else "", f"<style>{style}</style>" if style else ""
+    box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    lines = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="{FONTS}">',
+        f"<title>{escape(title)}</title>{rules}",
+        f'<rect {css}width="{width}" height="{height}" fill="#ffffff"/>',
+        *parts,
+        "</svg>",
+    )
+    return "\n".join(lines) + "\n"
 
 
 def text(
@@ -36,6 +55,26 @@ def polyline(places: Iterable[tuple[float, float]], colour: str, width: float, c
     more = f' class="{css}"' if css else ""
     look = f'clip-path="url(#frame)" fill="none" stroke="{colour}" stroke-width="{width}"{more}'
     return f'<polyline points="{path}" {look}/>'
+
+
+def thinned(points: Sequence[_P], pixel: Callable[[_P], int], value: Callable[[_P], float]) -> list[_P]:
+    """Return the first, lowest, highest and last point of each pixel."""
+    by_pixel: dict[int, list[_P]] = {}
+    for point in points:
+        by_pixel.setdefault(pixel(point), []).append(point)
+    kept = {
+        id(point)
+        for here in by_pixel.values()
+        for point in (here[0], min(here, key=value), max(here, key=value), here[-1])
+    }
+    return [point for point in points if id(point) in kept]
+
+
+def ends_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the two ends of an axis for these values: a little room is left below and above."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - room, high + room
 
 
 def round_ticks(lowest: float, highest: float) -> list[float]:

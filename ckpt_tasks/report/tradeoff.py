@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 
 from ckpt_tasks.policy.cadence import TradeOff
-from ckpt_tasks.report.svg import FONTS, INK, PALE, polyline, round_ticks, text
+from ckpt_tasks.report.svg import INK, PALE, document, polyline, round_ticks, text
 from ckpt_tasks.report.words import fine_span, percent
 
 _WIDTH, _HEIGHT = 860, 480
@@ -40,12 +39,8 @@ def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float
         ("doing lost work again", _AGAIN, 2, [(x(p.interval_s), y(p.expected_loss)) for p in points]),
         ("together", _TOGETHER, 3, [(x(p.interval_s), y(p.total)) for p in points]),
     ]
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
     frame = f'x="{_LEFT}" y="{_TOP}" width="{_RIGHT - _LEFT}" height="{_BOTTOM - _TOP}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONTS}">',
-        f"<title>{escape(heading)}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
         text(_LEFT, 30, heading, size=17, weight="bold"),
         text(_LEFT, 50, about, fill=PALE),
         *_forbidden(x(least_s) if least_s > first_s else _LEFT),
@@ -54,9 +49,8 @@ def draw_curve(points: Sequence[TradeOff], recommended: TradeOff, least_s: float
         *(polyline(places, colour, width) for _, colour, width, places in curves),
         *_mark(x(recommended.interval_s), y(recommended.total), recommended),
         *_legend([(name, colour, width) for name, colour, width, _ in curves]),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return document((_WIDTH, _HEIGHT), heading, parts)
 
 
 def _grid(x: Scale, y: Scale, highest: float, ends_s: tuple[float, float]) -> Iterable[str]:

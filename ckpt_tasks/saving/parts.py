@@ -18,11 +18,12 @@ from ckpt_tasks.format.keys import Attempt, attempt_prefix, is_table
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Compared, Owner
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.layout.image import plan_bytes
-from ckpt_tasks.layout.index import Index, parse_index, write_index
+from ckpt_tasks.layout.image import ImageLayout, plan_bytes
+from ckpt_tasks.layout.index import WHOLE, Index, Places, parse_index, write_index
 from ckpt_tasks.layout.steps import StepMetrics
 from ckpt_tasks.objects.parts import Captured, TableFileCapture
 from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.storage.port import Store
 
 _ALIGNMENT = 64  # Arrow aligns columns to this many bytes.
 _LENGTH = struct.Struct("<Q")
@@ -162,15 +163,42 @@ def _lost(name: str) -> StoreError:
 
 def digest_image(attempt: Attempt, image: Image, given_up: Callable[[], bool], rank: int = 0) -> RankPart:
     """Digest one image of a snapshot; raise SupersededError as soon as `given_up()` is true."""
-    name, header = attempt_prefix(attempt) + image.name, image.layout.header
     digests: list[bytes] = []
     for _, _, begin, end in image.layout.regions:
         if given_up():
             raise SupersededError
         digests.append(digest_bytes(image.bytes[begin:end]))
-    index = image.regions.placed(name, digests)
-    record = ObjectRecord(name, image.layout.size_bytes, digest_hex(header), len(header))
-    return RankPart(rank, index, (record,))
+    return _of_file(attempt_prefix(attempt) + image.name, image.layout, image.regions, digests, rank)
+
+
+def put_tensors(
+    store: Store | None,
+    name: str,
+    group: str,
+    layout: ImageLayout,
+    data_of: Callable[[str], memoryview],
+    *,
+    places: Places = WHOLE,
+) -> RankPart:
+    """Digest the tensors of one file, and put it; `data_of` returns the bytes of a tensor by its name in the group.
+
+    Without a store, nothing is read or put: the part has the digest of no bytes.
+    """
+    digests = [digest_bytes(b"")] * len(layout.regions)
+    if store is not None:
+        data = {slot.spec.name: data_of(slot.spec.name) for slot in layout.slots}
+        begins = {slot.spec.name: slot.begin for slot in layout.slots}
+        digests = [
+            digest_bytes(data[spec.name][begin - begins[spec.name] : end - begins[spec.name]])
+            for spec, _, begin, end in layout.regions
+        ]
+        store.put(name, [layout.header, *(piece for piece in data.values() if piece.nbytes)])
+    return _of_file(name, layout, Index.of_layout(group, layout, places), digests)
+
+
+def _of_file(name: str, layout: ImageLayout, regions: Index, digests: Sequence[bytes], rank: int = 0) -> RankPart:
+    record = ObjectRecord(name, layout.size_bytes, digest_hex(layout.header), len(layout.header))
+    return RankPart(rank, regions.placed(name, digests), (record,))
 
 
 def same_step(parts: Sequence[RankPart]) -> Sequence[RankPart]:

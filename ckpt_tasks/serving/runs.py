@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import State, lineage
-from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.ledger.curve import Curve, read_tables
 from ckpt_tasks.ledger.goodput import Course, Followed
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.opening import read_manifest
 from ckpt_tasks.report.charts import Curves, chart_data
 from ckpt_tasks.report.kept import kept_because
 from ckpt_tasks.report.report import SHARES_MEAN, make_report
@@ -92,9 +92,7 @@ class OpenRun:
     def _environment(self, state: State) -> dict[str, str]:
         for newest in lineage(state.live)[:1]:
             try:
-                data = self._store.get(newest.manifest, MAX_MANIFEST_BYTES)
-                made = Manifest.from_bytes(data, digest=newest.manifest_digest, name=newest.manifest)
-                return dict(made.environment)
+                return dict(read_manifest(self._store, newest).environment)
             except CkptError as error:
                 return {"cannot be read": str(error)}
         return {}

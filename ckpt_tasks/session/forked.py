@@ -98,7 +98,7 @@ def params_before_fork(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     state, restored = ckpt.run.head().state, ckpt.last_restore
     if state.origin is None or restored is None:
         return None
-    forked = next((c for c in state.live if c.manifest_digest == state.origin.identity), None)
+    forked = state.by_identity.get(state.origin.identity)
     if forked is None or not restored.source.endswith("/" + forked.manifest.rpartition("/")[0]):
         return None
     return state.origin.params or {}

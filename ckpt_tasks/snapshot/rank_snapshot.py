@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.format.records import Checkpoint, Seal
-from ckpt_tasks.layout.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
+from ckpt_tasks.layout.index import Index, IndexRow
 from ckpt_tasks.layout.regions import Box, intersection
 from ckpt_tasks.layout.tiling import untiled
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.reading.download import DownloadedTensors, Laid, Read
-from ckpt_tasks.reading.opening import Opened, SavedGroup, verify_run
+from ckpt_tasks.reading.opening import Opened, SavedGroup, read_index_of, read_manifest, verify_run
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import ALONE, place_of
 from ckpt_tasks.tensors.sources import TensorSource
@@ -201,16 +201,9 @@ def _within(rows: Iterable[IndexRow], box: Box) -> Iterator[Box]:
 
 def manifest_of(part: Part) -> Manifest:
     """Read a part's manifest; raise IntegrityError or ObjectNotFoundError."""
-    checkpoint = part.seal.checkpoint
-    data = part.store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
-    manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
-    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt):
-        what_it_says = f"step {manifest.step}, attempt {manifest.attempt}"
-        raise IntegrityError(f"the manifest says {what_it_says}", key=checkpoint.manifest, step=checkpoint.step)
-    return manifest
+    return read_manifest(part.store, part.seal.checkpoint)
 
 
 def index_of(manifest: Manifest, part: Part) -> Index:
     """Read a part's index; raise IntegrityError or ObjectNotFoundError."""
-    of = manifest.index
-    return read_index(part.store.get(of.name, MAX_INDEX_BYTES), digest=of.digest, name=of.name)
+    return read_index_of(part.store, manifest)

@@ -8,7 +8,6 @@ decides whether it outlives the process.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -18,9 +17,8 @@ from operator import eq
 import torch
 
 from ckpt_tasks.format.keys import shard_name
-from ckpt_tasks.layout.columns import MAX_REGIONS
+from ckpt_tasks.layout.columns import shared_region_bytes
 from ckpt_tasks.layout.image import (
-    MIN_REGION_BYTES,
     REGION_BYTES,
     STORED_DTYPES,
     ImageLayout,
@@ -29,8 +27,7 @@ from ckpt_tasks.layout.image import (
     plan_image,
     plan_parts,
 )
-from ckpt_tasks.layout.index import Index
-from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.layout.index import Index, Places
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.snapshot.device import DeviceCopy, Devices
@@ -38,8 +35,6 @@ from ckpt_tasks.tensors.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.tensors.tensors import REAL_DTYPES, tensor_at
 
 MAX_SHARD_BYTES = 2 << 30
-
-Places = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -87,31 +82,9 @@ class Image:
         self._places = places
 
     @cached_property
-    @gc_paused()
     def regions(self) -> Index:
         """The index rows of this file's regions, without object names and digests."""
-        regions = self.layout.regions
-        placed = [self._placed(spec, box) for spec, box, _, _ in regions]
-        return Index.of_columns(
-            [self.group] * len(regions),
-            [spec.name for spec, *_ in regions],
-            [spec.dtype for spec, *_ in regions],
-            [shape for shape, _ in placed],
-            [box.offset for _, box in placed],
-            [box.shape for _, box in placed],
-            [""] * len(regions),
-            [begin for *_, begin, _ in regions],
-            [end for *_, end in regions],
-            [bytes(16)] * len(regions),
-        )
-
-    def _placed(self, spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], Box]:
-        """Return the shape of the whole tensor, and the region's box in it."""
-        place = self._places.get(f"{self.group}/{spec.name}")
-        if place is None:
-            return spec.shape, box
-        full_shape, offset = place
-        return full_shape, Box(tuple(map(operator.add, offset, box.offset)), box.shape)
+        return Index.of_layout(self.group, self.layout, self._places)
 
 
 class ImageSet:
@@ -201,7 +174,10 @@ def plan_snapshot(
         groups.setdefault(group, ([], []))[still].append(
             TensorSpec(key, str(dtype).removeprefix("torch."), tuple(shape))
         )
-    region_bytes = REGION_BYTES if world_size == 1 else _region_bytes(tensors, world_size)
+    region_bytes = REGION_BYTES
+    if world_size > 1:
+        total_bytes = world_size * sum(tensor.nbytes for tensor in tensors.values())
+        region_bytes = shared_region_bytes(total_bytes, world_size * len(tensors))
     files = tuple(
         (group, shard_name(group, rank, world_size, number), plan_image(specs, region_bytes))
         for group, kinds in groups.items()
@@ -215,14 +191,6 @@ def plan_snapshot(
         if (key := f"{group}/{slot.spec.name}") in there
     }
     return SnapshotPlan(signature, files, devices, places or {})
-
-
-def _region_bytes(tensors: Mapping[str, torch.Tensor], world_size: int) -> int:
-    """Return the region size with which all ranks together have fewer than half of MAX_REGIONS."""
-    total_bytes, region_bytes = world_size * sum(t.nbytes for t in tensors.values()), MIN_REGION_BYTES
-    while region_bytes < REGION_BYTES and total_bytes // region_bytes + world_size * len(tensors) > MAX_REGIONS // 2:
-        region_bytes *= 2
-    return region_bytes
 
 
 # Few kernels support these dtypes, so copy them as bytes. This version of torch may lack some of them.
@@ -251,3 +219,9 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as the dtype that its image uses: bytes for rare dtypes, pairs for unaligned complex numbers."""
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a host tensor in C order, as its image has them; a view of its memory if possible."""
+    dense = storable(tensor).contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")

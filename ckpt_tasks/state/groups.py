@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import setitem
 from types import ModuleType
 from typing import Any
 
@@ -173,23 +174,11 @@ def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] 
 
 
 def _assign_item(container: Any, key: Any) -> Callable[[Any], None] | None:
-    if not isinstance(container, (MutableMapping, list)):
-        return None
-
-    def assign(value: Any) -> None:
-        container[key] = value
-
-    return assign
+    return partial(setitem, container, key) if isinstance(container, (MutableMapping, list)) else None
 
 
 def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
-    if type(record).__dataclass_params__.frozen:
-        return None
-
-    def assign(value: Any) -> None:
-        setattr(record, name, value)
-
-    return assign
+    return None if type(record).__dataclass_params__.frozen else partial(setattr, record, name)
 
 
 def _is_split(value: Any) -> bool:

@@ -16,7 +16,7 @@ from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.objects.names import module_state, named_parameters, parameter_names, tied_names
-from ckpt_tasks.objects.optimizers import optimizer_names
+from ckpt_tasks.objects.optimizers import optimizer_names, parameters_in
 from ckpt_tasks.objects.parts import GroupState, Saved
 from ckpt_tasks.state.groups import modules_of
 
@@ -308,7 +308,7 @@ def _places(name: str, group: Saved) -> list[str]:
     if group.kind == "module":
         return [f"{name}/{key}" for key in group.tree]
     if group.kind == "optimizer":
-        return [f"{name}/{one}" for members in group.tree["param_groups"] for one in members["params"]]
+        return [f"{name}/{one}" for one in parameters_in(group.tree)]
     return [name]
 
 

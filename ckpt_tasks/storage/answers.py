@@ -108,7 +108,7 @@ def is_expired(error: BaseException) -> bool:
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
     """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
-    for cause in _behind(error):
+    for cause in causes_of(error):
         response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):  # This one is from botocore.
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -123,10 +123,10 @@ def answer_of(error: BaseException) -> tuple[int | None, str]:
 
 
 def _without_answer(error: BaseException, name: str) -> StoreError:
-    names = {kind.__name__ for cause in _behind(error) for kind in type(cause).__mro__}
-    roots = {type(cause).__module__.partition(".")[0] for cause in _behind(error)}
+    names = {kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__}
+    roots = {type(cause).__module__.partition(".")[0] for cause in causes_of(error)}
     mend = bool(names & _OURS_TO_MEND)
-    untrusted = any(_UNTRUSTED in str(cause) for cause in _behind(error))
+    untrusted = any(_UNTRUSTED in str(cause) for cause in causes_of(error))
     known = bool(roots.intersection(_CLIENTS)) or isinstance(error, (OSError, asyncio.TimeoutError))
     words = " ".join(without_secrets(str(error)).split())[:300]
     message = words or type(error).__name__
@@ -140,7 +140,8 @@ def _without_answer(error: BaseException, name: str) -> StoreError:
     return failure
 
 
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -43,7 +43,7 @@ from ckpt_tasks.storage.local_fs import (
     read_again,
     unlinked,
 )
-from ckpt_tasks.storage.port import OneByOne, Store, moved
+from ckpt_tasks.storage.port import OneByOne, Store, base_of, check_name, moved
 from ckpt_tasks.storage.reserve import Reserve
 
 _PIECE_BYTES = 16 << 20
@@ -153,9 +153,7 @@ class LocalStore(OneByOne):
 
     @read_again
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        base = prefix.rstrip("/")
-        if base and not is_object_name(base):
-            raise ConfigError(f"{prefix!r} is not a prefix")
+        base = base_of(prefix)
         if link_above(self.root, base) is not None:
             return []  # Files behind a symbolic link are not this run's.
         with our_errors(prefix, self.root):
@@ -181,8 +179,7 @@ class LocalStore(OneByOne):
     # ── paths ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _path(self, name: str, error: type[CkptError] = StoreError) -> Path:
-        if not is_object_name(name):
-            raise ConfigError(f"{name!r:.100} is not an object name")
+        check_name(name)
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.storage.answers import as_ours, is_expired, of_listing
 from ckpt_tasks.storage.loop import io_loop
 from ckpt_tasks.storage.others import OtherRequests, drive
-from ckpt_tasks.storage.port import SCHEMES, Store, moved
+from ckpt_tasks.storage.port import SCHEMES, Store, base_of, check_name, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
 
@@ -153,9 +153,7 @@ class ObjectStore:
         return sizes
 
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
-        base = prefix.rstrip("/")
-        if base and not is_object_name(base):
-            raise ConfigError(f"{prefix!r} is not a prefix")
+        base = base_of(prefix)
         if limit == 0:
             return []
         below = self._prefix + (f"{base}/" if base else "")
@@ -218,8 +216,7 @@ class ObjectStore:
         self._run(name, lambda requests: requests.put(key, pieces, absent=absent))
 
     def _key(self, name: str) -> str:
-        if not is_object_name(name):
-            raise ConfigError(f"{name!r:.100} is not an object name")
+        check_name(name)
         return self._prefix + name
 
     def _run(self, name: str, work: Callable[[Requests], Coroutine[Any, Any, _T]], translate: Any = as_ours) -> _T:

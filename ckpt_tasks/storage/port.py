@@ -28,7 +28,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.system import Disturbed
 
 # The schemes of object stores' URLs, each with fsspec's name of its file system. A new scheme is a new row.
@@ -112,6 +113,20 @@ class Store(ReadableStore, Protocol):
 
     def keep_room(self) -> None:
         """Reserve room for the ledger, so that it can be written when the disk is full; never raises."""
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError if no object can have this name."""
+    if not is_object_name(name):
+        raise ConfigError(f"{name!r:.100} is not an object name")
+
+
+def base_of(prefix: str) -> str:
+    """Return a prefix without the slash at its end; raise ConfigError if no object's name can begin with it."""
+    base = prefix.rstrip("/")
+    if base and not is_object_name(base):
+        raise ConfigError(f"{prefix!r} is not a prefix")
+    return base
 
 
 _watch: ContextVar[Callable[[], None] | None] = ContextVar("ckpt_progress", default=None)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, StateError, StoreError
+from ckpt_tasks.errors import CkptError, FencedError, StateError, StoreError
 from ckpt_tasks.format.keys import parse_attempt, unfold
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint, Owner
@@ -27,7 +27,7 @@ from ckpt_tasks.ledger.fencing import check_owner
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.process.processes import start_thread
-from ckpt_tasks.reading.reading import Run, put_pin
+from ckpt_tasks.reading.reading import Run, check_live, put_pin
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.retiring import Retirement, delete_retired, retire
 from ckpt_tasks.upkeep.upkeep import (
@@ -209,8 +209,7 @@ class Pruner:
         """
         with self._one, self.retiring:
             state, digest = self._newest(owner), checkpoint.manifest_digest
-            if all(live.manifest_digest != digest for live in state.live):
-                raise CheckpointNotFoundError("the checkpoint has just been pruned", step=checkpoint.step)
+            check_live(state, checkpoint)
             self.verified.add(newest_good(self._history.store, state).manifest_digest)
             verified = frozenset(self.verified)
             plan = partial(plan_removal, digest=digest, verified=verified, restored_from=going_on_from)
@@ -222,7 +221,7 @@ class Pruner:
                 self._delete(retirement.given_up, lambda: None)
                 now = self._newest(owner)
             # If it stays, it was pinned or leased meanwhile.
-            gone = all(live.manifest_digest != digest for live in now.live)
+            gone = digest not in now.by_identity
             verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
             if not (verdict.keep or gone):
                 hint = "`ckpt prune` deletes them; then try again."

@@ -125,7 +125,7 @@ def verify_run_directory(history: History, *, whole: bool | None = None) -> RunF
     head = history.head()
     results = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
     if any(faults for _, faults in results.values()):
-        live = {c.manifest_digest for c in history.head().state.live}
+        live = history.head().state.by_identity
         results = {digest: result for digest, result in results.items() if digest in live or not result[1]}
     damaged, unread = record_faults(history, history.store.near if whole is None else whole)
     return RunFaults(results, tuple(damaged), tuple(orphans(history.store, head.state)), unread)

@@ -65,8 +65,8 @@ def test_a_plain_loop_has_no_parameters_to_set(run_dir: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--set", "lr"], "changes no parameter"),
-        (["--set", "=1"], "changes no parameter"),
+        (["--set", "lr"], "is not NAME=VALUE"),
+        (["--set", "=1"], "is not NAME=VALUE"),
         (["--set", "optimizer.lr=1"], "plain name"),
         (["--set", "lr=1", "--set", "lr=2"], "set twice"),
         (["--set", "lr=.1"], "not a value that JSON knows"),

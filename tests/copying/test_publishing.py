@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_tasks.copying import export as exporting
 from ckpt_tasks.copying import publishing
 from ckpt_tasks.copying.export import plan_export, write_export
 from ckpt_tasks.errors import ConfigError, IntegrityError, StoreError, UnsupportedStateError
+from ckpt_tasks.layout import image
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage import local_fs
 from tests.support.cli_runs import flip, only, save, tree
@@ -239,6 +239,6 @@ def test_without_a_module_a_group_has_to_be_named(tmp_path: Path) -> None:
 
 def test_more_names_than_one_file_holds(tmp_path: Path, model_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P42: a header over the limit is refused with what to do."""
-    monkeypatch.setattr(exporting, "MAX_HEADER_BYTES", 1000)
+    monkeypatch.setattr(image, "MAX_HEADER_BYTES", 1000)
     with pytest.raises(UnsupportedStateError, match=r"2 tensors need a header.*directory"):
         export(model_run, tmp_path / "m.safetensors")

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.ledger.goodput import follow
-from ckpt_tasks.report.charts import marks_of, strip_of, thin
+from ckpt_tasks.report.charts import marks_of, thin
+from ckpt_tasks.report.picture import strip_of
 from tests.report.test_report import broken, run_of
 from tools.sources import ROOT
 
@@ -67,7 +68,7 @@ def test_marks_and_the_strip_say_what_happened_when() -> None:
     strip = strip_of(course, columns=50)
     assert len(strip) == 50
     assert strip[-1] == "down"
-    assert strip_of(follow([])) == []
+    assert strip_of(follow([]), columns=50) == []
 
 
 def test_the_scripts_use_no_markup_of_strings() -> None:
