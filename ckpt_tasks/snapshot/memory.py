@@ -41,11 +41,14 @@ from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_me
 from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
 from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
+from ckpt_tasks.system import system
 
 SLOTS = ("a", "b")
 ORIGIN_NAME = "origin"  # In a copy of another host's snapshot: the digest of its seal, and the host.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # Free memory must be this many times the size of the images.
+_DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
+_LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
 _HELD: set[Path] = set()  # The directories that this process holds: lockf does not exclude within a process.
 _FILLED: set[Path] = set()  # Slots that this process has filled: its threads may still be reading their files.
@@ -196,8 +199,7 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             raise StoreError(f"the memory directory {self.path} cannot be used: {error.strerror}") from error
         try:
-            # Not flock: a forked DataLoader worker would still hold a flock after this process was killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
@@ -315,6 +317,18 @@ def default_directory(size_bytes: int) -> Path | None:
     status = os.statvfs(_SHARED_MEMORY)
     free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
     return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
+
+
+def _lock(lock: int) -> None:
+    """Take the lock; raise OSError if another process still holds it after 5 s: the run is ours, so it is dying."""
+    until_s = system().monotonic() + _DYING_S
+    while system().monotonic() < until_s:
+        with suppress(OSError):
+            # Not flock: a forked DataLoader worker would still hold a flock after this process was killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        system().sleep(_LOOK_AGAIN_S)
+    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _unlock(path: Path, lock: int) -> None:

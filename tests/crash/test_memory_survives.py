@@ -352,3 +352,23 @@ sys.stdin.read()
         process.wait()
         MemoryDirectory(root, "run").close(keep=False)
         os.killpg(process.pid, signal.SIGKILL)  # the worker
+
+
+def test_a_start_waits_for_a_predecessor_that_is_dying(memory: Path) -> None:
+    """A process that takes a run while its killed predecessor still holds the memory gets that memory."""
+    root = private_root(memory)
+    code = f"""
+import sys, time
+from pathlib import Path
+from ckpt_tasks.snapshot.memory import MemoryDirectory
+held = MemoryDirectory(Path({str(root)!r}), "run")
+print("held", flush=True)
+sys.stdin.read()
+time.sleep(1)  # the kernel frees many GiB
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        process.stdin.close()
+        MemoryDirectory(root, "run").close(keep=False)
