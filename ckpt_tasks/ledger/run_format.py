@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.errors import (
@@ -27,6 +30,7 @@ from ckpt_tasks.system import now_iso
 _PUTS = 5
 _LOOKED_AT = 1000  # If a directory is no run, search this many names in it for runs.
 _NAMED = 5
+_NEAR = 2
 
 
 class RunFormat:
@@ -58,10 +62,7 @@ class RunFormat:
         """
         body = self._format()
         if body is None:
-            raise CheckpointNotFoundError(
-                f"{self.store.url} is not a run directory: it has no {FORMAT_NAME}",
-                hint=f"Check the directory's name.{self._runs_below()}",
-            )
+            raise self._no_run()
         if not body:
             return None
         key: str = body["run_key"]
@@ -74,13 +75,22 @@ class RunFormat:
             self.store.assume_single_writer()
         return key
 
-    def _runs_below(self) -> str:
-        """Return a sentence that names some runs inside this directory; "" if it has none."""
+    def _no_run(self) -> CheckpointNotFoundError:
+        """Return the error that says what was looked for, with runs in this directory, or beside it with its name."""
+        url, names = self.store.url, list[str]()
         with suppress(StoreError):
-            names = self.store.names("", limit=_LOOKED_AT)
-            runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
-            return f" There are runs in it: {', '.join(runs[:_NAMED])}." if runs else ""
-        return ""
+            names = list(self.store.names("", limit=_LOOKED_AT))
+        runs = sorted({name.partition("/")[0] for name in names if name.endswith(f"/{FORMAT_NAME}")})
+        here, name = os.path.split(url)
+        beside = [path.parent.name for path in Path(here).glob(f"*/{FORMAT_NAME}")] if os.path.isabs(url) else []
+        if runs:
+            hint = f"There are runs in it: {', '.join(runs[:_NAMED])}."
+        elif near := get_close_matches(name, beside, n=_NEAR):
+            hint = f"Did you mean {' or '.join(os.path.join(here, one) for one in near)}?"
+        else:
+            hint = "A training makes its run when it starts. Check the name."
+        why = f"it has no {FORMAT_NAME}" if names else "nothing is there"
+        return CheckpointNotFoundError(f"there is no run at {url}: {why}", hint=hint)
 
     def _format(self) -> dict[str, Any] | None:
         """Read format.json; return None if it is missing, {} if it is damaged."""

@@ -42,11 +42,20 @@ def test_an_error_is_one_line_or_one_object(tmp_path: Path, verb: str) -> None:
     """An error of ours is a line on stderr with what to do, or with --json an object on stdout; nothing is made."""
     people, programs = ckpt(verb, tmp_path / "nothing"), ckpt(verb, tmp_path / "nothing", "--json")
     assert (people.status, people.out, programs.status, programs.err) == (1, "", 1, "")
-    said = f"{tmp_path / 'nothing'} is not a run directory: it has no format.json"
-    assert people.err == f"error: {said}. Check the directory's name.\n"
+    said = f"there is no run at {tmp_path / 'nothing'}: nothing is there"
+    do = "A training makes its run when it starts. Check the name."
+    assert people.err == f"error: {said}. {do}\n"
     error = {"type": "CheckpointNotFoundError", "message": said, "key": None, "step": None}
-    assert programs.data == {"error": {**error, "hint": "Check the directory's name."}}
+    assert programs.data == {"error": {**error, "hint": do}}
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_with_a_similar_name_is_named(tmp_path: Path) -> None:
+    """A mistyped run is not there, and the error names the runs beside it that have nearly this name."""
+    for name in ("nets", "other"):
+        save_steps(tmp_path / name, 1)
+    assert f"Did you mean {tmp_path / 'nets'}?" in ckpt("ls", tmp_path / "net").err
+    assert "Did you mean" not in ckpt("ls", tmp_path / "lm").err
 
 
 def test_a_call_that_is_wrong_exits_with_2() -> None:

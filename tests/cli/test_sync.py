@@ -66,7 +66,7 @@ def test_errors_are_one_line(run_dir: Path, tmp_path: Path) -> None:
     """What cannot be done is one line with what to do, and makes nothing."""
     answer = ckpt("sync", tmp_path / "nothing", tmp_path / "b")
     assert (answer.status, answer.out) == (1, "")
-    assert "is not a run directory" in answer.err
+    assert "there is no run at" in answer.err
     save_steps(run_dir, 1)
     assert "It has steps 1" in ckpt("sync", f"{run_dir}@7", tmp_path / "b").err
     save_steps(tmp_path / "other", 1)

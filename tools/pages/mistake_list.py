@@ -372,12 +372,12 @@ def file_shown(place: Path) -> str:
     return command("show", place / "model.pt").err
 
 
-@mistake("A run that is not there", says="is not a run directory", do="Check the directory's name")
+@mistake("A run that is not there", says="there is no run at", do="Check the name")
 def run_missing(place: Path) -> str:
     return command("show", place / "lm-8").err
 
 
-@mistake("The directory above the run", says="is not a run directory", do="runs in it: lm-7")
+@mistake("The directory above the run", says="there is no run at", do="runs in it: lm-7")
 def run_below(place: Path) -> str:
     run(place, stepped(training()))
     return command("show", place).err
