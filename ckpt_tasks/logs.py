@@ -7,9 +7,11 @@ SystemExit when the reader of its output has left.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 
 
 @contextmanager
@@ -41,3 +43,20 @@ def write_line(line: str) -> None:
     with unread():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+
+@contextmanager
+def shown_meanwhile(text: str, stream: IO[str]) -> Iterator[None]:
+    """Show a text while the block runs, if the stream is a terminal. It catches no output, as a rich status would."""
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield
+        return
+    with unread():
+        stream.write(text)
+        stream.flush()
+    try:
+        yield
+    finally:
+        with unread():
+            stream.write("\r\x1b[K")
+            stream.flush()

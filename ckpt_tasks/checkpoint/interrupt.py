@@ -1,4 +1,4 @@
-"""Hold back SIGTERM, Ctrl-C and a flow's timeout until the step is done and its checkpoint committed.
+"""Hold back SIGTERM, SIGHUP, Ctrl-C and a flow's timeout until the step is done and its checkpoint committed.
 
 In a flow run Prefect's engine has its own SIGTERM handler. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
@@ -25,7 +25,7 @@ from ckpt_tasks.system import system
 
 _log = logging.getLogger("ckpt_tasks")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Look this module up in sys.modules and never import it: if Prefect is not loaded, there is nothing to do.
 _PREFECT = "prefect.utilities.engine"
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
@@ -37,10 +37,10 @@ class Interrupt:
     """Remember a signal until the step boundary, then raise it again for the previous handler.
 
     Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
-    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM does not act at once,
-    since schedulers send several. The alarm of a flow's timeout is held back for at most 30 s, since it may have to end
-    a step that hangs. A forked child gets the previous handlers. While signals are held back, notices of the cloud
-    `spot_notices` also arrive as SIGTERM.
+    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or SIGHUP does not act
+    at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is held back for at most
+    30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. While signals are held
+    back, notices of the cloud `spot_notices` also arrive as SIGTERM.
     """
 
     def __init__(self, spot_notices: str | None = None) -> None:
@@ -58,9 +58,9 @@ class Interrupt:
         """Install our signal handlers, in the main thread."""
         if threading.current_thread() is not threading.main_thread() or self._previous:
             return
-        signals = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # A shell's background job ignores Ctrl-C; keep that.
-            signals.append(signal.SIGINT)
+        # A shell's background job ignores Ctrl-C, and under nohup a process ignores SIGHUP; keep that.
+        ignored = [number for number in _SIGNALS[1:] if signal.getsignal(number) is signal.SIG_IGN]
+        signals = [number for number in _SIGNALS if number not in ignored]
         if _is_timeout(signal.getsignal(signal.SIGALRM)):
             signals.append(signal.SIGALRM)
         with _prefects_lock():
@@ -122,7 +122,7 @@ class Interrupt:
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
             return  # Only the first SIGTERM before a delivery counts.
         self._noted_s[number] = now_s
-        again = number in self._seen and number != signal.SIGTERM
+        again = number in self._seen and number not in (signal.SIGTERM, signal.SIGHUP)
         self._seen.add(number)
         if again or self.pending in (None, signal.SIGALRM):
             self.pending = number
@@ -180,9 +180,11 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def taking_stop_signals() -> Iterator[None]:
-    """Treat each of `stop_signals` as SIGTERM, in the main thread."""
+    """Treat each of `stop_signals`, and SIGHUP where it is not ignored, as SIGTERM, in the main thread."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     before = {
-        number: signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM)) for number in stop_signals()
+        number: signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
+        for number in dict.fromkeys([*stop_signals(), *hangup])
     }
     try:
         yield

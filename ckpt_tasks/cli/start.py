@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Output, column, listing, output, report_errors
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.system import gang_rank
 
 if TYPE_CHECKING:
@@ -143,7 +146,10 @@ def train(
             from ckpt_tasks.orchestration.config import config_of_run
 
             raise typer.Exit(place.follow(config_of_run(config, str(config.run_key)), name, given))
-        with importing_prefect():
+        with _starting(as_json):
+            from ckpt_tasks.orchestration.embedded import begin_embedded_server
+
+            begin_embedded_server()  # It comes up beside our own imports, which take as long.
             from ckpt_tasks.flows.console import Training, train_in_terminal
 
         training = Training(
@@ -164,6 +170,14 @@ def train(
         if done.status == 0 and not place:
             _print_next(out, ctx, config, steps)
     raise typer.Exit(done.status)
+
+
+@contextmanager
+def _starting(as_json: bool) -> Iterator[None]:
+    """Say on a terminal what takes some seconds: the import of torch and Prefect."""
+    text = "Importing Prefect and PyTorch …"
+    with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect():
+        yield
 
 
 def _place() -> Place | None:
@@ -239,7 +253,10 @@ def evaluate(
         given = params_of(param, params, seed)
         if not (program or named):
             check_example(config)
-        with importing_prefect():
+        with _starting(as_json):
+            from ckpt_tasks.orchestration.embedded import begin_embedded_server
+
+            begin_embedded_server()
             from ckpt_tasks.flows.console import evaluate_in_terminal
 
         done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)

@@ -29,8 +29,9 @@ from ckpt_tasks.format.records import Owner
 from ckpt_tasks.gang.launched import Place, launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, lives_here
+from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.orchestration.config import BatchLength, check_ranks, position_of_run
-from ckpt_tasks.orchestration.embedded import start_embedded_server
+from ckpt_tasks.orchestration.embedded import begin_embedded_server, start_embedded_server
 from ckpt_tasks.orchestration.endings import CrashError
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
 from ckpt_tasks.orchestration.starts import flow_run_to_go_on
@@ -125,7 +126,8 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
     results: list[EvaluationResult] = []
     out, config = Screen(stderr=stderr), training.config
     with _exit_status() as status:
-        training.check()
+        with shown_meanwhile(f"Importing {training.program} …", out.file):
+            training.check()
         start = position_of_run(config, training.steps)
         if start < training.steps:
             _check_owner(config)
@@ -242,12 +244,14 @@ def _prefect(out: Console) -> Iterator[None]:
     for handler in logging.getLogger().handlers if quiet else ():
         if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records.
             handler.addFilter(_is_for_people)  # Never remove it, since Prefect logs more at exit.
-    url = get_current_settings().api.url
-    if url is None:
-        out.print("Starting Prefect's embedded server …", style="dim")
-    else:
+    if begin_embedded_server():
+        text = "Starting Prefect's embedded server …"
+        if not out.is_terminal:
+            out.print(text)
+        with shown_meanwhile(text, out.file):
+            start_embedded_server()
+    elif url := get_current_settings().api.url:
         _check_server(url)
-    start_embedded_server()
     if not quiet:
         yield
         return

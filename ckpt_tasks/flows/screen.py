@@ -70,17 +70,18 @@ class Screen(Console):
 
 
 class _Line:
-    """A line that changes on a terminal; elsewhere a new line every 10 s. In the block, `watched` calls it."""
+    """A line that changes on a terminal, from `first` on; elsewhere a new line every 10 s. `watched` calls it."""
 
-    def __init__(self, out: Console, watched: ContextVar[Any], *, stays: bool):
+    def __init__(self, out: Console, watched: ContextVar[Any], first: str, *, stays: bool):
         self._out = out
-        self._watched = watched
+        self._watched, self._first = watched, first
         self._live = Live(console=out, refresh_per_second=4, transient=not stays) if out.is_terminal else None
         self._shown_s = 0.0
 
     def __enter__(self) -> Self:
         self._token = self._watched.set(self)
         if self._live:
+            self._live.update(Text(self._first))
             self._live.start()
         return self
 
@@ -102,7 +103,7 @@ class LiveLine(_Line):
     """Shows the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
-        super().__init__(out, watcher, stays=True)
+        super().__init__(out, watcher, "Preparing the first step …", stays=True)
         self._total = total_steps
         self._pace_s: float | None = None
         self._rate: float | None = None
@@ -179,7 +180,7 @@ class EvaluationLine(_Line):
     """Shows the evaluations of the flow in the block: one line that changes on a terminal, else one every 10 s."""
 
     def __init__(self, out: Console):
-        super().__init__(out, evaluation_watcher, stays=False)
+        super().__init__(out, evaluation_watcher, "Evaluating …", stays=False)
         self._shown_s = time.monotonic()
 
     def __call__(self, done: int, known: int) -> None:

@@ -15,11 +15,11 @@ import httpx
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import get_current_settings
 from prefect.types import SecretDict
 from pydantic import ConfigDict, Field, HttpUrl, ValidationError, model_validator
 
 from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.orchestration.embedded import start_embedded_server
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.secrets import secret_options, without_secrets
 
@@ -160,11 +160,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r:.80} is not a block's name", hint="Use lowercase letters, digits and dashes.")
     slug = kind.get_block_type_slug()
-    settings = get_current_settings()
-    if not settings.api.url and settings.server.ephemeral.enabled:
-        from ckpt_tasks.orchestration.embedded import start_embedded_server  # This imports all of Prefect's server.
-
-        start_embedded_server()
+    start_embedded_server()
     try:
         # Block.load would return a coroutine in a running event loop, and send an event for every read.
         with get_client(sync_client=True) as client:

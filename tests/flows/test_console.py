@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,7 +124,7 @@ def embedded(tmp_path: Path, prefect_home: Path) -> Iterator[Runs]:
 
 def answer_without_password(server: int) -> int:
     words = Path(f"/proc/{server}/cmdline").read_bytes().decode().split("\0")
-    return httpx.get(f"http://127.0.0.1:{words[words.index('--port') + 1]}/api/admin/version").status_code
+    return httpx.get(f"{next(word for word in words if word.startswith('http://'))}/admin/version").status_code
 
 
 @pytest.mark.slow
@@ -177,14 +178,20 @@ def test_threads_do_not_spin(embedded: Runs) -> None:
         assert "GOMP_SPINCOUNT = '0'" in said
 
 
-def test_ctrl_c_in_a_terminal_ends_at_a_step_with_a_commit(embedded: Runs) -> None:
-    """P69: Ctrl-C goes to our whole process group; the step is committed all the same, and we end with 130."""
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143)])
+def test_a_signal_to_the_whole_group_ends_at_a_step_with_a_commit(embedded: Runs, name: str, status: int) -> None:
+    """P69: Ctrl-C, `timeout` and a closed terminal signal our whole process group: it commits the step, and we end.
+
+    The embedded server outlives the signal, so that nothing waits for it, and it is told how the flow run ended.
+    """
     process = embedded.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.02}')
     embedded.wait_for_step(10)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.Signals[name])
     said, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, said
+    assert process.returncode == status, said
     assert f"Stopped; step {embedded.steps()[0]} is committed" in said
+    with closing(sqlite3.connect(embedded.run_dir.parent / "prefect.db")) as database:
+        assert database.execute("select state_type from flow_run").fetchall() == [("CRASHED",)]
     owner = open_run(str(embedded.run_dir)).head().state.owner
     assert owner is not None
     assert owner.released
