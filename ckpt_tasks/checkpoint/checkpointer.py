@@ -33,7 +33,7 @@ from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.groups import objects_of, refuse_fsdp1, refuse_hidden_tables
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.unsaved import Unsaved, warn_of_trained
+from ckpt_tasks.state.unsaved import Unsaved
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Checkpointer(HeldRun):
 
     def _begin(self, state: dict[str, Any]) -> int:
         """Begin a run without checkpoints; steps that were never committed are repeated."""
-        warn_of_trained(state)
+        self._log_begun(state)
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)

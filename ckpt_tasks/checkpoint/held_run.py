@@ -21,6 +21,7 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here
+from ckpt_tasks.policy.cadence import FIRST_INTERVAL_S
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.reading.reading import Run
@@ -31,6 +32,7 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.state.unsaved import warn_of_trained
 from ckpt_tasks.system import gang_rank, system
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
@@ -322,6 +324,13 @@ class HeldRun:
         """Raise FencedError if the heartbeat has seen another owner; only rank 0 has a heartbeat."""
         if self._tenure is not None:
             self._tenure.check()
+
+    def _log_begun(self, state: dict[str, Any]) -> None:
+        """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
+        warn_of_trained(state)
+        if self._own().committer is not None and self._own().owner.epoch > 1:
+            soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
+            _log.warning("An earlier process held this run and committed nothing: training begins at step 0%s", soon)
 
     def _log_restored(self, chosen: Checkpoint, report: RestoreReport) -> None:
         """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""

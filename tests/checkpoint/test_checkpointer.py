@@ -33,6 +33,15 @@ def _steps(ckpt: Checkpointer) -> list[int]:
     return [one.step for one in ckpt.checkpoints()]
 
 
+def test_a_start_after_a_kill_before_the_first_save(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that finds an earlier process and no checkpoint says so once, and when the first save comes."""
+    said = "committed nothing: training begins at step 0, and the first save comes after 10 s"
+    for times in (0, 1):
+        with _open(run_dir) as ckpt:
+            assert ckpt.restore(_state()) == 0
+        assert caplog.text.count(said) == times
+
+
 def test_epochs_survive_a_resume(run_dir: Path) -> None:
     """`epoch_interval` counts completed epochs, and a resume within an epoch does not make a save due."""
     with _open(run_dir, epoch_interval=2, max_num_checkpoints=None) as ckpt:
@@ -212,9 +221,11 @@ _CHILD = """
 """
 
 
-@pytest.mark.parametrize(("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGINT", 1), ("SIGINT", 2)])
+@pytest.mark.parametrize(
+    ("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGHUP", 2), ("SIGINT", 1), ("SIGINT", 2)]
+)
 def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
-    """P69: SIGTERM and Ctrl-C (also twice) within a step end the process after it, with its checkpoint and no owner."""
+    """P69: SIGTERM, SIGHUP and Ctrl-C (also twice) within a step end the process after it, saved and released."""
     command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(run_dir), name, str(times)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == -getattr(signal, name), found.stderr

@@ -62,11 +62,11 @@ def test_the_simulator_agrees_with_the_formula(scenario: Scenario, mtbf_s: float
 
 def test_both_simulations_are_one() -> None:
     """Where the flush alone decides, the cadence never changes, and save by save is as from failure to failure."""
-    still = Scenario("still", step_s=0.5, stall_s=0.0, flush_s=60.0, restart_s=120.0)
+    still = Scenario("still", step_s=0.5, stall_s=0.0, flush_s=10.0, restart_s=120.0)
     for seed in range(5):
         stepwise, last, changes = run_auto(still, 6_000.0, DAY_S, seed)
-        assert (last.interval_s, changes) == (60.0, 0)
-        assert stepwise == pytest.approx(run_fixed(still, 6_000.0, DAY_S, seed, 60.0), rel=1e-9)
+        assert (last.interval_s, changes) == (10.0, 0)
+        assert stepwise == pytest.approx(run_fixed(still, 6_000.0, DAY_S, seed, 10.0), rel=1e-9)
 
 
 def test_the_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
