@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -68,7 +69,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 _LONG_FORM_S = 3000.0
 # Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
-_WITHOUT_DISK = {"data", "flows", "gang", "integrations", "objects", "orchestration", "session", "state", "tables"}
+_WITHOUT_DISK = {"data", "flows", "gang", "hub", "integrations", "objects", "orchestration", "proving", "serving"}
+_WITHOUT_DISK |= {"session", "state", "tables", "upkeep"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
@@ -184,6 +186,14 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     made = tempfile.TemporaryDirectory(prefix=_IN_MEMORY, dir=_MEMORY, ignore_cleanup_errors=True)
     with made as place:
         yield Path(place)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each `python -m …` be a fork of a process that has imported torch, which takes seconds."""
+    from tests.support.children import Forked
+
+    monkeypatch.setattr(subprocess, "Popen", Forked)
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def test_a_lock_is_not_read_as_a_whole(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["doctor", "train", "up", *(pytest.param(one, marks=pytest.mark.slow) for one in ("evaluate", "down"))]
+    "verb", ["doctor", "train", *(pytest.param(one, marks=pytest.mark.slow) for one in ("evaluate", "up", "down"))]
 )
 def test_settings_of_prefect_that_cannot_be_read_are_said(verb: str, tmp_path: Path) -> None:
     """No traceback: the doctor goes on with its other checks, every other verb ends with an error and does nothing."""

@@ -40,7 +40,7 @@ def doctors(run_dir: Path) -> tuple[str, str]:
     return check.verdict, check.seen
 
 
-def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path) -> None:
+def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path, request: pytest.FixtureRequest) -> None:
     """The program is the run's, with its parameters; ls, the doctor and --json say which step took how long, where.
 
     A damaged checkpoint fails it: the exit status is 1, the fault names what is damaged, and the last good drill stays;
@@ -60,6 +60,7 @@ def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path) -> None:
     [drill] = ckpt("ls", run, "--json").data["drills"]
     assert drill.items() <= done.data.items()
 
+    request.getfixturevalue("forked")
     damage(run)
     failed = ckpt("restore-drill", run, "--json")
     assert failed.status == 1
@@ -75,6 +76,7 @@ def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path) -> None:
     assert doctors(run)[0] == "ok"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_program_that_does_not_fit_fails_the_drill(run: Path) -> None:
     """A program with other tensors could not go on with this run; one that is misspelled is an error, not a drill."""
     other = ckpt("restore-drill", run, "--program", "tests.support.tiny:wider", "--json")
@@ -97,6 +99,7 @@ def test_a_run_without_a_program_asks_for_one(run_dir: Path) -> None:
     assert "--program" in done.err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_drill_owns_nothing_and_disturbs_no_training(run: Path) -> None:
     """Training that is under way keeps the run through a drill: same owner, no warning, and its next commits follow."""
     with Checkpointer(config(run)) as opened:

@@ -153,9 +153,9 @@ class Counting(WrappedStore):
 
 def test_a_copy_reads_what_is_new(run_dir: Path, tmp_path: Path) -> None:
     """However long both histories are, the next copy looks back to the last one, and no further."""
-    run = train(run_dir, *range(1, 25))
+    run = train(run_dir, *range(1, 15))
     copy(run, tmp_path / "b")
-    train(run_dir, 25, max_num_checkpoints=2)
+    train(run_dir, 15, max_num_checkpoints=2)
     source, target = Counting(LocalStore(run_dir)), Counting(LocalStore(tmp_path / "b"))
     plan = plan_sync(Run(History(source), "run"), target)
     assert len(plan.diff.missing) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from ckpt_tasks.flows.upkeep import upkeep
 from ckpt_tasks.session.local import LocalSession
 from tests.support.cli_runs import flip
 from tests.support.ledgers import owner_of, take
+from tests.support.owner_child import OwnerChild
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -50,6 +49,7 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5
 
 
+@pytest.mark.usefixtures("forked")
 def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path) -> None:
     """The flow records a drill if it is asked to; one that fails fails the flow run, and everything stays."""
     one = CheckpointConfig(checkpoint_dir=str(tmp_path / "run"), memory_dir=None, max_num_checkpoints=1)
@@ -68,31 +68,17 @@ def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path
     assert done.pruned.kept == (3,)
 
 
-TRAINS = """
-import sys, torch
-from ckpt_tasks import CheckpointConfig, Checkpointer
-with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], max_num_checkpoints=None)) as ckpt:
-    state = {"weights": torch.zeros(100)}
-    ckpt.restore(state)
-    print("training", flush=True)
-    sys.stdin.readline()
-    ckpt.save(4, state)
-"""
-
-
 def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
     """Upkeep beside a living owner verifies, takes nothing over, and prunes nothing."""
     config = saved(tmp_path / "run", range(1, 4))
-    command = [sys.executable, "-c", TRAINS, str(tmp_path / "run")]
-    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == "training\n"
+    trainer = OwnerChild(tmp_path / "run")
+    assert trainer.ask("acquire") == "ok"
     done = upkeep(run_key="run", checkpoint=config)
-    trainer.communicate("go on\n", timeout=60)
-    assert trainer.returncode == 0
+    assert trainer.ask("close") == "ok"
+    trainer.kill()
     assert done.verified.steps == (1, 2, 3)
     assert done.pruned is None
-    assert len(open_run(str(tmp_path / "run")).checkpoints()) == 4
+    assert len(open_run(str(tmp_path / "run")).checkpoints()) == 3
 
 
 def test_who_may_train_elsewhere_is_left_alone(tmp_path: Path) -> None:

@@ -15,14 +15,21 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import RankError
+from ckpt_tasks.flows import engines
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.session.session import Progress, watcher
 from tests.support import elastic
-from tests.support.agents import PARALLEL, trained
+from tests.support.agents import PARALLEL, kept, trained
 from tests.support.elastic import ELASTIC
 
 pytestmark = pytest.mark.usefixtures("harness")
+
+
+@pytest.fixture(autouse=True)
+def _one_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all flows of this process start their ranks from one fork server, which takes seconds to import torch."""
+    monkeypatch.setattr(engines, "Gang", lambda: kept)
 
 
 def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:

@@ -20,7 +20,7 @@ from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.system import process_start
-from tests.support.agents import MARK, config_of
+from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
 from tests.support.elastic import ELASTIC, trained
 
@@ -60,7 +60,7 @@ def gang(run_dir: Path, nodes: Nodes, ranks: int, engine: RayGang | None = None,
 
 
 def local(run_dir: Path, ranks: int) -> GangSession:
-    return GangSession(config_of(run_dir), ELASTIC, {}, ranks=ranks, flow_run_id="a flow run")
+    return GangSession(config_of(run_dir), ELASTIC, {}, ranks=ranks, engine=kept, flow_run_id="a flow run")
 
 
 class Training:

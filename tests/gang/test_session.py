@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
-from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.session import Progress, watcher
-from tests.support.agents import MARK, PARALLEL, config_of, left, main, train, trained
+from tests.support.agents import MARK, PARALLEL, config_of, kept, left, main, train, trained
 from tests.support.children import Child
 
 TOTAL = 18
@@ -31,20 +30,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]
     return trained(run_dir)
 
 
-@pytest.fixture
-def marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Mark the processes that this test starts."""
-    monkeypatch.setenv(MARK, str(tmp_path))
-    return str(tmp_path)
-
-
 def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
-    run_dir: Path, tmp_path: Path, marked: str, whole: tuple[int, dict[str, Any], list[str]]
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[int, dict[str, Any], list[str]],
 ) -> None:
     """A rank that raises, is killed, exits or crashes ends the gang at once, by its name; the next gang goes on.
 
     The end is bit-equal to that of a gang that nobody disturbed, metrics of every step included; no process is left.
     """
+    monkeypatch.setenv(MARK, str(tmp_path))
     plan = [(3, 1, "raise"), (7, 0, "kill"), (9, 1, "exit"), (12, 1, "segv"), (14, 1, "kill")]
     failures = train(config_of(run_dir), {"plan": plan, "folder": str(tmp_path)}, TOTAL)
     wanted = (
@@ -63,24 +59,21 @@ def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
     assert trained(run_dir) == whole
     notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "failure"]
     assert [note["attempt"] for note in notes] == [5, 4, 3, 2, 1]
-    assert left(marked) == []
+    assert left(str(tmp_path)) == []
 
 
 def test_the_other_ranks_are_ended_at_once(run_dir: Path, tmp_path: Path) -> None:
     """When the error of a killed rank is raised no rank runs any more, and none is left as a zombie."""
-    engine = Gang()
     params = {"plan": [(3, 1, "kill")], "folder": str(tmp_path)}
-    with GangSession(config_of(run_dir), PARALLEL, params, ranks=2, engine=engine) as session:
+    with GangSession(config_of(run_dir), PARALLEL, params, ranks=2, engine=kept) as session:
         session.restore()
-        pids = [rank.pid for rank in engine.ranks]
+        pids = [rank.pid for rank in kept.ranks]
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
             session.run(5)
         assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_a_rank_that_is_stopped_is_found(
-    run_dir: Path, tmp_path: Path, marked: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_is_stopped_is_found(run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rank that completes no step within `flush_timeout_s` ends the gang; the log has the stacks of the others.
 
     A rank whose thread goes on logging is hung all the same.
@@ -91,7 +84,6 @@ def test_a_rank_that_is_stopped_is_found(
     [stacks] = [record.getMessage() for record in caplog.records if "stacks of rank 0" in record.getMessage()]
     assert "train_step" in stacks
     assert trained(run_dir)[0] == 5
-    assert left(marked) == []
 
 
 def test_a_first_step_may_take_longer(run_dir: Path, tmp_path: Path) -> None:
@@ -131,10 +123,12 @@ def test_a_right_program_is_quiet(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path, marked: str) -> None:
+def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     """An exception in the agent in the middle of a batch kills the ranks, and the run that they held is released."""
+    pids: list[int] = []
 
     def interrupt(progress: Progress) -> None:
+        pids.extend(rank.pid for rank in kept.ranks)
         raise KeyboardInterrupt
 
     token = watcher.set(interrupt)
@@ -146,13 +140,14 @@ def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path, marked: st
     owner = open_run(str(run_dir)).head().state.owner
     assert owner is not None
     assert owner.released
-    assert left(marked) == []
+    assert len(pids) == 2
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     """A program that is started on two ranks and shares nothing between them is refused before anything is written."""
     with (
-        GangSession(config_of(run_dir), "tests.support.parallel:Alone", ranks=2) as session,
+        GangSession(config_of(run_dir), "tests.support.parallel:Alone", ranks=2, engine=kept) as session,
         pytest.raises(ConfigError, match="the program holds no DistributedDataParallel, FSDP or DTensor: 2 ranks"),
     ):
         session.restore()
@@ -184,7 +179,7 @@ def test_no_rank_outlives_its_agent(
 
 @pytest.mark.parametrize(
     ("what", "step_s"),
-    [("terminate", 0.1), pytest.param("terminate", 0.0), pytest.param("term", 0.1, marks=pytest.mark.slow)],
+    [("terminate", 0.1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("terminate", 0.0), ("term", 0.1)))],
 )
 def test_a_signal_is_one_commit_at_one_step(
     run_dir: Path, tmp_path: Path, what: str, step_s: float, whole: tuple[int, dict[str, Any], list[str]]

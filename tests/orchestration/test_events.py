@@ -23,9 +23,11 @@ from prefect.exceptions import Abort
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.orchestration.events import asset_key, delivers_events
 from ckpt_tasks.saving.listening import Listener
+from tests.orchestration.announcer import announcer
 from tests.servers.prefect import own_server
 from tests.support.tiny import Tiny
 from tests.support.waiting import until
@@ -64,27 +66,6 @@ def committed_steps(run_dir: Path) -> list[int]:
     return [event["step"] for event in happened if event["kind"] == "commit"]
 
 
-def test_every_commit_has_its_event(run_dir: Path, server: dict[str, str]) -> None:
-    """Each commit, mid-batch ones too, is an event of its flow run within a second, and an asset; NaN is a text."""
-    done = told(server, run_dir, 6)
-    assert done.returncode == 0, done.stderr
-    found = events(server, run_dir, "ckpt.committed", wait_for=3)
-    assert [one["payload"]["step"] for one in found] == committed_steps(run_dir) == [2, 4, 6]
-    newest, live = found[-1], open_run(str(run_dir)).find("latest")
-    assert set(newest["payload"]) == COMMITTED | {"run_key", "checkpoint_dir", "program", "params"}
-    assert newest["payload"]["manifest_digest"] == live.manifest_digest
-    assert {name: newest["payload"]["metrics"][name] for name in ("odd", "most")} == {"odd": "nan", "most": "inf"}
-    assert newest["payload"]["params"] == {"width": 8}
-    assert newest["resource"]["prefect.resource.id"] == "ckpt-tasks.run.told"
-    assert "flow-run" in {one["prefect.resource.role"] for one in newest["related"]}
-    for one in found:
-        late_s = (moment(one["occurred"]) - moment(one["payload"]["saved_at"])).total_seconds()
-        assert late_s < 5  # a busy machine; the commit itself is in it
-    assets = events(server, run_dir, "prefect.asset.materialization.succeeded", wait_for=3)
-    assert [one["payload"]["step"] for one in assets] == [2, 4, 6]
-    assert assets[-1]["resource"]["prefect.resource.id"] == f"file://{(run_dir / live.manifest).parent}"
-
-
 @pytest.mark.slow
 def test_the_commit_of_a_signal_has_its_event(run_dir: Path, server: dict[str, str]) -> None:
     """The checkpoint that SIGTERM leaves is announced before the process is gone, and so is the restore after it."""
@@ -97,18 +78,6 @@ def test_the_commit_of_a_signal_has_its_event(run_dir: Path, server: dict[str, s
         *("run_key", "checkpoint_dir", "step", "source", "seconds", "size_bytes", "skipped", "program", "params"),
     }
     assert restored["payload"]["step"] == 3
-
-
-def test_a_commit_that_did_not_happen_has_no_event(run_dir: Path, server: dict[str, str]) -> None:
-    """P33: a process that lost its directory announces what went wrong, and no commit."""
-    lost = told(server, run_dir, 6, lost_at=4)
-    assert "FencedError" in lost.stderr
-    [failed] = events(server, run_dir, "ckpt.save_failed", wait_for=1)
-    assert failed["payload"]["step"] == 4
-    assert failed["payload"]["error"] == "FencedError"
-    assert set(failed["payload"]) == {"run_key", "checkpoint_dir", "step", "error", "message"}
-    found = events(server, run_dir, "ckpt.committed")
-    assert [one["payload"]["step"] for one in found] == committed_steps(run_dir) == [2]
 
 
 def test_a_listener_that_fails_is_in_nobodys_way(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -253,3 +222,40 @@ train(run_key="gone", total_steps=300, program="tests.e2e.trouble:Trouble", para
     assert {*range(10, 301, 10)} <= {*committed_steps(run_dir)}
     assert "Prefect's server is away: it is not told that this flow run has completed." in said
     assert re.search(r"Prefect's server did not take \d+ events", said)
+
+
+# Last here: from now on this process is configured for the server.
+
+
+@pytest.mark.usefixtures("harness")
+def test_every_commit_has_its_event(run_dir: Path, server: dict[str, str]) -> None:
+    """Each commit, mid-batch ones too, is an event of its flow run within a second, and an asset; NaN is a text."""
+    announcer(str(run_dir), 6, {})
+    found = events(server, run_dir, "ckpt.committed", wait_for=3)
+    assert [one["payload"]["step"] for one in found] == committed_steps(run_dir) == [2, 4, 6]
+    newest, live = found[-1], open_run(str(run_dir)).find("latest")
+    assert set(newest["payload"]) == COMMITTED | {"run_key", "checkpoint_dir", "program", "params"}
+    assert newest["payload"]["manifest_digest"] == live.manifest_digest
+    assert {name: newest["payload"]["metrics"][name] for name in ("odd", "most")} == {"odd": "nan", "most": "inf"}
+    assert newest["payload"]["params"] == {"width": 8}
+    assert newest["resource"]["prefect.resource.id"] == "ckpt-tasks.run.told"
+    assert "flow-run" in {one["prefect.resource.role"] for one in newest["related"]}
+    for one in found:
+        late_s = (moment(one["occurred"]) - moment(one["payload"]["saved_at"])).total_seconds()
+        assert late_s < 5  # a busy machine; the commit itself is in it
+    assets = events(server, run_dir, "prefect.asset.materialization.succeeded", wait_for=3)
+    assert [one["payload"]["step"] for one in assets] == [2, 4, 6]
+    assert assets[-1]["resource"]["prefect.resource.id"] == f"file://{(run_dir / live.manifest).parent}"
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_commit_that_did_not_happen_has_no_event(run_dir: Path, server: dict[str, str]) -> None:
+    """P33: a process that lost its directory announces what went wrong, and no commit."""
+    with pytest.raises(FencedError):
+        announcer(str(run_dir), 6, {}, lost_at=4)
+    [failed] = events(server, run_dir, "ckpt.save_failed", wait_for=1)
+    assert failed["payload"]["step"] == 4
+    assert failed["payload"]["error"] == "FencedError"
+    assert set(failed["payload"]) == {"run_key", "checkpoint_dir", "step", "error", "message"}
+    found = events(server, run_dir, "ckpt.committed")
+    assert [one["payload"]["step"] for one in found] == committed_steps(run_dir) == [2]

@@ -34,6 +34,7 @@ def test_a_forgotten_counter_is_named() -> None:
     assert "program.seen" in found["difference"]["cause"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loader_that_is_begun_in_every_step() -> None:
     """P73: the position in the data differs; the cause says how to iterate, and blames no object without a state."""
     found = verify_resume(f"{PROGRAMS}:BegunAnew", steps=6).difference
@@ -43,6 +44,7 @@ def test_a_loader_that_is_begun_in_every_step() -> None:
     assert "Held by the program" not in found.cause
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_program_that_fails_after_a_resume() -> None:
     """P50: the error says in which step it failed, and that it did not without a break."""
     with pytest.raises(ProgramError, match="failed in step 3, after the first resume; without a break it did not") as e:
@@ -84,16 +86,18 @@ LATE = "program.schedules[0] (MultiStepLR)"
     ("program", "params", "what", "outside"),
     [
         ("LateSchedule", {}, LATE, (LATE,)),
-        pytest.param("Averaging", {"suites": ["quick"]}, "evaluation norm", (), marks=pytest.mark.slow),
-        pytest.param("Averaging", {}, None, ("program.averaged",), marks=pytest.mark.slow),
+        ("Averaging", {"suites": ["quick"]}, "evaluation norm", ()),
+        ("Averaging", {}, None, ("program.averaged",)),
         pytest.param("OfASet", {}, "metric loss", (), marks=pytest.mark.slow),
-        pytest.param("Unchanged", {}, None, (), marks=pytest.mark.slow),
+        ("Unchanged", {}, None, ()),
     ],
 )
 def test_equal_steps_are_not_all(
-    program: str, params: dict[str, Any], what: str | None, outside: tuple[str, ...]
+    program: str, params: dict[str, Any], what: str | None, outside: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     """P73: a late schedule, an average that the evaluation reads, a set's order are found; what is alike is quiet."""
+    if program != "OfASet":
+        request.getfixturevalue("forked")
     proof = verify_resume(f"{PROGRAMS}:{program}", params, steps=6)
     assert (None if proof.difference is None else proof.difference.what[0]) == what
     assert proof.outside == outside
@@ -106,6 +110,7 @@ def test_the_first_value_is_named() -> None:
     assert unequal_values({"values": values, "metrics": {"loss": 1}}, other) == ["rng/torch", "metric loss", "model/b"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_bad_orders_are_refused() -> None:
     """P50: too few steps, and a program that is not there, are errors that say so."""
     with pytest.raises(ConfigError, match="from 6 on"):
@@ -204,12 +209,9 @@ def test_what_every_process_has_of_its_own_is_no_difference(place: str, differs:
     assert may_differ(place) == differs
 
 
-def test_a_program_on_two_ranks() -> None:
+@pytest.mark.usefixtures("forked")
+def test_what_one_of_two_ranks_forgets_is_named() -> None:
     """P73: a sharded program is proved rank by rank; what one rank forgets is named, with the rank."""
-    done = CliRunner().invoke(app, ["verify-resume", "tests.proving.gangs:Sharded", "--ranks", "2", "--steps", "6"])
-    assert done.exit_code == 0, done.output
-    assert "killed within steps 4 and 6, resumed twice" in done.stdout
-    assert "Every step is equal bit for bit" in done.stdout
     found = verify_resume("tests.proving.gangs:Forgetful", steps=6, ranks=2).difference
     assert found is not None
     assert (found.step, found.after_kills) == (3, 1)
@@ -217,5 +219,14 @@ def test_a_program_on_two_ranks() -> None:
     assert "program.seen" in found.cause
     with pytest.raises(ConfigError, match="ranks must be a whole number from 1 on"):
         verify_resume("tests.proving.gangs:Sharded", ranks=0)
+
+
+@pytest.mark.slow
+def test_a_program_on_two_ranks() -> None:
+    """P73: a sharded program with a whole state is equal; one that shares nothing between its ranks is refused."""
+    done = CliRunner().invoke(app, ["verify-resume", "tests.proving.gangs:Sharded", "--ranks", "2", "--steps", "6"])
+    assert done.exit_code == 0, done.output
+    assert "killed within steps 4 and 6, resumed twice" in done.stdout
+    assert "Every step is equal bit for bit" in done.stdout
     with pytest.raises(ProgramError, match="holds no DistributedDataParallel, FSDP or DTensor"):
         verify_resume(f"{PROGRAMS}:Whole", ranks=2)

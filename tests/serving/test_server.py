@@ -7,10 +7,9 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,19 +23,10 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.children import Child
 from tests.support.cli_runs import ckpt, config, save_steps, some_state, tree
 from tests.support.histories import Told, trained
 
-CHILD = """
-import sys, time, torch
-from benchmarks.serve import make_root
-from ckpt_tasks import CheckpointConfig, Checkpointer
-one = Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None))
-one.restore(state := {"x": torch.zeros(4, dtype=torch.int64)})
-one.save(9, state, metrics={"loss": 9.0})
-print("saved", flush=True)
-time.sleep(600)
-"""
 EVIL = "<img src=x onerror=alert(1)>"
 
 
@@ -121,21 +111,25 @@ def test_a_curve_has_every_step(asked: Asked) -> None:
     assert curve(asked, "second", "loss", low=2, high=3)["lines"]["loss"]["line"]["step"] == [2, 3]
 
 
-def test_a_run_that_trains_is_followed(asked: Asked, root: Path) -> None:
+def save_and_stay(arguments: Sequence[str]) -> None:
+    """Commit a step, and hold the run until somebody kills this process."""
+    one = Checkpointer(CheckpointConfig(checkpoint_dir=arguments[0], memory_dir=None))
+    one.restore(state := {"x": torch.zeros(4, dtype=torch.int64)})
+    one.save(9, state, metrics={"loss": 9.0})
+    Path(arguments[1]).touch()
+    signal.pause()
+
+
+def test_a_run_that_trains_is_followed(asked: Asked, root: Path, tmp_path: Path) -> None:
     """Only the row that changed is sent again; its curve has the new step, and a dead owner is seen."""
     asked.rows()
     before = asked.data("/api/runs?since=-1")["revision"]
     assert asked.rows(before) == {}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(root / "first")], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == b"saved\n"
+    with Child(save_and_stay, [str(root / "first"), str(tmp_path / "saved")], tmp_path / "said") as child:
+        assert child.until((tmp_path / "saved").exists)
         rows = asked.rows(before)
         assert [(name, row["state"], row["step"]) for name, row in rows.items()] == [("first", "running", 9)]
         assert curve(asked, "first", "loss")["lines"]["loss"]["line"]["step"] == [1, 2, 9]
-    finally:
-        child.kill()
-        child.communicate()
     assert asked.rows(before)["first"]["state"] == "silent"
 
 

@@ -22,14 +22,14 @@ PARALLEL = "tests.support.parallel:Parallel"
 MARK = "CKPT_TEST_GANG"
 
 
-class _Kept(Gang):
+class KeptGang(Gang):
     """A gang whose fork server, which imports torch, stays for the next one of this process."""
 
     def close(self) -> None:
         self.kill()
 
 
-_kept = _Kept()
+kept = KeptGang()
 
 
 def config_of(run_dir: Path, **options: Any) -> CheckpointConfig:
@@ -45,7 +45,7 @@ def train(
     A process with MARK, of which nothing may be left, has a fork server for this training alone.
     """
     failures: list[CkptError] = []
-    engine = Gang() if MARK in os.environ else _kept
+    engine = Gang() if MARK in os.environ else kept
     with GangSession(config, PARALLEL, params, ranks=ranks, flow_run_id="a flow run", engine=engine) as session:
         while not session.clean or session.position < total:
             try:
