@@ -107,7 +107,8 @@ class Forked(subprocess.Popen[Any]):
         self._folder = tempfile.TemporaryDirectory(prefix="forked-")
         words = [json.dumps(dict(options["env"])), *command[2:]]
         self._child = Child(_be_module, words, Path(self._folder.name, "said"))
-        self.args, self.pid, self.returncode, self._into = command, self._child.pid, None, options.get("stderr")
+        self.args, self.pid, self.returncode = command, self._child.pid, None
+        self._into: Any = options.get("stderr")
         self.stdin = self.stdout = self.stderr = None
 
     def poll(self) -> int | None:
