@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -37,14 +38,22 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 FILES = ["manifest.json", "index.arrow", "model-*.safetensors", "evals/*"]
 
 
-@pytest.mark.parametrize(("name", "damage"), [*product(FILES, DAMAGES), ("format.json", "flipped")])
-def test_damage_is_found(run_dir: Path, name: str, damage: str) -> None:
-    """P35, P47, P49: a flipped bit, a cut, zeroed or missing file is named, with the tensor; the other one is good."""
-    run = open_run(str(save_steps(run_dir, 1, 2)))
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with an evaluation, which verifies, and is not changed by that."""
+    place = save_steps(tmp_path_factory.mktemp("good") / "run", 1, 2)
+    run = open_run(str(place))
     run.record_evaluation(run.find(1), "quick", {"loss": 1.0})
-    before = tree(run_dir)
-    assert ckpt("verify", run_dir).status == 0
-    assert tree(run_dir) == before
+    before = tree(place)
+    assert ckpt("verify", place).status == 0
+    assert tree(place) == before
+    return place
+
+
+@pytest.mark.parametrize(("name", "damage"), [*product(FILES, DAMAGES), ("format.json", "flipped")])
+def test_damage_is_found(good: Path, run_dir: Path, name: str, damage: str) -> None:
+    """P35, P47, P49: a flipped bit, a cut, zeroed or missing file is named, with the tensor; the other one is good."""
+    shutil.copytree(good, run_dir)
     of_run = name in {"evals/*", "format.json"}
     path = only(run_dir, name if of_run else f"checkpoint_000000000001/*/{name}")
     DAMAGES[damage](path)
