@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.testing import settle
+from tests.support.interpreters import python
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:
@@ -226,8 +225,7 @@ _CHILD = """
 )
 def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
     """P69: SIGTERM, SIGHUP and Ctrl-C (also twice) within a step end the process after it, saved and released."""
-    command = [sys.executable, "-c", textwrap.dedent(_CHILD), str(run_dir), name, str(times)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = python("-c", textwrap.dedent(_CHILD), run_dir, name, times)
     assert found.returncode == -getattr(signal, name), found.stderr
     head = open_run(str(run_dir)).head()
     assert [c.step for c in head.state.live] == [5]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.storage.locations import Location
 from tests.crash.ender import SIZE, STEPS
 from tests.servers.s3 import S3Server
+from tests.support.interpreters import Python, python
 
 ORDERLY = ("return", "exception", "sys.exit")
 SIGNALS = {
@@ -83,28 +82,24 @@ def _case(request: pytest.FixtureRequest, store: str, tmp_path: Path, memory: Pa
 def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
     """Run a process to its end; return its status, the last step that it has reported, and what it said on stderr."""
     case_json = json.dumps(vars(case.location)), json.dumps(case.config)
-    command = [sys.executable, "-m", "tests.crash.ender", *case_json, way, style]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
     said: list[str] = []
-    if way in SIGNALS:
-        for line in process.stdout:
-            said.append(line)
-            if line == "ready\n":
-                break
-        for number in SIGNALS[way]:
-            process.send_signal(number)
-            if style == "with" and len(SIGNALS[way]) > 1:
-                process.stdout.readline()  # it has seen the first
-                time.sleep(2.1)  # the same signal again within 2 s is one signal
-    out, err = process.communicate(timeout=240)
-    said += out.splitlines()
+    with Python("-m", "tests.crash.ender", *case_json, way, style) as process:
+        if way in SIGNALS:
+            for line in process.stdout:
+                said.append(line)
+                if line == "ready\n":
+                    break
+            for number in SIGNALS[way]:
+                process.send(number)
+                if style == "with" and len(SIGNALS[way]) > 1:
+                    process.stdout.readline()  # it has seen the first
+                    time.sleep(2.1)  # the same signal again within 2 s is one signal
+        done = process.ends()
+    said += done.stdout.splitlines()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # no process of its session is left
     steps = [int(line.split()[1]) for line in said if line.startswith("step ")]
-    return process.returncode, steps[-1], err
+    return done.returncode, steps[-1], done.stderr
 
 
 def expected_status(way: str) -> int:
@@ -201,7 +196,7 @@ AFTER_MAIN = """
 def test_a_thread_may_train_after_the_main_one(tmp_path: Path, memory: Path) -> None:
     """P72: when the main thread has returned, Python's executors refuse work; saves that copy in threads go on."""
     code = textwrap.dedent(AFTER_MAIN).format(run=str(tmp_path / "run"), memory=str(memory))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     run = open_run(str(tmp_path / "run"))
     assert run.checkpoints()[0].step == 3

@@ -8,8 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -45,6 +43,7 @@ from tests.crash.forked import (
     state_at,
     training,
 )
+from tests.support.interpreters import python
 
 LAST = 4
 
@@ -333,7 +332,7 @@ _ENDS = """
 def test_however_a_child_ends_its_parent_goes_on(run_dir: Path, memory: Path) -> None:
     """P72, P76: children that return from the block, exit, raise or vanish release nothing, commit nothing and end."""
     code = textwrap.dedent(_ENDS.format(run_dir=str(run_dir), memory=str(memory)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "codes [0, 3, 1, 5]" in done.stdout
     assert done.stderr.count("Traceback") == done.stderr.count("KeyError: 'of the child'") == 1

@@ -5,14 +5,13 @@ A thread that calls into C while Python takes its interpreter apart can abort th
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from tests.support.interpreters import python
 
 # A resumed process ends without close() while memory is made for its first save, in 128 slow pieces.
 _ENDS = """
@@ -54,8 +53,7 @@ def test_no_thread_makes_memory_at_the_end_of_the_interpreter(run_dir: Path, int
     """Also if Ctrl-C ends Python's own wait for it: the exit waits for the piece under way, and for no other one."""
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:
         ckpt.save(1, {"weights": [torch.zeros(1 << 20) for _ in range(16)]})
-    command = [sys.executable, "-c", _ENDS, str(run_dir), "Ctrl-C" if interrupted else ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", _ENDS, run_dir, "Ctrl-C" if interrupted else "")
     assert ("KeyboardInterrupt" in done.stderr) == interrupted
     touched, _, threads = done.stdout.strip().partition(" ")
     assert (done.returncode, threads) == (0, "[]"), done.stderr

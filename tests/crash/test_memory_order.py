@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -24,6 +22,7 @@ from ckpt_tasks.snapshot import memory as shared_memory
 from ckpt_tasks.testing import die, seal, settle, under_way
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.cli_runs import flip
+from tests.support.interpreters import Python
 from tests.support.pipelines import Gate, Refusing, committed, give_calls, opened
 from tests.support.syncs import state_of as frozen_state
 from tests.support.waiting import until
@@ -202,12 +201,10 @@ def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path)
                 print(step, flush=True)
                 time.sleep(0.05)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+    with Python("-c", textwrap.dedent(script)) as child:
         until = next(int(line) for line in child.stdout if int(line) == 3)
-        child.terminate()
-        assert child.wait(30) == -signal.SIGTERM  # the gate lets a write go after 60 s
+        child.send(signal.SIGTERM)
+        assert child.ends(30).returncode == -signal.SIGTERM  # the gate lets a write go after 60 s
     assert committed(run_dir) == []
     with _start(run_dir, memory) as ckpt:
         state = state_of(0, SIZE)

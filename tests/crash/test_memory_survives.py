@@ -30,6 +30,7 @@ from ckpt_tasks.testing import FaultyStore, die, located, seal, settle
 from tests.crash.memory_loop import state_of, step_of
 from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import flip
+from tests.support.interpreters import python
 from tests.support.pipelines import committed
 from tests.support.small_disk import small_disk
 from tests.support.waiting import until
@@ -59,8 +60,7 @@ def stuck() -> Iterator[Stuck]:
 
 
 def _loop(run_dir: Path, memory: Path, *options: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "tests.crash.memory_loop", str(run_dir), str(memory), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = python("-m", "tests.crash.memory_loop", run_dir, memory, *options)
     assert done.returncode == status, done.stdout[-2000:] + done.stderr
     return done.stdout
 

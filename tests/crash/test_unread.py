@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from ckpt_tasks import open_run
 from tests.crash.chatty import STEPS
+from tests.support.interpreters import python
 
 WAYS = ("its reader left", "its disk is full", "its descriptor is closed", "it is closed", "there is none")
 ENTRIES = ("with", "close", "alone")
@@ -20,8 +19,7 @@ ALL = [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in p
 
 
 def check(run_dir: Path, way: str, entry: str, log: str, environment: dict[str, str] | None = None) -> None:
-    command = [sys.executable, "-m", "tests.crash.chatty", str(run_dir), way, entry, log]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
+    done = python("-m", "tests.crash.chatty", run_dir, way, entry, log, environment=environment)
     run = open_run(str(run_dir))
     owner = run.head().state.owner
     assert run.find("latest").step == STEPS, done.stderr
@@ -51,4 +49,4 @@ report_lost(ValueError("x"), kept=False)
 sys.stderr = None
 report_lost(ValueError("x"), kept=False)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert python("-c", code).returncode == 0

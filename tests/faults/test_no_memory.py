@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.interpreters import python
 
 # The address space is bounded, a little wider with each try, so that other allocations fail. No thread is started:
 # CPython's Thread.start() waits for ever for a thread that has no memory to begin.
@@ -59,9 +59,7 @@ for more_mib in range(0, 600, 20):
 
 def test_a_restore_without_memory_changes_nothing(run_dir: Path) -> None:
     """P57: each try that finds no memory is an error of ours, and model, optimizer and streams are as before."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIES, str(run_dir)], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = python("-c", _TRIES, run_dir)
     assert done.returncode == 0, done.stderr
     *failed, last = done.stdout.splitlines()
     assert last == "restored False"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +21,7 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.tensors.tensors import same_bits
 from ckpt_tasks.testing import elapse, images_of, settle, under_way
+from tests.support.interpreters import python
 from tests.support.pipelines import SIZE, Gate, committed, opened, restored, state_at
 from tests.support.waiting import until
 
@@ -228,7 +227,7 @@ END = """
 def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Path, end: str) -> None:
     """P72: a process that ends right after its last step, without wait or close, has committed it."""
     code = textwrap.dedent(END).format(run=str(run_dir), end=end)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert committed(run_dir)[-1] == 3
@@ -256,7 +255,7 @@ def test_the_end_waits_for_the_snapshot_that_a_daemon_thread_is_taking(run_dir: 
         opening.daemon = True
         opening.start()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, check=True)
+    assert python("-c", textwrap.dedent(code)).returncode == 0
     assert committed(run_dir) == [1, 3]
 
 
@@ -264,7 +263,7 @@ def test_a_failure_at_the_very_end_is_said(run_dir: Path) -> None:
     """P72: where the last snapshot cannot be committed, the process says so before it ends."""
     code = textwrap.dedent(END).format(run=str(run_dir), end="import shutil; ckpt.wait(); ckpt.step(4, {'weights': 0})")
     code = code.replace("ckpt.wait();", f"ckpt.wait(); shutil.rmtree({str(run_dir)!r}); open({str(run_dir)!r}, 'w');")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", code)
     assert "step 4 is not committed, and it is lost with this process" in done.stderr
 
 

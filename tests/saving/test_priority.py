@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,6 +16,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.snapshot.memory import PrivateMemory
 from tests.support.calls import WatchedCalls
+from tests.support.interpreters import python
 from tests.support.pipelines import give_calls
 
 
@@ -92,6 +92,5 @@ def test_a_process_that_is_nice_itself_has_nicer_threads(process: int, thread: i
     """
     if process < own_niceness():
         pytest.skip("only root takes niceness back")
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = python("-c", textwrap.dedent(script))
     assert done.stdout.split() == [str(thread), str(process)]

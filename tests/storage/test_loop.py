@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import subprocess
-import sys
 import textwrap
 import threading
 
 import pytest
 
 from ckpt_tasks.storage.loop import io_loop
+from tests.support.interpreters import python
 
 AT_THE_END = """
     import asyncio, atexit
@@ -32,7 +31,7 @@ AT_THE_END = """
 def test_blocking_calls_run_after_python_has_shut_its_executors_down() -> None:
     """P72: host names can be looked up in an atexit function, where asyncio's own executor refuses."""
     code = textwrap.dedent(AT_THE_END).format(start="io_loop()")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(True, 4)\n", "")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -18,6 +17,7 @@ from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import moved, watching
 from ckpt_tasks.testing import under_way
 from tests.support.calls import WatchedCalls
+from tests.support.interpreters import python
 from tests.support.pipelines import Gate, committed, opened, state_at
 
 _TIMEOUT_S = 3.0
@@ -106,7 +106,7 @@ def _trainer(
     run_dir: Path, *, hold: str, memory: str | None = None, end: str = "", limit_s: float = 2.0
 ) -> subprocess.CompletedProcess[str]:
     code = textwrap.dedent(TRAINER).format(run=str(run_dir), memory=memory, hold=hold, end=end, limit_s=limit_s)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return python("-c", code)
 
 
 @pytest.mark.slow

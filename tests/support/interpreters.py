@@ -1,0 +1,169 @@
+"""Python programs in an interpreter of their own, forked from one that has imported torch, which takes seconds.
+
+A program ends as every interpreter does: threads are joined, exit functions run, errors that nobody caught are printed.
+That is what children of tests/support/children.py, of multiprocessing, leave out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+_IMPORTED = ("torch.utils.data", "ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing")
+_PR_SET_PDEATHSIG = 1
+
+
+class Python:
+    """`python -c CODE …` or `python -m MODULE …` in a session of its own; a `with` leaves no process behind."""
+
+    def __init__(self, *arguments: object, environment: Mapping[str, str] | None = None):
+        out, into = os.pipe()
+        ended, ends = os.pipe()
+        self.stdout = os.fdopen(out, encoding="utf-8")
+        self._ended = ended
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
+        self.returncode: int | None = None
+        asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ)]
+        line = _nursery(os.getpid())
+        socket.send_fds(line, [json.dumps(asked).encode()], [into, self._stderr.fileno(), ends])
+        os.close(into)
+        os.close(ends)
+        self.pid = int(line.recv(64))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.returncode is None:
+            self.send(signal.SIGKILL)
+            self.wait()
+        self.stdout.close()
+        self._stderr.close()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Return the exit status, negative for a signal's number."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
+            os.close(self._ended)
+        return self.returncode
+
+    def ends(self, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+        """Return what it printed and its status when it has ended, killed after a time."""
+        killing = threading.Timer(timeout_s, os.killpg, (self.pid, signal.SIGKILL))
+        killing.start()
+        said = self.stdout.read()
+        status = self.wait()
+        killing.cancel()
+        self._stderr.seek(0)
+        return subprocess.CompletedProcess([], status, said, self._stderr.read())
+
+
+def python(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    with Python(*arguments, environment=environment) as program:
+        return program.ends()
+
+
+@cache
+def _nursery(_: int) -> socket.socket:
+    """Return the line to this process's nursery, which ends with it."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", __name__, str(there.fileno())]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], **quiet)
+    there.close()
+    atexit.register(lambda: (here.close(), process.wait()))
+    return here
+
+
+# ── in the nursery ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def serve(line: socket.socket) -> list[str] | None:
+    """Fork a program for each request and report how it ended; return its arguments in the program, None at the end."""
+    poll, living = select.poll(), dict[int, tuple[int, int]]()
+    poll.register(line, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd in living:
+                pid, ends = living.pop(fd)
+                poll.unregister(fd)
+                with contextlib.suppress(BrokenPipeError):  # whom it would tell is gone
+                    os.write(ends, str(os.waitpid(pid, 0)[1]).encode())
+                os.close(fd)
+                os.close(ends)
+                continue
+            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+            if not data:
+                return None
+            into, errors, ends = fds
+            if (pid := os.fork()) == 0:
+                os.dup2(into, 1)
+                os.dup2(errors, 2)
+                for held in (*fds, *living, *(ends for _, ends in living.values()), line.detach()):
+                    os.close(held)
+                return _begun(*json.loads(data))
+            line.send(str(pid).encode())
+            os.close(into)
+            os.close(errors)
+            watch = os.pidfd_open(pid)
+            living[watch] = pid, ends
+            poll.register(watch, select.POLLIN)
+
+
+def _begun(arguments: list[str], directory: str, environment: dict[str, str]) -> list[str]:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.setsid()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    return arguments
+
+
+def code_of(arguments: list[str]) -> tuple[CodeType, dict[str, Any]]:
+    """Return what Python runs for these arguments, and the names of its main module; sets sys.argv."""
+    kind, what, *rest = arguments
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    sys.argv[:] = [kind, *rest]
+    if kind == "-c":
+        return compile(what, "<string>", "exec"), vars(main)
+    spec = importlib.util.find_spec(what)
+    assert spec is not None
+    assert spec.origin is not None
+    main.__spec__, main.__file__, sys.argv[0] = spec, spec.origin, spec.origin
+    return compile(Path(spec.origin).read_text(encoding="utf-8"), spec.origin, "exec"), vars(main)
+
+
+if __name__ == "__main__":
+    for _name in _IMPORTED:
+        importlib.import_module(_name)
+    gc.collect()
+    gc.freeze()
+    _asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    if _asked is not None:
+        _code, _names = code_of(_asked)
+        exec(_code, _names)
