@@ -109,8 +109,8 @@ def entries_of(root: Path) -> list[tuple[str, Any]]:
     return [(event["kind"], event.get("step")) for event in said]
 
 
-# The quick form fails every third read, the long one each.
-EVERY = pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+# The quick form fails every seventh read, the long one each.
+EVERY = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 
 
 def copies(base: Path, fast_dir: Path, name: str, stride: int) -> Iterator[tuple[int, Path]]:
@@ -144,12 +144,15 @@ def test_a_read_that_fails_once_changes_nothing(base: Path, fast_dir: Path, life
     assert n > 20
 
 
+@EVERY
 @pytest.mark.parametrize(
     "life", [pytest.param(life, marks=pytest.mark.slow) for life in (train_on, sync)] + [evaluate, verify, fork]
 )
-def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(base: Path, fast_dir: Path, life: Life) -> None:
+def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(
+    base: Path, fast_dir: Path, life: Life, stride: int
+) -> None:
     """P35, P49: where reads fail from the n-th on, StoreError says so, and what was committed is live and whole."""
-    for n, root in copies(base, fast_dir, f"forever-{life.__name__}", 1):
+    for n, root in copies(base, fast_dir, f"forever-{life.__name__}", stride):
         calls = FailingReads(n, forever=True)
         error: CkptError | None = None
         try:

@@ -69,14 +69,22 @@ def _no_child_left() -> Iterator[None]:
 # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kept", ["memory directory", "private memory"])
-@pytest.mark.parametrize("phase", SAVING)
+KEPT = [(phase, kept) for phase in SAVING for kept in ("memory directory", "private memory")]
+KEPT.remove(("seal", "private memory"))  # which has no seal
+PRIVATE = ("copy", "commit")  # of the quick form: what is forked in the other phases is as with a directory
+
+
+@pytest.mark.parametrize(
+    ("phase", "kept"),
+    [
+        pytest.param(*one, marks=() if one[1] == "memory directory" or one[0] in PRIVATE else pytest.mark.slow)
+        for one in KEPT
+    ],
+)
 def test_a_child_forked_within_a_save_changes_nothing(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, phase: str, kept: str
 ) -> None:
     """P76: at every phase of a save the child has no image, no ownership and no handler; the parent's saves are its."""
-    if phase == "seal" and kept == "private memory":
-        pytest.skip("private memory has no seal")
     used = memory if kept == "memory directory" else None
     before = signal.getsignal(signal.SIGTERM)
     with training(run_dir, used) as ckpt:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, product
 from operator import eq, le
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,21 @@ def _do(way: str, run_dir: Path, memory: Path | None) -> None:
         ckpt.close()
 
 
-@pytest.mark.parametrize("only", [True, False], ids=["one start fails", "all from there on fail"])
-@pytest.mark.parametrize("with_memory", [True, False], ids=["memory directory", "private memory"])
-@pytest.mark.parametrize("way", ["restore", "save", "step"])
+# (way, a memory directory, this start alone fails or all from it on)
+QUICK = {("restore", True, True), ("restore", False, False), ("save", False, True), ("step", True, False)}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in product(("restore", "save", "step"), (True, False), (True, False))
+]
+
+
+@pytest.mark.parametrize(("way", "with_memory", "only"), CASES)
 def test_any_start_of_a_thread_may_fail(
-    way: str, *, with_memory: bool, only: bool, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, *, with_memory: bool, only: bool, fast_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first, second, … start: our error or success, nothing is half restored, and the next process goes on."""
-    memory = tmp_path / "memory" if with_memory else None
+    run_dir = fast_dir / f"{way}-{with_memory}-{only}"
+    memory = fast_dir / f"{run_dir.name}-memory" if with_memory else None
     if memory is not None:
         memory.mkdir()
     with _opened(run_dir, memory) as ckpt:
@@ -166,17 +173,15 @@ _WITHOUT = """
 import sys, torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
 state = {"value": torch.ones(3)}
-with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None)) as ckpt:
-    ckpt.restore(state)
-    ckpt.save(1, state)
+for step in (1, 2):
+    with Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None)) as ckpt:
+        assert ckpt.restore(state) == step - 1
+        ckpt.save(step, state)
 print("sympy" in sys.modules)
 """
 
 
 def test_a_restore_imports_no_compiler(run_dir: Path) -> None:
     """Half a second of a resume: torch imports sympy to make a tensor like one without values."""
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", _WITHOUT, str(run_dir)], capture_output=True, text=True, check=False
-        )
-        assert done.stdout == "False\n", done.stderr
+    done = subprocess.run([sys.executable, "-c", _WITHOUT, str(run_dir)], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done.stderr

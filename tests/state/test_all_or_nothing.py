@@ -79,8 +79,10 @@ def shown(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("n", [4, N])
+@pytest.mark.parametrize(
+    ("place", "n"),
+    [("first", 4), ("last", N), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("last", 4), ("first", N)))],
+)
 def test_all_of_a_target_or_nothing(kind: str, home: str, place: str, n: int) -> None:
     """P5, P50: conjugate, negative, expanded, overlapping, read-only memory anywhere in a state: all or nothing."""
     make, *fit = KINDS[kind]
