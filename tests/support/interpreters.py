@@ -93,10 +93,11 @@ def _nursery(_: int) -> socket.socket:
     """Return the line to this process's nursery, which ends with it."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(there.fileno())]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], **quiet)
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=null, stdout=null)
     there.close()
-    atexit.register(lambda: (here.close(), process.wait()))
+    atexit.register(process.wait)
+    atexit.register(here.close)  # which is called first, and ends it
     return here
 
 
