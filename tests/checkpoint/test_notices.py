@@ -91,7 +91,9 @@ def test_a_notice_before_the_start_is_heard_too(run_dir: Path, host: Metadata, c
         check_ended_in_order(run_dir, child)
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize(
+    "cloud", [pytest.param(one, marks=pytest.mark.slow if at else ()) for at, one in enumerate(CLOUDS)]
+)
 def test_a_server_that_is_silent_away_or_wrong_disturbs_nothing(run_dir: Path, host: Metadata, cloud: str) -> None:
     """No step waits for an answer; what is wrong is logged once, and the notice after it is heard."""
     host.go.clear()

@@ -77,8 +77,10 @@ def test_a_read_that_breaks_off_is_made_again(saved: Place, what: str) -> None:
     assert is_state(state, 3)
 
 
-@pytest.mark.parametrize("times", [1, None], ids=["once", "always"])
-@pytest.mark.parametrize("what", READS)
+ONCE = [pytest.param(what, 1, marks=pytest.mark.slow if at else ()) for at, what in enumerate(READS)]
+
+
+@pytest.mark.parametrize(("what", "times"), [*ONCE, *((what, None) for what in READS)])
 def test_a_bit_that_flips_is_read_again(saved: Place, what: str, times: int | None) -> None:
     """P49: the digest sees a changed bit, and it is read again; if it stays so, the checkpoint is passed over."""
     key, skip = READS[what]

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,13 @@ class TestOnMemory(TestLocalStore):
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("offset", [0, 1, 8, 512, 4095])
-@pytest.mark.parametrize("size_bytes", [(2 << 20) - 1, 2 << 20, (2 << 20) + 4097, (33 << 20) + 5])
+_OFFSETS, _SEVERAL_PIECES = (0, 1, 8, 512, 4095), (33 << 20) + 5
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "offset"),
+    [*product(((2 << 20) - 1, 2 << 20, (2 << 20) + 4097), _OFFSETS), (_SEVERAL_PIECES, 0), (_SEVERAL_PIECES, 1)],
+)
 def test_a_buffer_at_any_address_is_written_whole(tmp_path: Path, offset: int, size_bytes: int) -> None:
     """P41: aligned and unaligned buffers, with and without a tail, through O_DIRECT or not, give the same bytes."""
     memory = np.zeros(size_bytes + 2 * 4096, np.uint8)
