@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +28,8 @@ def check_parallel(program: Any, ranks: int) -> None:
 def _is_parallel(value: Any) -> bool:
     if not isinstance(value, torch.nn.Module):
         return isinstance(value, (ByRank, DTensor))
+    from torch.distributed.fsdp import FullyShardedDataParallel  # Its import takes long, and one rank does not need it.
+
     if any(isinstance(parameter, DTensor) for parameter in value.parameters()):
         return True
     return any(isinstance(each, (DistributedDataParallel, FullyShardedDataParallel)) for each in value.modules())
