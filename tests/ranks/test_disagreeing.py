@@ -19,6 +19,7 @@ from ckpt_tasks import ByRank, CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint import agreement
 from ckpt_tasks.errors import CkptError, SpikeError
 from ckpt_tasks.ranks.exchange import find_exchange
+from ckpt_tasks.system import System, use
 from tests.ranks.test_failures import state_of, steps_of
 from tests.ranks.training import config
 from tests.support.gang import Gang, report, run
@@ -241,17 +242,29 @@ def test_a_rank_that_is_stopped_fails_the_save_of_the_others(tmp_path: Path, sto
     assert steps_of(tmp_path)[0] >= 1
 
 
+class Paced(System):
+    """A System whose clock says that steps take a tenth of a second: so rank 0 grants few of them ahead."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+
 def one_spikes(rank: int, size: int, root: str) -> list[tuple[int, int, int]]:
     """Train until a restore after a spike in rank 0; rank 1's own loss spikes earlier. Return what the error says."""
+    use(paced := Paced())
     state = state_of("ddp", size)
     ckpt = Checkpointer(config(root, on_spike="loss", step_interval=50))
     step = ckpt.restore(state)
     while True:
         step += 1
-        time.sleep(0.01)
+        paced.ahead_s += 0.1
         loss = 99.0 if step in ((120, 121, 122) if rank == 0 else (110, 111, 112)) else float(step % 5)
         try:
             ckpt.step(step, state, metrics={"loss": loss})
+            if step == 100:
+                ckpt.wait()  # It is there to go back to.
         except SpikeError as error:
             done = [(error.began or 0, error.step or 0, ckpt.restore(state)), (0, step, ckpt.position)]
             ckpt.close()
