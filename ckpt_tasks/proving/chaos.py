@@ -93,7 +93,7 @@ def chaos(
     dice = random.Random(seed)
     faults = [name for _ in range(-(-rounds // len(kinds))) for name in dice.sample(kinds, len(kinds))][:rounds]
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="ckpt-chaos-") as folder:
-        twin, other = (_Victim(command, Path(folder, name)) for name in ("twin", "hit"))
+        twin, other = (Victim(command, Path(folder, name)) for name in ("twin", "hit"))
         commits, gap_s = twin.trained()
         steps = sorted(commits[dice.randrange(len(commits) - 1)].step or 0 for _ in faults)
         hits, kills = [], []
@@ -119,7 +119,7 @@ def chaos(
     return Verdict(seed, tuple(hits), proof, (*wrong, *damage.damaged))
 
 
-class _Victim(Script):
+class Victim(Script):
     """A command that is started again when a fault has ended it."""
 
     process: subprocess.Popen[bytes] | None = None

@@ -53,6 +53,45 @@ def test_a_script_that_forgets_is_found() -> None:
     assert not verdict.good
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "kill"])
+def test_a_script_that_is_wrong_after_one_kind_of_fault_is_found_by_it(fault: str) -> None:
+    """P73: it computes something else once it has met this kind, which is drawn; so the kind has reached it."""
+    verdict = chaos([*SCRIPT, "long", fault], seed=SEED, rounds=1, kinds=[fault])
+    assert [hit.fault for hit in verdict.hits] == [fault]
+    assert verdict.proof.difference is not None
+    assert verdict.proof.difference.what == ("metric loss",)
+
+
+@pytest.mark.slow
+def test_a_script_that_notices_a_fault_which_does_not_come_is_right() -> None:
+    """P73: what the tests of the kinds find is the fault, and not the script that looks for it."""
+    assert chaos([*SCRIPT, "long", "pause"], seed=SEED, rounds=1, kinds=["kill"]).good
+
+
+class Slept(Disturbed):
+    """A Disturbed that notes how long it is asked to wait."""
+
+    def __init__(self, place: str):
+        super().__init__(place)
+        self.waits: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def test_a_slow_store_waits_before_each_request(tmp_path: Path) -> None:
+    """As long as the file says, counted as a hit; then the request is done."""
+    file = tmp_path / "faults"
+    file.write_text(json.dumps({"delay_s": 0.3, "failing": 0.0, "jump_s": 0.0}))
+    slept = Slept(str(file))
+    store = DisturbedStore(LocalStore(tmp_path / "run"), slept)
+    store.put("checkpoint_000000000001/a", [b"body"])
+    assert store.get("checkpoint_000000000001/a", 9) == b"body"
+    assert slept.waits == [0.3, 0.3]
+    assert Path(f"{file}.hits").stat().st_size == 2
+
+
 def test_a_disturbed_store_and_clock_do_what_the_file_says(tmp_path: Path) -> None:
     """Half of the failing requests are done, and all say whether they were; each hit is counted."""
     file = tmp_path / "faults"
