@@ -218,8 +218,11 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
 
     Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
     whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
-    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault.
+    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault. A run that can be written
+    keeps the result, for `ckpt ls` and `ckpt metrics`; this takes nothing from a process that trains it.
     """
+    from ckpt_tasks.upkeep.upkeep import record_verification
+
     with output(as_json) as out:
         parsed = parse_target(target)
         run = parsed.open()
@@ -227,6 +230,7 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
         began = time.monotonic()
         faults, size_bytes = _read(out, run, only, history or None)
         took_s = time.monotonic() - began
+        unrecorded = "" if only else record_verification(run.history, faults)
         facts = {
             "run_key": run.run_key,
             "checkpoint_dir": run.history.store.url,
@@ -237,8 +241,9 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
             "unread_entries": faults.unread,
             "read_bytes": size_bytes,
             "took_s": round(took_s, 3),
+            "recorded": not only and not unrecorded,
         }
-        out.answer(facts, _fault_parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}"))
+        out.answer(facts, _fault_parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}", unrecorded))
         out.fail(not faults.good)
 
 
@@ -277,7 +282,7 @@ _COLUMNS = (
 )
 
 
-def _fault_parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
+def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Iterator[Any]:
     yield title(run)
     yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
     for names, what, style in (
@@ -290,6 +295,8 @@ def _fault_parts(run: Run, faults: RunFaults, work: str) -> Iterator[Any]:
     if faults.unread:
         older = count(faults.unread, "older ledger entry", "older ledger entries")
         yield f"Not read without --history: {older}", "dim"
+    if unrecorded:
+        yield f"The run does not keep this result: {unrecorded}.", "yellow"
     bad, checked = sum(1 for _, wrong in faults.checkpoints.values() if wrong), len(faults.checkpoints)
     if faults.good:
         yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]

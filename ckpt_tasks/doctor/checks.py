@@ -6,15 +6,14 @@ These are pure decisions about facts that the other modules of the room collect.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckpt_tasks.deploying import TAG
-from ckpt_tasks.format.records import Drill
+from ckpt_tasks.format.records import Drill, Verification
 from ckpt_tasks.policy.space import Forecast, gib
-from ckpt_tasks.report.words import drill_words
 
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
@@ -35,6 +34,8 @@ _SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of t
 # An owner without a new heartbeat may be taken over after 120 s, so clocks must agree.
 _SKEW_S, _MOST_SKEW_S = 2.0, 30.0
 _NAMED = 5
+
+_Result = TypeVar("_Result", bound="Drill | Verification")
 
 
 @dataclass(frozen=True)
@@ -331,15 +332,14 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
     return Check("disk", "warning", seen, do) if forecast.room_for < 2 else Check("disk", "ok", seen)
 
 
-def judge_drills(drills: Sequence[Drill]) -> Check:
-    """Judge whether the run has been restored in a drill; `drills` are those of the run's state."""
-    if not drills:
-        return Check("restore drill", "not checked", "the run was never restored in a drill", "ckpt restore-drill DIR")
-    seen = "; ".join(drill_words(drill) for drill in reversed(drills))
-    if drills[-1].fault is None:
-        return Check("restore drill", "ok", seen)
-    do = "ckpt verify says what is damaged; then ckpt restore-drill again."
-    return Check("restore drill", "wrong", seen, do)
+def judge_last(name: str, results: Sequence[_Result], words: Callable[[_Result], str], command: str) -> Check:
+    """Judge a run by what its state holds: the last good result of a kind, and after it the last one if that is bad."""
+    if not results:
+        return Check(name, "not checked", "the run never had one", f"{command} DIR")
+    seen = "; ".join(words(result) for result in reversed(results))
+    if results[-1].fault is None:
+        return Check(name, "ok", seen)
+    return Check(name, "wrong", seen, f"ckpt verify lists what is damaged; then {command} again.")
 
 
 def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int | None, fits: bool | None) -> Check:

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.doctor.checks import Check, judge_clock, judge_disk, judge_drills, judge_memory
+from ckpt_tasks.doctor.checks import Check, judge_clock, judge_disk, judge_last, judge_memory
 from ckpt_tasks.doctor.findings import judge
 from ckpt_tasks.doctor.measuring import measure
 from ckpt_tasks.errors import CkptError, ObjectNotFoundError
 from ckpt_tasks.format.keys import FORMAT_NAME
+from ckpt_tasks.format.ledger import State
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.space import Forecast
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.room import forecast_run
+from ckpt_tasks.report.words import drill_words, verification_words
 from ckpt_tasks.snapshot.memory import SLOTS, default_directory
 from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
@@ -41,12 +43,17 @@ def check_place(directory: str | None) -> list[Check]:
         inner = store.inner if isinstance(store, RetryingStore) else store
         seen, run = _store(inner, RetryingStore(inner, deadline_s=_DEADLINE_S))
         newest = next(iter(run.checkpoints()), None) if run is not None else None
-        drills = run.head().state.drills if run is not None else ()
+        state = run.head().state if run is not None else State()
         disk = [*_disk(inner, run)]
     except CkptError as error:
         return [Check("store", "wrong", error.message, error.hint or ""), _memory(None, None)]
-    drilled = [] if newest is None else [judge_drills(drills)]
-    return [seen, *drilled, *disk, *_clock(inner.endpoint), _memory(inner.url, newest.size_bytes if newest else None)]
+    results = [
+        judge_last("restore drill", state.drills, drill_words, "ckpt restore-drill"),
+        judge_last("verification", state.verifications, verification_words, "ckpt verify"),
+    ]
+    memory = _memory(inner.url, newest.size_bytes if newest else None)
+    memory = _memory(inner.url, newest.size_bytes if newest else None)
+    return [seen, *(results if newest else ()), *disk, *_clock(inner.endpoint), memory]
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:

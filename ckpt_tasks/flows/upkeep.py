@@ -18,7 +18,7 @@ from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.report.words import drill_words
 from ckpt_tasks.session.drill import drill_run
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.upkeep.upkeep import record_verification, verify_run_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,13 @@ class Pruned:
 def verify_run(config: CheckpointConfig) -> Verified:
     """Verify every checkpoint, ledger entry and evaluation of a run, except checkpoints that are pruned meanwhile.
 
+    The run keeps the result, if it can be written.
     Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run.
     """
-    run_faults = verify_run_directory(run_of(config).history)
+    history = run_of(config).history
+    run_faults = verify_run_directory(history)
+    if unrecorded := record_verification(history, run_faults):
+        get_run_logger().warning("The run does not keep the result: %s", unrecorded)
     checkpoints = run_faults.checkpoints.values()
     good = [checkpoint for checkpoint, faults in checkpoints if not faults]
     damaged = [f"step {checkpoint.step}: {fault}" for checkpoint, faults in checkpoints for fault in faults]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -31,6 +31,7 @@ from ckpt_tasks.format.records import (
     Origin,
     Owner,
     Rollback,
+    Verification,
     attempt_objects,
     drill_item,
     read_checkpoint,
@@ -41,12 +42,15 @@ from ckpt_tasks.format.records import (
     read_owner,
     read_params,
     read_rollback,
+    read_verification,
 )
 from ckpt_tasks.format.versions import TABLES_VERSION, check_version
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
 _MAX_DEPTH = 100  # The depth of the JSON; only the notes of users can nest deeply.
+
+_Result = TypeVar("_Result", bound="Drill | Verification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class State:
     epoch came, an entry was unreadable; it may name objects of attempts up to this epoch, so these are never swept.
     `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory") is what a
     flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last rollback.
-    `drills` holds the last good restore drill, and the last drill if it was not good.
+    `drills` holds the last good restore drill, and the last drill if it was not good; `verifications` likewise.
     """
 
     owner: Owner | None = None
@@ -79,6 +83,7 @@ class State:
     program: str | None = None
     rollback: Rollback | None = None
     drills: tuple[Drill, ...] = ()
+    verifications: tuple[Verification, ...] = ()
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the directory; `best_metric`, if not None, redefines "best".
@@ -197,10 +202,11 @@ class State:
         """Return the state with one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, evaluation))
 
-    def with_drill(self, drill: Drill) -> State:
-        """Return the state with the result of a restore drill."""
-        good = [before for before in self.drills if before.fault is None]
-        return replace(self, drills=(drill,) if drill.fault is None else (*good, drill))
+    def with_result(self, result: Drill | Verification) -> State:
+        """Return the state with the result of a restore drill or of a verification."""
+        if isinstance(result, Drill):
+            return replace(self, drills=_with_last(self.drills, result))
+        return replace(self, verifications=_with_last(self.verifications, result))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +232,9 @@ class Entry:
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
         state["drills"] = [drill_item(drill) for drill in self.state.drills]
-        if not self.state.drills:
-            del state["drills"]
+        for name in ("drills", "verifications"):
+            if not state[name]:
+                del state[name]
         try:
             body = {
                 "version": version_of(tail, self.state.retired),
@@ -311,6 +318,12 @@ def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
     return sorted(live, key=lambda c: (c.abandoned, -c.n))
 
 
+def _with_last(before: tuple[_Result, ...], result: _Result) -> tuple[_Result, ...]:
+    """Return the last good result, and after it the last one if that was not good."""
+    good = tuple(one for one in before if one.fault is None)
+    return (result,) if result.fault is None else (*good, result)
+
+
 def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoint, ...]:
     """Mark the checkpoints that are abandoned if training continues from `parent`."""
     known = {c.manifest_digest: c for c in live}
@@ -352,4 +365,5 @@ def _state(body: Mapping[str, Any]) -> State:
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),
         drills=tuple(read_drill(item) for item in body.get("drills", ())),
+        verifications=tuple(read_verification(item) for item in body.get("verifications", ())),
     )

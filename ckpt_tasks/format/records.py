@@ -170,6 +170,22 @@ class Drill:
     ranks: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of verifying a whole run: how many checkpoints were read, and how many of them are damaged.
+
+    `damaged_records` counts the damaged objects beside them, such as ledger entries. `fault` is the first fault; None:
+    the run is good.
+    """
+
+    at: str
+    host: str
+    checkpoints: int
+    damaged_checkpoints: int
+    damaged_records: int
+    fault: str | None
+
+
 def read_owner(item: Mapping[str, Any]) -> Owner:
     """Read an owner from JSON data; raise one of parsing.MALFORMED, as all readers here do."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
@@ -245,6 +261,17 @@ def read_drill(item: Mapping[str, Any]) -> Drill:
         restore_s=_seconds(item["restore_s"]),
         fault=optional(item["fault"]),
         ranks=whole(item.get("ranks", 1)),
+    )
+
+
+def read_verification(item: Mapping[str, Any]) -> Verification:
+    """Read the result of a verification from JSON data."""
+    counts = ("checkpoints", "damaged_checkpoints", "damaged_records")
+    return Verification(
+        at=text(item["at"]),
+        host=text(item["host"]),
+        fault=optional(item["fault"]),
+        **{name: whole(item[name]) for name in counts},
     )
 
 

@@ -20,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ckpt_tasks.format.parsing import well_formed
-
 # The exceptions that Arrow raises for hostile bytes.
 FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 
@@ -32,7 +30,6 @@ _EXTENSION = b"ARROW:extension"  # Other libraries register readers for extensio
 _GOES_ON = 0xFFFFFFFF  # Every message begins with this mark.
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8
-_MAX_METRICS = 1 << 20
 _NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
 _METRICS = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 
@@ -271,13 +268,3 @@ def write_metrics(metrics: Mapping[str, float], about: Mapping[str, str]) -> byt
         columns = [array([*metrics], pa.string()), array([*metrics.values()], pa.float64())]
         writer.write_table(pa.Table.from_arrays(columns, schema=schema))
     return sink.getvalue()
-
-
-def read_metrics(data: bytes) -> dict[str, float]:
-    """Read the bytes of `write_metrics`, which the caller has verified. Raises IntegrityError if they are malformed."""
-    with well_formed("the table of metrics", None, FAULTS):
-        table = read_arrow(data, _METRICS, _MAX_METRICS)
-        names, values = table.column("metric"), table.column("value")
-        if names.null_count or values.null_count:
-            raise ValueError("a value is missing")
-        return dict(zip(names.to_pylist(), values.to_pylist(), strict=True))

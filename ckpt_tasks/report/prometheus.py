@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.format.parsing import seconds_of
+from ckpt_tasks.format.records import Verification
 from ckpt_tasks.ledger.goodput import Course, Followed, follow
 from ckpt_tasks.ledger.timeline import Moment
 from ckpt_tasks.reading.overview import Look, looks_at, places_of
@@ -118,6 +119,10 @@ def _of_last_commit(value: Callable[[Moment], float]) -> _Values:
     return _one(lambda look, course: next((value(p.moment) for p in reversed(course.of("commit"))), None))
 
 
+def _of_last_verification(value: Callable[[Verification], float | None]) -> _Values:
+    return _one(lambda look, course: next((value(one) for one in reversed(look.state.verifications)), None))
+
+
 def _last_good_drill(look: Look, course: Course) -> float | None:
     return next((seconds_of(drill.at) for drill in look.state.drills if drill.fault is None), None)
 
@@ -170,6 +175,18 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         "1 if the last drill could not restore the run",
         _one(lambda look, course: any(drill.fault for drill in look.state.drills) if look.state.drills else None),
     ),
+    "last_verified_timestamp_seconds": (
+        "when the whole run was last verified, in seconds since 1970",
+        _of_last_verification(lambda one: seconds_of(one.at)),
+    ),
+    "damaged_checkpoints": (
+        "checkpoints that the last verification found damaged",
+        _of_last_verification(lambda one: one.damaged_checkpoints),
+    ),
+    "damaged_records": (
+        "damaged objects that it found beside the checkpoints, such as ledger entries",
+        _of_last_verification(lambda one: one.damaged_records),
+    ),
 }
 _OF_A_LOOK = (
     "run_state",
@@ -180,11 +197,9 @@ _OF_A_LOOK = (
     "metric",
     "last_good_drill_timestamp_seconds",
     "drill_failed",
+    "last_verified_timestamp_seconds",
+    "damaged_checkpoints",
+    "damaged_records",
 )
 _OF_THE_LEDGER = tuple(name for name in _METRICS if name not in _OF_A_LOOK)
 _NO_COURSE = follow(())
-
-
-def metric_texts() -> dict[str, str]:
-    """Return the text of each metric, by its name."""
-    return {f"ckpt_{name}": about for name, (about, _) in _METRICS.items()}

@@ -11,7 +11,7 @@ from ckpt_tasks.format.parsing import moment_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tasks.format.records import Drill
+    from ckpt_tasks.format.records import Drill, Verification
 
 HEADER_STYLE = "dim"  # The style of every table's header.
 
@@ -83,6 +83,15 @@ def drill_words(drill: Drill) -> str:
         return f"A restore drill of step {drill.step} failed {at}: {printable(drill.fault)}"
     by = f", on {drill.ranks} ranks" if drill.ranks > 1 else ""
     return f"A restore drill of step {drill.step} took {fine_span(drill.restore_s or 0.0)} {at}{by}."
+
+
+def verification_words(result: Verification) -> str:
+    """Write the result of a verification in a sentence."""
+    at, many = f"on {printable(result.host)}, {age(result.at)}", count(result.checkpoints, "checkpoint")
+    if result.fault is None:
+        return f"The run was verified {at}: {many} good."
+    bad = f"{result.damaged_checkpoints} of {many} damaged, and {count(result.damaged_records, 'record')}"
+    return f"A verification {at}, found {bad}: {printable(result.fault)}"
 
 
 def when(iso: str) -> str:

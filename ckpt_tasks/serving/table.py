@@ -36,7 +36,7 @@ _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 class Row:
     """A run's row; `sign` identifies the state of its ledger.
 
-    Of the state, `look` keeps only the drills, and the owner if it may be alive.
+    Of the state, `look` keeps only the results of drills and verifications, and the owner if it may be alive.
     """
 
     facts: Mapping[str, Any]
@@ -139,7 +139,8 @@ class RunTable:
                 self._drop(name)
             return
         facts, about = _facts(look), look.summary.state
-        kept = State(owner=look.state.owner if about in ("running", "silent") else None, drills=look.state.drills)
+        owner = look.state.owner if about in ("running", "silent") else None
+        kept = State(owner=owner, drills=look.state.drills, verifications=look.state.verifications)
         again = look.partial or about == "unreadable"
         self._put(name, facts, None if again else sign, look._replace(state=kept))
 

@@ -65,7 +65,7 @@ def drill_run(
     with leased(run, checkpoint, f"restore drill on {drill.host}"):
         drill = replace(drill, **_answer(order, ranks))
         event = {"kind": "note", "note": "drill", **drill_item(drill)}
-        run.history.append(event, lambda state, n: state.with_drill(drill), owner=None)
+        run.history.append(event, lambda state, n: state.with_result(drill), owner=None)
     return drill
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from typing import TypeVar
 
-from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, is_table, ledger_name, parse_attempt, parse_ledger_name
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.records import Checkpoint, Verification
 from ckpt_tasks.layout.image import parse_header
 from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.layout.steps import MAX_STEPS_BYTES
@@ -31,9 +31,10 @@ from ckpt_tasks.reading.opening import (
     verify_run,
 )
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.system import system
+from ckpt_tasks.system import now_iso, system
 
 _FAR_REQUESTS = 8
+_LONGEST_FAULT = 2000
 
 _T = TypeVar("_T")
 
@@ -129,6 +130,32 @@ def verify_run_directory(history: History, *, whole: bool | None = None) -> RunF
         results = {digest: result for digest, result in results.items() if digest in live or not result[1]}
     damaged, unread = record_faults(history, history.store.near if whole is None else whole)
     return RunFaults(results, tuple(damaged), tuple(orphans(history.store, head.state)), unread)
+
+
+def record_verification(history: History, faults: RunFaults) -> str:
+    """Record that the whole run was verified, and what was found; return why it could not be recorded, or "".
+
+    Anyone may: no owner is disturbed. If the newest ledger entry is damaged, nothing is written: a new entry would hide
+    that.
+    """
+    wrong = [listed[0] for _, listed in faults.checkpoints.values() if listed]
+    try:
+        head = history.head()
+        if head.entry is None or head.damaged:
+            return "its newest ledger entry is damaged or missing"
+        result = Verification(
+            at=now_iso(),
+            host=system().host(),
+            checkpoints=len(faults.checkpoints),
+            damaged_checkpoints=len(wrong),
+            damaged_records=len(faults.damaged),
+            fault=next((fault[:_LONGEST_FAULT] for fault in (*wrong, *faults.damaged)), None),
+        )
+        event = {"kind": "note", "note": "verification", **asdict(result)}
+        history.append(event, lambda state, n: state.with_result(result), owner=None)
+    except CkptError as error:  # What was found counts, also where this process may only read.
+        return error.message
+    return ""
 
 
 def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:

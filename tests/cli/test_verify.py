@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckpt_tasks.doctor.host import check_place
+from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.reading.reading import open_run
 from tests.support.cli_runs import ckpt, flip, only, save, save_steps, tree
 
@@ -40,13 +42,16 @@ FILES = ["manifest.json", "index.arrow", "model-*.safetensors", "evals/*"]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with an evaluation, which verifies, and is not changed by that."""
+    """A run of two steps with an evaluation, which verifies: its ledger has the result, and nothing else changes."""
     place = save_steps(tmp_path_factory.mktemp("good") / "run", 1, 2)
     run = open_run(str(place))
     run.record_evaluation(run.find(1), "quick", {"loss": 1.0})
     before = tree(place)
     assert ckpt("verify", place).status == 0
-    assert tree(place) == before
+    after = tree(place)
+    assert {name: digest for name, digest in after.items() if name in before} == before
+    [new] = after.keys() - before.keys()
+    assert "/ledger/" in f"/{new}"
     return place
 
 
@@ -87,6 +92,55 @@ def test_every_ledger_entry_counts(run_dir: Path) -> None:
     assert all(one["good"] for one in answer.data["checkpoints"])
     assert [line.split(":")[0] for line in answer.data["damaged"]] == [f"ledger/{e.name}" for e in entries[:2]]
     assert "the checkpoints are good, the run's records are not" in ckpt("verify", run_dir).out
+
+
+def test_a_newest_entry_that_is_damaged_stays_the_newest(run_dir: Path) -> None:
+    """Its result is not recorded, since the next entry would hide the damage from those who look later."""
+    save_steps(run_dir, 1, 2)
+    flip(min((run_dir / "ledger").iterdir()), 40)
+    before = tree(run_dir)
+    answer = ckpt("verify", run_dir)
+    assert answer.status == 1
+    assert "does not keep this result: its newest ledger entry is damaged" in " ".join(answer.out.split())
+    assert tree(run_dir) == before
+
+
+def test_the_run_keeps_what_was_found(run_dir: Path) -> None:
+    """ls, the doctor and the metrics have the newest result, and of a bad one how much is damaged and the good before.
+
+    One checkpoint alone is not the run.
+    """
+    save_steps(run_dir, 1, 2)
+    [seen] = [one for one in check_place(str(run_dir)) if one.name == "verification"]
+    assert (seen.verdict, seen.do) == ("not checked", "ckpt verify DIR")
+    assert ckpt("verify", f"{run_dir}@2", "--json").data["recorded"] is False
+    assert ckpt("ls", run_dir, "--json").data["verifications"] == []
+    assert ckpt("verify", run_dir, "--json").data["recorded"] is True
+    good = ckpt("ls", run_dir, "--json").data["verifications"]
+    assert [(one["checkpoints"], one["fault"]) for one in good] == [(2, None)]
+    assert measured(run_dir) == {"damaged_checkpoints": 0, "damaged_records": 0, "at": seconds_of(good[0]["at"])}
+
+    flip_the_last(only(run_dir, "checkpoint_000000000001/*/model-*"))
+    min((run_dir / "steps").iterdir()).unlink()
+    for _ in range(2):
+        assert ckpt("verify", run_dir).status == 1
+    found = ckpt("ls", run_dir, "--json").data["verifications"]
+    assert found[0] == good[0]
+    assert [one["fault"] is None for one in found] == [True, False]
+    assert measured(run_dir) == {"damaged_checkpoints": 1, "damaged_records": 1, "at": seconds_of(found[1]["at"])}
+    assert "found 1 of 2 checkpoints damaged, and 1 record" in " ".join(ckpt("ls", run_dir).out.split())
+    [seen] = [one for one in check_place(str(run_dir)) if one.name == "verification"]
+    assert seen.verdict == "wrong"
+
+
+def measured(run_dir: Path) -> dict[str, float]:
+    names = {"ckpt_last_verified_timestamp_seconds": "at"}
+    samples = ckpt("metrics", run_dir, "--json").data["metrics"]
+    return {
+        names.get(one["name"], one["name"].removeprefix("ckpt_")): one["value"]
+        for one in samples
+        if one["name"] in names or "damaged" in one["name"]
+    }
 
 
 @pytest.mark.parametrize("gone", [8, 9])

@@ -52,7 +52,10 @@ def as_reader(run_dir: Path, target: Path) -> Iterator[None]:
 
 
 def test_a_source_that_cannot_be_written_is_read(place: Path) -> None:
-    """A fork and a copy of it are whole, both say that there was no lease, and nothing of the source has changed."""
+    """A fork and a copy of it are whole, both say that there was no lease, and nothing of the source has changed.
+
+    It is verified too, and the answer says that the run does not keep the result.
+    """
     run_dir = save_steps(place / "run", 1, 2)
     ckpt("fork", run_dir, place / "warm")  # modules are imported as root
     ckpt("sync", run_dir, place / "warmer")
@@ -61,10 +64,13 @@ def test_a_source_that_cannot_be_written_is_read(place: Path) -> None:
         forked = ckpt("fork", f"{run_dir}@2", place / "to" / "fork")
         copied = ckpt("sync", run_dir, place / "to" / "copy")
         told = ckpt("sync", run_dir, place / "to" / "json", "--json")
+        verified = ckpt("verify", run_dir)
     assert (forked.status, copied.status) == (0, 0), forked.err + copied.err
     assert "read without a lease" in forked.out
     assert "read without a lease" in copied.out
     assert told.data["leased"] is False
+    assert verified.status == 0, verified.err
+    assert "The run does not keep this result: " in verified.out
     for name in ("fork", "copy"):
         assert verify_run_directory(open_run(str(place / "to" / name)).history).good
     assert {c.step for c in open_run(str(place / "to" / "copy")).checkpoints()} == {1, 2}

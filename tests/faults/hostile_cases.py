@@ -79,6 +79,8 @@ ENTRY_PUTS: dict[str, list[tuple[str, Any]]] = {
     "a resume of no parts": [("event/resumed", [1])],
     "a drill of no step": [("state/drills", [{"step": -1}])],
     "drills that are a number": [("state/drills", 7)],
+    "a verification of no checkpoint": [("state/verifications", [{"checkpoints": -1}])],
+    "verifications that are a number": [("state/verifications", 7)],
     "costs without end": [(f"state/live/{n}/cost_s", 1.7e308) for n in range(3)],
     "a number of the future": [(f"{_NEWEST}/n", 10**20 - 1)],
     "as many digits as can be": [(f"{_NEWEST}/{key}", Raw("9" * 4300)) for key in ("n", "cost_s", "size_bytes")],

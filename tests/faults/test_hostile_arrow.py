@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.layout.arrow import FAULTS, read_arrow, read_metrics, write_metrics
+from ckpt_tasks.layout.arrow import FAULTS, read_arrow, write_metrics
 from ckpt_tasks.layout.index import Index, IndexRow, write_index
 from ckpt_tasks.layout.regions import Box
 from tests.support.indexes import read_as_committed
@@ -135,6 +135,7 @@ ROWS = [
     for n in range(20)
 ]
 INDEX, METRICS = write_index(Index.of(ROWS)), write_metrics({"loss": 0.5, "accuracy": 0.75}, {"step": "1"})
+SCHEMA = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 NUMBERS = st.sampled_from([0, 1, -1, 3, 7, 8, 1 << 16, (1 << 31) - 1, 1 << 40, (1 << 63) - 1, -(1 << 63)])
 
 
@@ -146,8 +147,11 @@ def test_whatever_number_stands_in_a_message_memory_is_bounded(data: bytes, chan
     for at, number in changes:
         struct.pack_into("<q", changed, at * 4 % (len(data) - 8), number)
     with counted() as most:
-        with suppress(CkptError):
-            read_as_committed(bytes(changed)).check("index.arrow") if data is INDEX else read_metrics(bytes(changed))
+        with suppress(CkptError, *FAULTS):
+            if data is INDEX:
+                read_as_committed(bytes(changed)).check("index.arrow")
+            else:
+                read_arrow(bytes(changed), SCHEMA, max_rows=1000)
         assert most() <= 8 * len(data)
 
 

@@ -47,6 +47,8 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match=r"step 5: .*Nothing was pruned"):
         upkeep(run_key="run", checkpoint=config)
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5
+    [kept] = open_run(str(tmp_path / "run")).head().state.verifications
+    assert (kept.checkpoints, kept.damaged_checkpoints) == (5, 1)
 
 
 @pytest.mark.usefixtures("forked")
@@ -69,7 +71,7 @@ def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path
 
 
 def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
-    """Upkeep beside a living owner verifies, takes nothing over, and prunes nothing."""
+    """Upkeep beside a living owner verifies and records it, takes nothing over, and prunes nothing."""
     config = saved(tmp_path / "run", range(1, 4))
     trainer = OwnerChild(tmp_path / "run")
     assert trainer.ask("acquire") == "ok"
@@ -79,6 +81,7 @@ def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
     assert done.verified.steps == (1, 2, 3)
     assert done.pruned is None
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 3
+    assert [one.checkpoints for one in open_run(str(tmp_path / "run")).head().state.verifications] == [3]
 
 
 def test_who_may_train_elsewhere_is_left_alone(tmp_path: Path) -> None:
