@@ -111,7 +111,7 @@ def test_a_fault_inside_is_told_until_it_has_hit(tmp_path: Path, fault: str, nam
     A store is calm again afterwards; a clock that has jumped stays where it is.
     """
     assert callable(means)
-    suffering = Suffering(tmp_path, fault)
+    suffering = Suffering(tmp_path, fault, gap_s=0.0)
     until(lambda: means(suffering.faults()[name]))
     assert {key for key, value in suffering.faults().items() if value} == {name}
     with open(tmp_path / "run.faults.hits", "ab") as file:
