@@ -50,11 +50,11 @@ from ckpt_tasks.saving.parts import (
 )
 from ckpt_tasks.saving.prepared import compared, prepare_checkpoint
 from ckpt_tasks.saving.tenure import Line
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.samples import Samples, take_samples
 from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.tensors.device import Devices
 from ckpt_tasks.tensors.placements import World
 from ckpt_tasks.upkeep.pruning import Pruner
 

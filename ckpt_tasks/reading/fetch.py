@@ -3,7 +3,7 @@
 A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
 reads straight into the live tensors, and digests the bytes again. So a restore needs no memory beside the state, and
 touches no new pages (which would cost several times a copy). A new tensor, which the program cannot see yet, is read
-only once.
+only once. What belongs on a CUDA device is read into pinned buffers, from which the device takes it (staging.py).
 
 With many ranks, the ranks of a host divide the first pass among themselves (sharing.py). In the second pass each rank
 reads what it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest it.
@@ -14,8 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
 from ckpt_tasks.tensors.memcpy import is_plain
 from ckpt_tasks.tensors.placements import local_of
+from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, bytes_of, can_stage
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 _READERS = max(2, min(8, os.cpu_count() or 2))
@@ -40,8 +42,20 @@ _DIRECT_BYTES = 256 << 10  # Smaller tensors are read together, and then copied.
 
 _Pair = tuple[torch.Tensor, str]
 _Job = Callable[[], None]
-_Direct = tuple[IndexRow, memoryview, torch.Tensor]
+_Where = Callable[[int, int], AbstractContextManager[memoryview]]
 _T = TypeVar("_T")
+
+
+class _Direct(NamedTuple):
+    """A region that is read into `into`, whose first byte is the object's byte `begin`."""
+
+    row: IndexRow
+    into: torch.Tensor
+    begin: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.row.end - self.row.begin
 
 
 class StoredTensors:
@@ -65,7 +79,7 @@ class StoredTensors:
     def read(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
         tensor = torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype))
-        _run(self._reads([(tensor, key)]))
+        self._read([(tensor, key)])
         return tensor
 
     def fill(self, into: torch.Tensor, key: str) -> None:
@@ -83,11 +97,11 @@ class StoredTensors:
         shared = share_reads(self._together, rest, kept=False)
         rest = rest if shared is None else shared.mine(rest)
         checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
-        _run([*self._reads(fills), *checks])
+        self._read(fills, checks)
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         try:
-            _run(self._reads(pairs))
+            self._read(pairs)
         except (IntegrityError, ObjectNotFoundError) as error:
             # The bytes were good a moment ago, so try no older checkpoint: a retry verifies again, and may fall back.
             raise StoreError(
@@ -102,8 +116,9 @@ class StoredTensors:
         """Return True if a target needs all stored bytes of a tensor, in their order."""
         return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
 
-    def _reads(self, pairs: Sequence[_Pair]) -> list[_Job]:
-        large: list[_Direct] = []
+    def _read(self, pairs: Sequence[_Pair], checks: Iterable[_Job] = ()) -> None:
+        """Read the stored values into the tensors of `pairs`, and run the `checks` beside that."""
+        direct: list[_Direct] = []
         rest: list[_Pair] = []
         parts: dict[IndexRow, list[Piece]] = {}
         for into, key in pairs:
@@ -111,20 +126,24 @@ class StoredTensors:
             if not self._is_whole(into, key):
                 for piece in pieces(into, key, rows):
                     if piece.is_whole and _is_direct(piece.into, piece.row):
-                        large.append((piece.row, _memory(piece.into), piece.into))
+                        direct.append(_Direct(piece.row, piece.into, piece.row.begin))
                     else:
                         parts.setdefault(piece.row, []).append(piece)
             elif _is_direct(local := local_of(into), rows[0]):
-                memory, start = _memory(local), rows[0].begin
-                large += [(row, memory[row.begin - start : row.end - start], local) for row in rows]
+                direct += [_Direct(row, local, rows[0].begin) for row in rows]
             else:
                 rest.append((local, key))
         runs = merge_runs(parts, _PIECE_BYTES)
-        return [
-            *(partial(self._read_direct, rows) for rows in _dealt(large, lambda one: one[1].nbytes)),
-            *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
-            *(partial(self._read_parts, parts, some) for some in _dealt(runs, _run_bytes)),
-        ]
+        devices = [local_of(into).device for into, _ in pairs if into.is_cuda]
+        staged_bytes = sum(one.size_bytes for one in direct if one.into.is_cuda)
+        with Staging(devices, staged_bytes, _READERS) as staging:
+            jobs: list[_Job] = [
+                *(partial(self._read_direct, some, staging) for some in _dealt(direct, lambda one: one.size_bytes)),
+                *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
+                *(partial(self._read_parts, parts, some) for some in _dealt(runs, _run_bytes)),
+                *checks,
+            ]
+            in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
 
     def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         """Group tensors that are adjacent in a file into one read each."""
@@ -168,9 +187,14 @@ class StoredTensors:
         _good(run, data)
         return buffer, aligned
 
-    def _read_direct(self, rows: Iterable[_Direct]) -> None:
-        for row, memory, into in rows:
-            self._read_large(row, memory.__getitem__)
+    def _read_direct(self, rows: Iterable[_Direct], staging: Staging) -> None:
+        for row, into, begin in rows:
+            at = row.begin - begin
+            if into.is_cuda:
+                there = bytes_of(into)[at : at + row.end - row.begin]
+                self._read_large(row, _onto(there, staging), STAGED_BYTES)
+            else:
+                self._read_large(row, _inside(_memory(into)[at : at + row.end - row.begin]))
             torch.autograd.graph.increment_version(into.detach())  # autograd does not notice what the kernel writes.
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
@@ -192,16 +216,16 @@ class StoredTensors:
                 self._store.read(run[0].object, begin, buffer[: end - begin])
                 _good(run, buffer[: end - begin])
             else:
-                self._read_large(run[0], lambda part: buffer[: part.stop - part.start])
+                self._read_large(run[0], lambda begin, end: nullcontext(buffer[: end - begin]))
 
-    def _read_large(self, row: IndexRow, where: Callable[[slice], memoryview]) -> None:
+    def _read_large(self, row: IndexRow, where: _Where, piece_bytes: int = _PIECE_BYTES) -> None:
         """Read a large region in pieces, each into the buffer `where(piece)`; digest each while the cache has it."""
         digest = Digest()
         size_bytes = row.end - row.begin
-        for begin in range(0, size_bytes, _PIECE_BYTES):
-            piece = where(slice(begin, min(begin + _PIECE_BYTES, size_bytes)))
-            self._store.read(row.object, row.begin + begin, piece)
-            digest.update(piece)
+        for begin in range(0, size_bytes, piece_bytes):
+            with where(begin, min(begin + piece_bytes, size_bytes)) as piece:
+                self._store.read(row.object, row.begin + begin, piece)
+                digest.update(piece)
         if digest.digest() != row.digest:
             raise IntegrityError(change(row))
 
@@ -221,7 +245,8 @@ def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
 
 
 def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
-    return into.nbytes >= _DIRECT_BYTES and is_plain(into) and into.dtype == getattr(torch, row.dtype)
+    plain = is_plain(into) or can_stage(into)
+    return into.nbytes >= _DIRECT_BYTES and plain and into.dtype == getattr(torch, row.dtype)
 
 
 def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -238,10 +263,6 @@ def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[lis
         yield job
 
 
-def _run(jobs: Sequence[_Job]) -> None:
-    in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
-
-
 def _run_bytes(run: Sequence[IndexRow]) -> int:
     return run[-1].end - run[0].begin
 
@@ -254,6 +275,14 @@ def _good(run: Sequence[IndexRow], data: memoryview) -> None:
     faults = verify_run(run, data)
     if faults:
         raise IntegrityError(faults[0])
+
+
+def _inside(memory: memoryview) -> _Where:
+    return lambda begin, end: nullcontext(memory[begin:end])
+
+
+def _onto(there: torch.Tensor, staging: Staging) -> _Where:
+    return lambda begin, end: staging.piece(there[begin:end])
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

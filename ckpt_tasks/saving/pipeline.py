@@ -29,10 +29,10 @@ from ckpt_tasks.saving.ending import say_wait
 from ckpt_tasks.saving.parts import Digested, Saving
 from ckpt_tasks.saving.prepared import PreparedCheckpoint
 from ckpt_tasks.saving.tenure import Tenure
-from ckpt_tasks.snapshot.device import DeviceCopy
 from ckpt_tasks.snapshot.memory import SLOTS
 from ckpt_tasks.snapshot.snapshot import ImageSet, LateCopy
 from ckpt_tasks.system import system
+from ckpt_tasks.tensors.device import DeviceCopy
 
 _LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.
 # After these errors no other snapshot may be committed: the run is lost, or the commit may have succeeded.

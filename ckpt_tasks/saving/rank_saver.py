@@ -31,7 +31,6 @@ from ckpt_tasks.saving.parts import (
 from ckpt_tasks.saving.pipeline import Snapshot
 from ckpt_tasks.saving.prepared import compared, prepare_part
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.snapshot.memory import Fill
@@ -40,6 +39,7 @@ from ckpt_tasks.snapshot.samples import sample_values, take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, LateCopy, SnapshotPlan, plan_snapshot
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system
+from ckpt_tasks.tensors.device import DeviceCopy, Devices
 
 _log = logging.getLogger("ckpt_tasks")
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.snapshot.device import DeviceCopy, Devices
 from ckpt_tasks.snapshot.snapshot import storable
+from ckpt_tasks.tensors.device import DeviceCopy, Devices
 
 _TENSORS = 32  # Each save samples about this many tensors.
 _SAVES = 64  # After this many saves all bytes were sampled; after more with over 2,048 tensors.

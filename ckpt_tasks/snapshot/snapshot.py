@@ -30,7 +30,7 @@ from ckpt_tasks.layout.image import (
 from ckpt_tasks.layout.index import Index, Places
 from ckpt_tasks.policy.space import CheckpointSize
 from ckpt_tasks.process.gc_pause import gc_paused
-from ckpt_tasks.snapshot.device import DeviceCopy, Devices
+from ckpt_tasks.tensors.device import DeviceCopy, Devices
 from ckpt_tasks.tensors.memcpy import LARGE_BYTES, Move, copy_tensors
 from ckpt_tasks.tensors.tensors import REAL_DTYPES, tensor_at
 

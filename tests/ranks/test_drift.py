@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.samples import take_samples
+from ckpt_tasks.tensors.device import Devices
 from tests.ranks.test_failures import steps_of
 from tests.ranks.training import config, digests
 from tests.support.cli_runs import ckpt as ckpt_verb

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory, SnapshotMemory, private_root
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
+from ckpt_tasks.tensors.device import Devices
 from tests.support.devices import Cuda, Elsewhere, Queue, Still, There, is_all, is_mapped, on, pairs_of, plain, write
 
 
@@ -104,7 +104,7 @@ def test_a_failed_device_is_told_whenever_it_is_asked(cuda: Cuda) -> None:
     copy = Devices(cuda).start(pairs_of([on(There, 5)]))
     cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
     for _ in range(2):
-        with pytest.raises(StateError, match="copied from its device: CUDA error: an illegal"):
+        with pytest.raises(StateError, match="between its device and the host: CUDA error: an illegal"):
             copy.wait()
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.memory import PrivateMemory
 from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.snapshot.snapshot import Image, ImageSet, plan_snapshot
+from ckpt_tasks.tensors.device import Devices
 from ckpt_tasks.tensors.tensors import same_bits
 from ckpt_tasks.testing import images_of
 from tests.support.devices import is_all
@@ -301,7 +301,7 @@ def test_a_kernel_that_fails_fails_the_save(run_dir: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
     )
-    assert "told: the state could not be copied from its device" in done.stdout, done.stderr
+    assert "told: the state could not be copied between its device and the host" in done.stdout, done.stderr
     assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [1]
 
 

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.saving import rank_saver
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.tensors.tensors import same_bits
 from ckpt_tasks.testing import images_of, seal, settle
-from tests.support.devices import Cuda, Still, There
+from tests.support.devices import Cuda, Still, stand_for_cuda
 
 SIZE = 1 << 12
 
@@ -41,17 +38,14 @@ class Model(nn.Module):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    There.stand_in = Cuda()
-    yield There.stand_in
-    There.stand_in.gate.set()
+    stand_in = stand_for_cuda(monkeypatch)
+    yield stand_in
+    stand_in.gate.set()
 
 
-def opened(run_dir: Path, cuda: Cuda, **options: Any) -> Checkpointer:
+def opened(run_dir: Path, **options: Any) -> Checkpointer:
     options = {"step_interval": 1, "max_num_checkpoints": None, "memory_dir": None, **options}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_saver, "Devices", partial(Devices, cuda))
-        return Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
+    return Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), **options))
 
 
 def state(value: float, kind: type[torch.Tensor] = Still) -> dict[str, Any]:
@@ -81,7 +75,7 @@ def test_nobody_reads_an_image_before_its_device_is_done(run_dir: Path, tmp_path
     """P1: step() returns at once; until the event has come there is no object, no seal, and then all of it."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    with opened(run_dir, cuda, memory_dir=str(memory)) as ckpt:
+    with opened(run_dir, memory_dir=str(memory)) as ckpt:
         cuda.gate.clear()
         live = state(1.0)
         ckpt.step(1, live)
@@ -101,7 +95,7 @@ def test_nobody_reads_an_image_before_its_device_is_done(run_dir: Path, tmp_path
 
 def test_a_save_waits_for_the_device(run_dir: Path, cuda: Cuda) -> None:
     """P72: what save() returns is durable, so the event has come by then."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         cuda.gate.clear()
         threading.Timer(0.2, cuda.gate.set).start()
         ckpt.save(1, state(1.0))
@@ -113,7 +107,7 @@ def test_a_device_that_fails_fails_the_save(run_dir: Path, tmp_path: Path, cuda:
     """P28: an error at the event is raised, once, by the next step, with nothing sealed; a later save is good."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    with opened(run_dir, cuda, memory_dir=str(memory), on_flush_failure="warn") as ckpt:
+    with opened(run_dir, memory_dir=str(memory), on_flush_failure="warn") as ckpt:
         ckpt.save(1, state(1.0))
         sealed = {path: path.read_bytes() for path in memory.rglob("seal.json")}
         cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -129,7 +123,7 @@ def test_a_device_that_fails_fails_the_save(run_dir: Path, tmp_path: Path, cuda:
 
 def test_a_slot_is_not_filled_while_its_device_is_writing(run_dir: Path, cuda: Cuda) -> None:
     """P44: with the event far behind, a third snapshot waits for the first one's slot, and each has its own values."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         cuda.gate.clear()
         ckpt.step(1, state(1.0))
         threading.Timer(0.3, cuda.gate.set).start()
@@ -141,7 +135,7 @@ def test_a_slot_is_not_filled_while_its_device_is_writing(run_dir: Path, cuda: C
 
 def test_memory_is_pinned_once_for_many_saves(run_dir: Path, cuda: Cuda) -> None:
     """P1, P2, P45: two slots are pinned at their first use and let go at the end; every checkpoint is of its step."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         for step in range(1, 12):
             ckpt.step(step, state(float(step)))
             ckpt.wait()
@@ -155,7 +149,7 @@ def test_memory_is_pinned_once_for_many_saves(run_dir: Path, cuda: Cuda) -> None
 
 def test_a_state_that_moves_to_a_device_is_planned_again(run_dir: Path, cuda: Cuda) -> None:
     """P2: the same structure on another device is another plan: its images are pinned, and the old ones let go."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         ckpt.save(1, state(1.0, torch.Tensor))
         assert cuda.registered == []
         ckpt.save(2, state(2.0))
@@ -168,10 +162,10 @@ def test_a_state_that_moves_to_a_device_is_planned_again(run_dir: Path, cuda: Cu
 
 def test_memory_is_pinned_before_the_first_save(run_dir: Path, cuda: Cuda) -> None:
     """A restore has the memory of both slots made ready, pinned as well, in the background."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         ckpt.save(1, state(1.0))
     cuda.registered.clear()
-    with opened(run_dir, cuda, step_interval=10) as ckpt:
+    with opened(run_dir, step_interval=10) as ckpt:
         assert ckpt.restore(state(0.0)) == 1
         deadline = time.monotonic() + 30
         while len(cuda.registered) < 2 and time.monotonic() < deadline:
@@ -184,7 +178,7 @@ def test_memory_is_pinned_before_the_first_save(run_dir: Path, cuda: Cuda) -> No
 
 def test_a_state_on_the_host_asks_nothing_of_devices(run_dir: Path, cuda: Cuda) -> None:
     """A process with devices whose state is on the host copies as without them: no stream, no event, nothing pinned."""
-    with opened(run_dir, cuda) as ckpt:
+    with opened(run_dir) as ckpt:
         ckpt.save(1, state(1.0, torch.Tensor))
     assert (cuda.streams, cuda.waited, cuda.registered) == ([], [], [])
 
@@ -192,12 +186,12 @@ def test_a_state_on_the_host_asks_nothing_of_devices(run_dir: Path, cuda: Cuda) 
 def test_saves_without_pinned_memory_are_as_good(run_dir: Path, cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
     """Where memory cannot be pinned there is one warning for all slots and saves, and every checkpoint is right."""
     cuda.code = 304
-    with caplog.at_level(logging.WARNING, "ckpt_tasks"), opened(run_dir, cuda) as ckpt:
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"), opened(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(float(step)))
     (record,) = caplog.records
     assert "cannot be pinned (cudaHostRegister: error 304)" in record.message
-    assert "training waits for it" in record.message
+    assert "training waits for a save" in record.message
     gc.collect()
     assert (cuda.pinned, cuda.faults) == ({}, [])  # nothing is unregistered that was not registered
     assert committed(run_dir) == [1, 2, 3]

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.snapshot.device import Devices
 from ckpt_tasks.snapshot.first import FirstCopy
 from ckpt_tasks.snapshot.memory import MemoryDirectory, PrivateMemory, private_root
 from ckpt_tasks.snapshot.snapshot import ImageSet, SnapshotPlan, plan_snapshot
+from ckpt_tasks.tensors.device import Devices
 from ckpt_tasks.tensors.tensors import DTYPES
 
 _SIZES = st.sampled_from([(), (0,), (1,), (3, 5), (0, 4), (257, 64), (130, 131)])  # the last ones are large

@@ -10,8 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 Work = Callable[[], object]
@@ -82,7 +84,7 @@ class Cuda:
         self.registered: list[tuple[int, int, int, threading.Thread]] = []
         self.faults: list[str] = []  # what was unregistered at a bad time
         self._current: dict[torch.device, Queue] = {}
-        self._here = threading.local()
+        self._here = threading.local()  # a thread's device, and the stream that it is in
 
     @property
     def standing(self) -> torch.device | None:
@@ -101,16 +103,19 @@ class Cuda:
         return Mark(self)
 
     def current_stream(self, device: torch.device) -> Queue:
-        if device not in self._current:
-            self._current[device] = Queue(self, device)
-        return self._current[device]
+        inside: Queue | None = getattr(self._here, "stream", None)
+        if inside is not None and inside.device == device:
+            return inside
+        with self.lock:
+            if device not in self._current:
+                self._current[device] = Queue(self, device)
+            return self._current[device]
 
     @contextmanager
     def stream(self, stream: Queue) -> Iterator[None]:
-        before = self.current_stream(stream.device)
-        self._current[stream.device] = stream
+        before, self._here.stream = getattr(self._here, "stream", None), stream
         yield
-        self._current[stream.device] = before
+        self._here.stream = before
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -146,6 +151,14 @@ class Cuda:
             assert any(moved) or until(), "the streams wait for each other"
 
 
+def stand_for_cuda(patch: pytest.MonkeyPatch) -> Cuda:
+    """Have a Cuda stand for torch.cuda as long as the patch lasts."""
+    cuda = There.stand_in = Cuda()
+    for name in ("is_initialized", "Stream", "Event", "current_stream", "stream", "device", "cudart"):
+        patch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda
+
+
 def is_mapped(address: int, size_bytes: int) -> bool:
     with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         spans = [[int(end, 16) for end in line.split(maxsplit=1)[0].split("-")] for line in lines]
@@ -171,9 +184,12 @@ class There(Still):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func.__name__ == "_foreach_copy_":
-            assert kwargs == {"non_blocking": True}
-            pairs = [(place, plain(live)) for place, live in zip(*args, strict=True)]
-            return cls.queue(lambda: [place.copy_(live) for place, live in pairs])
+            for place, live in zip(*args, strict=True):
+                (there,) = (type(one) for one in (place, live) if isinstance(one, There))
+                there.queue(partial(plain(place).copy_, plain(live)))
+                if not (kwargs or {}).get("non_blocking"):
+                    cls.stand_in.current_stream(torch.device("cuda", there.ordinal)).synchronize()
+            return None
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Copy tensors from CUDA devices into an image while devices and host continue.
+"""Copy tensors from CUDA devices into an image, and from pinned buffers onto them, while devices and host continue.
 
 Each device copies on its own stream. Events order two streams: one stream records the event, the other waits for it,
 and the host continues at once.
@@ -78,22 +78,35 @@ class Devices:
         copy = DeviceCopy(self._cuda, pairs)
         with _device_errors():
             for device, (into, out_of) in _by_device(pairs).items():
-                stream = self._stream(device)
                 current = self._cuda.current_stream(device)
-                stream.wait_stream(current)
-                with self._cuda.stream(stream):
-                    # This copies one tensor after the other, in C++, and first makes a tensor contiguous that is not in
-                    # C order.
-                    torch._foreach_copy_(into, out_of, non_blocking=True)
-                    # While it waits, the thread sleeps, which leaves the core to training.
-                    event = self._cuda.Event(blocking=True)
-                    event.record(stream)
+                self._stream(device).wait_stream(current)
+                event = self._queue(device, into, out_of)
                 current.wait_event(event)
                 copy.add(device, event)
         return copy
 
-    def pin(self, memory: memoryview, owner: object, device: torch.device) -> None:
-        """Pin memory for copies from devices, as long as `owner` exists, which keeps it mapped.
+    def settle(self, device: torch.device) -> None:
+        """Wait until a device has done what is in this thread's current stream; raise StateError if it failed."""
+        self._stream(device)  # Make it here: `bring` may be called by many threads.
+        event = self._cuda.Event(blocking=True)
+        event.record(self._cuda.current_stream(device))
+        reached = DeviceCopy(self._cuda, ())
+        reached.add(device, event)
+        reached.wait()
+
+    @torch.no_grad()
+    def bring(self, into: torch.Tensor, out_of: torch.Tensor) -> DeviceCopy:
+        """Queue a copy from host memory into a tensor on a device that was settled; raise StateError if it cannot.
+
+        It waits for nothing that any thread has queued since then.
+        """
+        copy = DeviceCopy(self._cuda, (into, out_of))
+        with _device_errors():
+            copy.add(into.device, self._queue(into.device, [into], [out_of]))
+        return copy
+
+    def pin(self, memory: memoryview, owner: object, device: torch.device) -> Callable[[], object]:
+        """Pin memory for copies, as long as `owner` exists, which keeps it mapped; return a function that unpins it.
 
         If pinning fails, one warning is logged and nothing else changes. Takes as long as touching every page.
         """
@@ -108,16 +121,28 @@ class Devices:
         if failures and not self._warned:
             self._warned = True
             _log.warning(
-                "%d bytes of memory for snapshots cannot be pinned (%s): saving the state of %s takes several times as "
-                "long, and training waits for it; see whether the host limits locked memory",
+                "%d bytes of memory cannot be pinned (%s): copies between %s and the host take several times as long, "
+                "and training waits for a save; see whether the host limits locked memory",
                 len(memory),
                 failures[0],
                 device,
             )
         # Unpin memory before it is unmapped: the finalizer runs while `owner` still holds the mapping.
-        finalize_here(owner, self._let_go, None if failures else address, device)
+        return finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _queue(self, device: torch.device, into: list[torch.Tensor], out_of: list[torch.Tensor]) -> Any:
+        """Queue copies in our stream of a device; return the event after them."""
+        stream = self._stream(device)
+        with self._cuda.stream(stream):
+            # This copies one tensor after the other, in C++, and first makes a tensor contiguous that is not in C
+            # order.
+            torch._foreach_copy_(into, out_of, non_blocking=True)
+            # While it waits, the thread sleeps, which leaves the core to training.
+            event = self._cuda.Event(blocking=True)
+            event.record(stream)
+        return event
 
     def _stream(self, device: torch.device) -> Any:
         if device not in self._streams:
@@ -192,6 +217,6 @@ def _device_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StateError(
-            f"the state could not be copied from its device: {error}",
+            f"the state could not be copied between its device and the host: {error}",
             hint="A kernel's error is reported after its launch: CUDA_LAUNCH_BLOCKING=1 shows which kernel it was.",
         ) from error

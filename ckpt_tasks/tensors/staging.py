@@ -1,0 +1,94 @@
+"""Bring bytes from host memory onto CUDA devices, through a few pinned buffers.
+
+A device reads pinned memory at the speed of its bus, while the host goes on. From other memory the driver copies in the
+calling thread first, at a third of that speed, and pinning that memory would take longer than to copy it once. So
+threads fill pinned buffers, each while the device reads those before it.
+
+Invariants
+
+1. A buffer is filled only when the device has read what it held.
+2. The block begins when the devices have done what was in this thread's current streams: nothing older writes later.
+3. When the block ends, also by an exception, no copy is under way: the tensors may be used, or freed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from ckpt_tasks.errors import StateError
+from ckpt_tasks.tensors.device import DeviceCopy, Devices
+
+STAGED_BYTES = 4 << 20
+
+
+class Staging:
+    """A block in which several threads bring `size_bytes` onto `devices`; nobody else may use the tensors meanwhile."""
+
+    def __init__(self, devices: Iterable[torch.device], size_bytes: int, threads: int):
+        self._devices = Devices()
+        self._free: SimpleQueue[tuple[memoryview, DeviceCopy | None]] = SimpleQueue()
+        self._count = min(2 * threads, -(-size_bytes // STAGED_BYTES))
+        there = list(dict.fromkeys(devices))
+        for device in there:
+            self._devices.settle(device)
+        if self._count:
+            # The attribute keeps it mapped until it is unpinned.
+            self._memory = memoryview(mmap.mmap(-1, self._count * STAGED_BYTES))
+            self._unpin = self._devices.pin(self._memory, self, there[0])  # It is pinned for all devices at once.
+            for begin in range(0, len(self._memory), STAGED_BYTES):
+                self._free.put((self._memory[begin : begin + STAGED_BYTES], None))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failures: list[StateError] = []
+        for _ in range(self._count):
+            _, copy = self._free.get()
+            try:
+                _wait(copy)
+            except StateError as failure:
+                failures.append(failure)
+        if self._count:
+            self._unpin()
+        if failures and error is None:
+            raise failures[0]
+
+    @contextmanager
+    def piece(self, into: torch.Tensor) -> Iterator[memoryview]:
+        """Yield a buffer for a tensor of at most STAGED_BYTES bytes on a device; the end of the block sends it.
+
+        A block that raises sends nothing. Raises StateError if the device failed.
+        """
+        buffer, copy = self._free.get()
+        try:
+            _wait(copy)
+            data = buffer[: into.nbytes]
+            yield data
+            copy = self._devices.bring(into, torch.frombuffer(data, dtype=torch.uint8))
+        finally:
+            self._free.put((buffer, copy))
+
+
+def can_stage(into: torch.Tensor) -> bool:
+    """Return True if a tensor is on a CUDA device, and its memory there is exactly its values in C order."""
+    return into.is_cuda and into.is_contiguous() and not into.is_conj() and not into.is_neg()
+
+
+def bytes_of(into: torch.Tensor) -> torch.Tensor:
+    """View the memory of a tensor for which `can_stage` is true as bytes."""
+    return into.detach().reshape(-1).view(torch.uint8)
+
+
+def _wait(copy: DeviceCopy | None) -> None:
+    if copy is not None:
+        copy.wait()
