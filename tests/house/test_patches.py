@@ -34,13 +34,14 @@ SMALL = {
     "doctor.measuring._PATIENCE_S",
     "serving.table._EVERY_S",
     "storage.retrying._LOOK_BYTES",
+    "tensors.staging.STAGED_BYTES",
     "storage.s3.PART_BYTES",
     "storage.s3._COPIED_BYTES",
 }
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
 PLACES = {"snapshot.cache.default_directory", "snapshot.memory._SHARED_MEMORY", "snapshot.room.open"}
-# Devices that this machine lacks, and the time that a slow one needs to reach the ranks' store.
-MACHINE = {"saving.rank_saver.Devices", "checkpoint.agreement.find_exchange"}
+# The time that a slow machine needs to reach the ranks' store.
+MACHINE = {"checkpoint.agreement.find_exchange"}
 # A gang whose fork server, which takes seconds to import torch, stays for the next one of the process.
 KEPT = {"flows.engines.Gang"}
 # Something happens between two steps of one function, or is counted there.
