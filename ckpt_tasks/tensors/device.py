@@ -80,7 +80,7 @@ class Devices:
             for device, (into, out_of) in _by_device(pairs).items():
                 current = self._cuda.current_stream(device)
                 self._stream(device).wait_stream(current)
-                event = self._queue(device, into, out_of)
+                event = self._enqueue(device, into, out_of)
                 current.wait_event(event)
                 copy.add(device, event)
         return copy
@@ -102,7 +102,7 @@ class Devices:
         """
         copy = DeviceCopy(self._cuda, (into, out_of))
         with _device_errors():
-            copy.add(into.device, self._queue(into.device, [into], [out_of]))
+            copy.add(into.device, self._enqueue(into.device, [into], [out_of]))
         return copy
 
     def pin(self, memory: memoryview, owner: object, device: torch.device) -> Callable[[], object]:
@@ -132,7 +132,7 @@ class Devices:
 
     # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _queue(self, device: torch.device, into: list[torch.Tensor], out_of: list[torch.Tensor]) -> Any:
+    def _enqueue(self, device: torch.device, into: list[torch.Tensor], out_of: list[torch.Tensor]) -> Any:
         """Queue copies in our stream of a device; return the event after them."""
         stream = self._stream(device)
         with self._cuda.stream(stream):
