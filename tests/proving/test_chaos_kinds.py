@@ -18,10 +18,11 @@ from tests.support.waiting import until
 WRITES = """
 import os, subprocess, sys, time
 place = os.environ["CKPT_RUN"]
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 open(place + ".child", "w").write(str(child.pid))
+until_s = time.monotonic() + 300  # A test that fails leaves it behind.
 with open(place + ".written", "ab", buffering=0) as file:
-    while True:
+    while time.monotonic() < until_s:
         try:
             file.write(b".")
         except OSError as error:
