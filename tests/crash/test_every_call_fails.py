@@ -65,7 +65,7 @@ def test_whatever_call_fails_the_same_again_finishes(directory: Path, name: str,
 
 @pytest.mark.parametrize(
     ("mode", "stride"),
-    [("refused", 17), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
+    [("refused", 9), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
 )
 def test_the_same_process_can_try_again_after_any_failed_call(directory: Path, mode: Mode, stride: int) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
