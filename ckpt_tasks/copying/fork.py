@@ -29,7 +29,7 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_EPOCH, is_run_key, parse_attempt
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, ObjectRecord
-from ckpt_tasks.format.records import Checkpoint, Origin, Owner
+from ckpt_tasks.format.records import Checkpoint, Origin
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import identify
 from ckpt_tasks.reading.leasing import renewed_lease
@@ -185,7 +185,10 @@ def without_user(url: str) -> str:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Return True if this fork exists without additions; raise StateError if the target has anything else."""
+    """Return True if this fork exists and nobody has owned it; raise StateError if the target has anything else.
+
+    Evaluations, pins and the results of checks may have been recorded: these need no owner.
+    """
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)
     head, url = history.head(), history.store.url
@@ -196,8 +199,9 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
             hint = "Give another directory, or remove this one: it may be a run whose ledger is lost."
             raise StateError(f"{url} holds other checkpoints' objects", key=strange[0], hint=hint)
         return False
-    origin = head.state.origin
-    if head.next_n == 1 and origin is not None and replace(origin, url=plan.origin.url) == plan.origin:
+    origin, owner = head.state.origin, head.state.owner
+    is_new = owner is not None and owner.epoch == _first_epoch(plan.records)
+    if is_new and origin is not None and replace(origin, url=plan.origin.url) == plan.origin:
         return True
     begun = f", forked from {origin.url} at step {origin.step}" if origin else ""
     raise StateError(f"{url} is a run already{begun}", hint="Give the fork a directory of its own.")
@@ -213,7 +217,8 @@ def _put_manifest(target: Store, plan: ForkPlan) -> None:
 
 def _commit(history: History, plan: ForkPlan, parent: State) -> None:
     """Put the ledger entry that makes the run exist."""
-    owner = _first_owner(plan.records)
+    # The first owner is this process, which has released the run.
+    owner = replace(identify(None, _first_epoch(plan.records)), released=True)
 
     def change(state: State, n: int) -> State:
         if n > 0:
@@ -232,10 +237,10 @@ def _commit(history: History, plan: ForkPlan, parent: State) -> None:
     history.append({"kind": "commit", "step": plan.checkpoint.step}, change, owner=None)
 
 
-def _first_owner(records: Sequence[ObjectRecord]) -> Owner:
-    """Describe this process as an owner that has released the run, with an epoch above those of all objects."""
+def _first_epoch(records: Sequence[ObjectRecord]) -> int:
+    """Return the epoch of a fork's first owner, above those of all objects."""
     attempts = [parse_attempt(record.name) for record in records]
     epoch = 1 + max(attempt.epoch for attempt in attempts if attempt)
     if epoch >= MAX_EPOCH:
         raise ConfigError(f"the source has had {epoch} owners, the most there can be")
-    return replace(identify(None, epoch), released=True)
+    return epoch

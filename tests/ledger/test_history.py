@@ -184,7 +184,7 @@ def test_a_directory_is_one_runs(history: History) -> None:
 
 def test_a_directory_without_a_run_says_so(tmp_path: Path) -> None:
     """A wrong directory is CheckpointNotFoundError, not an empty run."""
-    with pytest.raises(CheckpointNotFoundError, match="not a run directory"):
+    with pytest.raises(CheckpointNotFoundError, match="there is no run at"):
         History(LocalStore(tmp_path / "nothing")).check(None)
 
 

@@ -138,5 +138,5 @@ def test_metrics_must_be_named(run_dir: Path) -> None:
         session.program.train_step = lambda: 0.5  # type: ignore[method-assign,assignment,return-value]
         with pytest.raises(ProgramError, match="returned a value of type float"):
             session.run(1)
-    with pytest.raises(Exception, match="not a run directory"):
+    with pytest.raises(Exception, match="there is no run at"):
         open_run(str(run_dir))
