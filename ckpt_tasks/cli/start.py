@@ -147,9 +147,6 @@ def train(
 
             raise typer.Exit(place.follow(config_of_run(config, str(config.run_key)), name, given))
         with _starting(as_json):
-            from ckpt_tasks.orchestration.embedded import begin_embedded_server
-
-            begin_embedded_server()  # It comes up beside our own imports, which take as long.
             from ckpt_tasks.flows.console import Training, train_in_terminal
 
         training = Training(
@@ -174,9 +171,12 @@ def train(
 
 @contextmanager
 def _starting(as_json: bool) -> Iterator[None]:
-    """Say on a terminal what takes some seconds: the import of torch and Prefect."""
+    """Begin Prefect's embedded server if one is needed, and say on a terminal that the block's imports take seconds."""
     text = "Importing Prefect and PyTorch …"
     with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect():
+        from ckpt_tasks.orchestration.embedded import begin_embedded_server
+
+        begin_embedded_server()  # It comes up beside our own imports, which take as long.
         yield
 
 
@@ -254,9 +254,6 @@ def evaluate(
         if not (program or named):
             check_example(config)
         with _starting(as_json):
-            from ckpt_tasks.orchestration.embedded import begin_embedded_server
-
-            begin_embedded_server()
             from ckpt_tasks.flows.console import evaluate_in_terminal
 
         done = evaluate_in_terminal(config, name, stderr=as_json, suite=suite, which=which, params=given, **asked)

@@ -185,9 +185,10 @@ def without_user(url: str) -> str:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Return True if this fork exists and nobody has owned it; raise StateError if the target has anything else.
+    """Return True if the target is this fork, and no process has taken it yet.
 
-    Evaluations, pins and the results of checks may have been recorded: these need no owner.
+    It may have evaluations, pins and results of checks, which anyone records. Raises StateError if the target has
+    anything else.
     """
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)

@@ -52,7 +52,6 @@ def check_place(directory: str | None) -> list[Check]:
         judge_last("verification", state.verifications, verification_words, "ckpt verify"),
     ]
     memory = _memory(inner.url, newest.size_bytes if newest else None)
-    memory = _memory(inner.url, newest.size_bytes if newest else None)
     return [seen, *(results if newest else ()), *disk, *_clock(inner.endpoint), memory]
 
 

@@ -33,7 +33,7 @@ from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
 from ckpt_tasks.tensors.memcpy import is_plain
 from ckpt_tasks.tensors.placements import local_of
-from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, bytes_of, can_stage
+from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
 _READERS = max(2, min(8, os.cpu_count() or 2))
@@ -191,7 +191,7 @@ class StoredTensors:
         for row, into, begin in rows:
             at = row.begin - begin
             if into.is_cuda:
-                there = bytes_of(into)[at : at + row.end - row.begin]
+                there = byte_view(into)[at : at + row.end - row.begin]
                 self._read_large(row, _onto(there, staging), STAGED_BYTES)
             else:
                 self._read_large(row, _inside(_memory(into)[at : at + row.end - row.begin]))

@@ -24,10 +24,10 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import is_table
 from ckpt_tasks.format.records import SEAL_NAME, Seal
 from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.reading.opening import by_object, check_header, merge_runs, verify_run
+from ckpt_tasks.reading.opening import by_object, check_header, merge_runs, read_index_of, verify_run
 from ckpt_tasks.snapshot.cache import SnapshotCache
 from ckpt_tasks.snapshot.memory import ORIGIN_NAME, SLOTS, MemoryDirectory
-from ckpt_tasks.snapshot.rank_snapshot import Part, index_of, manifest_of
+from ckpt_tasks.snapshot.rank_snapshot import Part, manifest_of
 from ckpt_tasks.snapshot.slot import SlotStore
 from ckpt_tasks.tensors.placements import World
 
@@ -215,7 +215,7 @@ def _verify(store: SlotStore, offer: Offer, check: Callable[[], None]) -> None:
     """Verify all bytes of a copy; raise IntegrityError. Older files of a table may exist only in storage."""
     part = Part(Seal.from_bytes(offer.seal), store)
     manifest = manifest_of(part)
-    rows = by_object(index_of(manifest, part).rows)
+    rows = by_object(read_index_of(part.store, manifest).rows)
     for record in manifest.objects:
         if record.name.rpartition("/")[2] not in offer.sizes and is_table(record.name):
             continue

@@ -70,7 +70,7 @@ class RankSnapshot:
         with gc_paused():
             manifests = {rank: manifest_of(part) for rank, part in self.parts.items()}
             own = manifests[self.rank]
-            index = Index.joined(index_of(manifests[rank], part) for rank, part in self.parts.items())
+            index = Index.joined(read_index_of(part.store, manifests[rank]) for rank, part in self.parts.items())
             objects = tuple(record for manifest in manifests.values() for record in manifest.objects)
             faults = index.object_faults(
                 {record.name: (record.digested_bytes, record.size_bytes) for record in objects}
@@ -202,8 +202,3 @@ def _within(rows: Iterable[IndexRow], box: Box) -> Iterator[Box]:
 def manifest_of(part: Part) -> Manifest:
     """Read a part's manifest; raise IntegrityError or ObjectNotFoundError."""
     return read_manifest(part.store, part.seal.checkpoint)
-
-
-def index_of(manifest: Manifest, part: Part) -> Index:
-    """Read a part's index; raise IntegrityError or ObjectNotFoundError."""
-    return read_index_of(part.store, manifest)

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.process.processes import in_threads, start_thread
-from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, bytes_of, can_stage
+from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage, in_c_order
 
 LARGE_BYTES = 64 << 10  # A smaller tensor is not worth a call of its own.
 _PARALLEL_BYTES = 32 << 20
@@ -55,7 +55,7 @@ def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], m
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return True if a tensor's memory is exactly its values in C order."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and in_c_order(tensor)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _stage(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         pieces = [
             (part, source.data_ptr() + number * STAGED_BYTES)
             for to, source in pairs
-            for number, part in enumerate(torch.split(bytes_of(to), STAGED_BYTES))
+            for number, part in enumerate(torch.split(byte_view(to), STAGED_BYTES))
         ]
         in_threads(bring, pieces, THREADS, "ckpt-copy")
 

@@ -29,7 +29,10 @@ STAGED_BYTES = 4 << 20
 
 
 class Staging:
-    """A block in which several threads bring `size_bytes` onto `devices`; nobody else may use the tensors meanwhile."""
+    """A block in which several threads bring `size_bytes` onto `devices`.
+
+    Nothing else may use the tensors while the block runs.
+    """
 
     def __init__(self, devices: Iterable[torch.device], size_bytes: int, threads: int):
         self._devices = Devices()
@@ -81,10 +84,15 @@ class Staging:
 
 def can_stage(into: torch.Tensor) -> bool:
     """Return True if a tensor is on a CUDA device, and its memory there is exactly its values in C order."""
-    return into.is_cuda and into.is_contiguous() and not into.is_conj() and not into.is_neg()
+    return into.is_cuda and in_c_order(into)
 
 
-def bytes_of(into: torch.Tensor) -> torch.Tensor:
+def in_c_order(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's memory, wherever it is, is exactly its values in C order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def byte_view(into: torch.Tensor) -> torch.Tensor:
     """View the memory of a tensor for which `can_stage` is true as bytes."""
     return into.detach().reshape(-1).view(torch.uint8)
 

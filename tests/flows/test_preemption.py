@@ -237,7 +237,7 @@ def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
     assert engine._prefect_sigterm_handler is prefects
 
 
-@pytest.mark.slow  # `make test` has it where nobody reads the output
+@pytest.mark.slow  # `make test` runs the form in which nobody reads the output
 @pytest.mark.parametrize(("place", "step"), PLACES)
 def test_sigterm_to_flow_run_execute(start: Start, place: str, step: int) -> None:
     """P69: the step ends and is committed, the directory is released, and the flow run is scheduled again."""

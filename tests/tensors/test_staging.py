@@ -18,7 +18,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateError
 from ckpt_tasks.tensors import staging as staging_module
 from ckpt_tasks.tensors.memcpy import copy_tensors
-from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, bytes_of
+from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, byte_view
 from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.devices import Cuda, Elsewhere, Still, There, plain, stand_for_cuda, write
 
@@ -63,7 +63,7 @@ def test_what_was_queued_before_writes_nothing_over_it(cuda: Cuda) -> None:
     for _ in range(50):
         write(live, 7.0)
     with Staging([live.device], live.nbytes, 1) as staging:
-        bring(staging, bytes_of(live), torch.arange(100.0))
+        bring(staging, byte_view(live), torch.arange(100.0))
     cuda.current_stream(HERE).synchronize()
     assert same_bits(plain(live), torch.arange(100.0))
 
@@ -74,8 +74,8 @@ def test_a_block_that_fails_ends_when_nothing_is_under_way(cuda: Cuda) -> None:
 
     def act() -> None:
         with Staging([HERE], 3 * STAGED_BYTES, 1) as staging:
-            bring(staging, bytes_of(first), torch.ones(100))
-            with staging.piece(bytes_of(second)) as buffer:
+            bring(staging, byte_view(first), torch.ones(100))
+            with staging.piece(byte_view(second)) as buffer:
                 buffer[:4] = b"\1\1\1\1"
                 raise IntegrityError("damaged")
 
@@ -93,7 +93,7 @@ def test_a_device_that_fails_is_told(cuda: Cuda) -> None:
     def act() -> None:
         with Staging([HERE], 3 * STAGED_BYTES, 1) as staging:
             for _ in range(2):
-                bring(staging, bytes_of(live), torch.ones(100))
+                bring(staging, byte_view(live), torch.ones(100))
             cuda.broken = RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(StateError, match="an illegal memory access"):
