@@ -161,18 +161,12 @@ def test_every_public_callable_is_tried(world: World) -> None:
 def test_a_wrong_argument_is_an_error_of_ours(world: World, name: str) -> None:
     """P50: each parameter is given each wrong value: the call works, or raises a CkptError, within seconds."""
     call, needed = world.calls[name]
-    target: Any = {"Run.lease": world.run.lease, "ResumableLoader": ResumableLoader, "Gradients": Gradients}.get(
-        name, call
+    lazy = {"Run.lease": world.run.lease, "ResumableLoader.epochs": world.loader.epochs}
+    target: Any = lazy.get(name) or (
+        getattr(ckpt_tasks, name) if inspect.isfunction(call) and "." not in name else call
     )
-    target = {"Location": Location, "ResumableSampler": ResumableSampler, "ShuffleBuffer": ShuffleBuffer}.get(
-        name, target
-    )
-    target = world.loader.epochs if name == "ResumableLoader.epochs" else target
-    parameters = {
-        parameter
-        for parameter, one in inspect.signature(target).parameters.items()
-        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-    }
+    kinds = inspect.signature(target).parameters.items()
+    parameters = {key for key, one in kinds if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     for parameter in sorted(parameters | needed.keys()):
         if (name, parameter) in _OF_USERS:
             continue

@@ -89,11 +89,6 @@ def public_symbols(path: Path) -> Iterator[tuple[int, str]]:
                 yield from ((target.lineno, target.id) for target in targets if isinstance(target, ast.Name))
 
 
-def test_the_readme_has_an_example() -> None:
-    """The README shows how the library is used, in a block that the next test executes."""
-    assert python_blocks(README)
-
-
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "LOOP.md"], ids=lambda page: page.stem)
 def test_two_lines_make_a_plain_loop_resumable(page: Path) -> None:
     """Without the import, the new line and the changed one, the first example is a PyTorch program that trains."""
@@ -132,17 +127,6 @@ def test_links_lead_somewhere() -> None:
     assert [link for page in PAGES for link in broken_links(page)] == []
 
 
-def test_no_page_has_a_conflict_marker() -> None:
-    """A rebase leaves no `<<<<<<<` or `>>>>>>>` line in a page, where it would end a table."""
-    left = [
-        where(page, number)
-        for page in PAGES
-        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1)
-        if line.startswith(("<" * 7, ">" * 7))
-    ]
-    assert left == []
-
-
 def test_the_tour_names_what_is_there() -> None:
     """Whoever follows docs/ARCHITECTURE.md through the code finds every class, function and method that it names."""
     there = {name for path in files("ckpt_tasks", "flows") for name in _defined(parse(path))}
@@ -162,33 +146,14 @@ def _defined(tree: ast.Module) -> Iterator[str]:
         yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def test_files_are_named_in_our_words() -> None:
-    """No file or folder has a name from the list of words that are never used."""
+def test_names_use_our_words() -> None:
+    """No file, folder, public function, class, argument or field has a name from the list of words never used."""
     sources = files("ckpt_tasks", "flows", "tests", "benchmarks", "tools", "deployments", "docs", suffix="")
     wrong = {str(path.relative_to(ROOT)) for path in sources for part in path.relative_to(ROOT).parts if is_never(part)}
-    assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
-
-
-def test_symbols_are_named_in_our_words() -> None:
-    """No public function, class, argument or field has a name from the list of words that are never used."""
-    wrong = [
+    wrong |= {
         f"{where(path, line)}: {name}"
         for path in files("ckpt_tasks", "flows")
         for line, name in public_symbols(path)
         if not name.startswith("_") and is_never(name)
-    ]
-    assert wrong == [], "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
-
-
-def test_names_are_nouns() -> None:
-    """No variable, argument or attribute is called "found", "told" or "trouble": a name says what was found."""
-    words = {"found", "told", "trouble"}
-    wrong = {
-        where(path, getattr(node, "lineno", 1))
-        for path in files("ckpt_tasks", "flows")
-        for node in walk(parse(path))
-        if (isinstance(node, ast.arg) and node.arg.strip("_") in words)
-        or (isinstance(node, ast.Name) and node.id.strip("_") in words)
-        or (isinstance(node, ast.Attribute) and node.attr.strip("_") in words)
     }
-    assert wrong == set()
+    assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"

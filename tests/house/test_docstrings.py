@@ -53,13 +53,9 @@ def test_a_function_that_raises_says_so() -> None:
 
 def test_an_offered_function_has_a_docstring() -> None:
     """Every module and every function without an underscore says what it is."""
-    wrong = [
-        where(path, function.lineno)
-        for path in files("ckpt_tasks")
-        for function, about in offered(parse(path))
-        if not about and ast.get_docstring(function) is None
-    ]
-    wrong += [
-        str(path) for path in files("ckpt_tasks") if path.name != "__init__.py" and not ast.get_docstring(parse(path))
-    ]
+    sources = [(path, parse(path)) for path in files("ckpt_tasks") if path.name != "__init__.py"]
+    wrong = [where(path, 1) for path, tree in sources if not ast.get_docstring(tree)]
+    for path, tree in sources:
+        offers = offered(tree)
+        wrong += [where(path, one.lineno) for one, about in offers if not about and ast.get_docstring(one) is None]
     assert wrong == []

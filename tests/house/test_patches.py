@@ -12,32 +12,6 @@ from pathlib import Path
 
 from tools.sources import files, parse, walk
 
-# Bounds and sizes, made small: what is beyond them would take gigabytes, or minutes.
-SMALL = {
-    "cli.output._FIRST_ANSWER_S",
-    "checkpoint.checkpointer._PRUNE_S",
-    "checkpoint.compiled.MAX_PACK_BYTES",
-    "deploying.automations._RESUME_AFTER_S",
-    "orchestration.abandoned._PAGE",
-    "orchestration.artifacts._PROGRESS_EVERY_S",
-    "hub.repository._SENT_AT_ONCE_BYTES",
-    "layout.image.MAX_HEADER_BYTES",
-    "layout.index.MAX_REGIONS",
-    "format.ledger.MAX_ENTRY_BYTES",
-    "format.manifest.MAX_GROUPS",
-    "format.parsing.MAX_VALUES",
-    "format.parsing._MAX_QUOTES",
-    "orchestration.early_stop._NOTE_EVERY",
-    "orchestration.evaluate._RELEASED_S",
-    "orchestration.events._AWAY_S",
-    "reading.opening.*",
-    "doctor.measuring._PATIENCE_S",
-    "serving.table._EVERY_S",
-    "storage.retrying._LOOK_BYTES",
-    "tensors.staging.STAGED_BYTES",
-    "storage.s3.PART_BYTES",
-    "storage.s3._COPIED_BYTES",
-}
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
 PLACES = {"snapshot.cache.default_directory", "snapshot.memory._SHARED_MEMORY", "snapshot.room.open"}
 # The time that a slow machine needs to reach the ranks' store.
@@ -46,6 +20,7 @@ MACHINE = {"checkpoint.agreement.find_exchange"}
 KEPT = {"flows.engines.Gang"}
 # Something happens between two steps of one function, or is counted there.
 BETWEEN = {
+    "reading.opening.*",
     "copying.export.plan_export",
     "copying.export.write_export",
     "orchestration.abandoned.datetime",
@@ -96,7 +71,8 @@ def replaced(path: Path) -> Iterator[str]:
 
 
 def test_a_test_replaces_nothing_of_ours_without_a_reason() -> None:
-    """Whatever a test replaces of ckpt_tasks is in a list with its reason, and nothing else is in the lists."""
+    """Whatever a test replaces of ckpt_tasks is in a list with its reason; a constant in capitals may be made small."""
     found = {name for path in files("tests") for name in replaced(path) if name.startswith("ckpt_tasks.")}
-    known = {f"ckpt_tasks.{name}" for name in SMALL | PLACES | MACHINE | KEPT | BETWEEN | TAKEN_OUT}
-    assert found == known, "give it in, or provoke it: a store that fails, a real signal, a System of tests/support"
+    known = {f"ckpt_tasks.{name}" for name in PLACES | MACHINE | KEPT | BETWEEN | TAKEN_OUT}
+    functions = {name for name in found if not name.rpartition(".")[2].isupper()}
+    assert functions <= known, "give it in, or provoke it: a store that fails, a real signal, a System of tests/support"

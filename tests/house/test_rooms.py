@@ -8,9 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from ckpt_tasks import testing
 from tests.house.test_private_names import is_private
 from tools.sources import ROOT, files, imports, module_name, parse, walk, where
 
@@ -129,38 +126,7 @@ OTHERWISE = {
 OF_OTHERS = {"_dataset", "_modules", "_saver"}
 
 
-def made_here(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines itself."""
-    names = {n.id for n in walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return names | {n.name for n in walk(tree) if isinstance(n, kinds)}
-
-
-def test_a_name_is_imported_from_its_home() -> None:
-    """A module imports each name from the module that defines it: the import tells a reader where that is."""
-    homes = {module_name(path): made_here(parse(path)) for path in SOURCES if path.name != "__init__.py"}
-    homes["ckpt_tasks.testing"] |= {*testing.__all__}  # what it offers, wherever it is made
-    wrong = [
-        f"{where(path, node.lineno)}: {alias.name} is not made in {node.module}"
-        for path in files("ckpt_tasks", "flows", "tests", "benchmarks", "tools")
-        for node in walk(parse(path))
-        if isinstance(node, ast.ImportFrom) and node.module in homes
-        for alias in node.names
-        if alias.name not in homes[node.module]
-    ]
-    assert wrong == []
-
-
 def test_no_two_modules_import_each_other() -> None:
     """Imports make no circle, not even one that a function closes when it runs."""
     modules = {module_name(path): parse(path) for path in SOURCES if path != ROOT / "ckpt_tasks" / "__init__.py"}
     graphlib.TopologicalSorter(graph(modules)).prepare()
-
-
-def test_a_circle_is_seen() -> None:
-    """Also where one of the imports is inside of a function; what only a type checker imports closes none."""
-    later = ast.parse("def f():\n    from a import x")
-    with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(graph({"a": ast.parse("import b"), "b": later})).prepare()
-    checked = ast.parse("if TYPE_CHECKING:\n    from a import x")
-    graphlib.TopologicalSorter(graph({"a": ast.parse("import b"), "b": checked})).prepare()
