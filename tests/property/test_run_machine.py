@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.testing import Fate, FaultyStore, die, settle
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
-from tests.servers.s3 import S3Server
-from tests.support.places import LocalPlace, MemoryPlace, Place, S3Place
+from tests.support.places import LocalPlace, MemoryPlace, Place
 from tests.support.runs import (
     EXPECTED,
     UNTOUCHED,
@@ -63,11 +61,9 @@ class Known:
 class RunMachine(RuleBasedStateMachine):
     """One run directory, the process that holds it, one that may have lost it, and the model."""
 
-    new_place: Callable[[], Place]
-
     def __init__(self) -> None:
         super().__init__()
-        self.place = type(self).new_place()
+        self.place = self.new_place()
         self.ckpt: Checkpointer | None = None
         self.zombie: Checkpointer | None = None
         self.known: dict[str, Known] = {}
@@ -78,6 +74,9 @@ class RunMachine(RuleBasedStateMachine):
         self.crashed = False  # attempts of dead processes may lie about until the next owner sweeps
         self.had_good = False
         self.options: dict[str, Any] = {}
+
+    def new_place(self) -> Place:
+        raise NotImplementedError
 
     @initialize(most=st.sampled_from([1, 2, 3, None]), every=st.sampled_from([None, 5]))
     def begin(self, most: int | None, every: int | None) -> None:
@@ -361,35 +360,21 @@ class RunMachine(RuleBasedStateMachine):
         self.place.remove()
 
 
-def run_machine(new_place: Callable[[], Place], examples: int, steps: int) -> None:
-    RunMachine.new_place = new_place
+@pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
+@pytest.mark.parametrize(("examples", "steps"), [(6, 20), pytest.param(200, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["directory", "object store"])
+def test_a_run_lives_through_anything(fast_dir: Path, where: str, examples: int, steps: int) -> None:
+    """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""
+
+    class Machine(RunMachine):
+        def new_place(self) -> Place:
+            return LocalPlace(Path(tempfile.mkdtemp(dir=fast_dir)) / "run") if where == "directory" else MemoryPlace()
+
     run_state_machine_as_test(
-        RunMachine,
+        Machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
-
-
-@pytest.mark.timeout(1800)  # a failure is made small before it is shown, which may take minutes
-@pytest.mark.parametrize(("examples", "steps"), [(8, 20), pytest.param(300, 50, marks=pytest.mark.slow)])
-def test_a_run_lives_through_anything(fast_dir: Path, examples: int, steps: int) -> None:
-    """P30, P31, P33, P60, P61, P66, P71: saves, crashes, returns, pruning, pins, take-overs, damage, in any order."""
-    run_machine(lambda: LocalPlace(Path(tempfile.mkdtemp(dir=fast_dir)) / "run"), examples, steps)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("examples", "steps"), [(4, 20), pytest.param(100, 50, marks=pytest.mark.slow)])
-def test_a_run_in_an_object_store_lives_through_anything(examples: int, steps: int) -> None:
-    """P30, P31, P33, P60, P61, P66, P71: the same where a run is objects and prefixes."""
-    run_machine(MemoryPlace, examples, steps)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_run_on_s3_lives_through_anything(ministack: S3Server, bucket: str) -> None:
-    """P30, P31, P33, P60, P61, P66, P71: the same on S3."""
-    numbers = count()
-    run_machine(lambda: S3Place(ministack, bucket, f"run-{next(numbers)}"), 10, 25)
