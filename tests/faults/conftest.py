@@ -26,4 +26,4 @@ def place(ministack: S3Server, common_bucket: str, chaos: Chaos) -> Iterator[Pla
     found = Place(ministack, chaos, common_bucket, token())
     with running_on(Impatient(10)):
         yield found
-    found.clear()
+    found.past.remove()

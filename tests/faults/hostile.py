@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import struct
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
+from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.layout.index import Index, IndexRow, write_index
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
@@ -56,17 +55,13 @@ def state_of(step: int) -> dict[str, Any]:
     """Return a state whose every value follows from its step, with a word of every kind of the vocabulary."""
     generator = torch.Generator().manual_seed(1000 + step)
     model = Model()
-    with torch.no_grad():
-        for parameter in model.layer.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator))
     optimizer = torch.optim.Adam(model.layer.parameters(), lr=0.1 + step)
     for parameter in model.layer.parameters():
         parameter.grad = torch.rand(parameter.shape, generator=generator)
-    before = [parameter.detach().clone() for parameter in model.layer.parameters()]
     optimizer.step()
     with torch.no_grad():
-        for parameter, values in zip(model.layer.parameters(), before, strict=True):
-            parameter.copy_(values)
+        for parameter in model.layer.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator))
     extra = {
         "step": step,
         "name": f"at {step}",
@@ -75,17 +70,11 @@ def state_of(step: int) -> dict[str, Any]:
         "transposed": torch.rand(2, 3, generator=generator).t(),
         "array": np.arange(step, step + 5),
         "scalar": np.float32(step),
-        "size": torch.Size([step, 2]),
         "kinds": [torch.float32, torch.device("cpu"), (step, None), deque([step], 4), b"\0\1", 1j, {1, 2}],
         7: {("a", 1): float("nan")},
     }
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "extra": extra,
-        "counting": Counting(step),
-        "noise": np.random.Generator(np.random.MT19937(step)),
-    }
+    noise = np.random.Generator(np.random.MT19937(step))
+    return {"model": model, "optimizer": optimizer, "extra": extra, "counting": Counting(step), "noise": noise}
 
 
 def fingerprint(state: Mapping[str, Any]) -> str:
@@ -246,51 +235,13 @@ class Hostile:
 
         self.put_rows(rows, record)
 
-    def grow(self, group: str, key: str, shape: tuple[int, ...], boxes: Iterable[IndexRow], size_bytes: int) -> None:
-        """Let the last tensor of a shard become one of zeros with this shape, in a file with a hole for its bytes."""
-        name = self.shard(group)
-        last = max((row for row in self.rows() if row.object == name), key=lambda row: row.begin)
-        os.truncate(self.root / name, last.begin)
-        os.truncate(self.root / name, last.begin + size_bytes)
-        rest = [row for row in self.rows() if (row.group, row.key) != (group, last.key)]
-        assert last.key == key, f"the last one is {last.key}"
-
-        def record(body: Body) -> None:
-            place = next(record for record in body["objects"] if record[0] == name)
-            place[1] = last.begin + size_bytes
-
-        moved = [
-            row._replace(
-                group=group, key=key, dtype=last.dtype, tensor_shape=shape, object=name,
-                begin=row.begin + last.begin, end=row.end + last.begin,
-            )
-            for row in boxes
-        ]  # fmt: skip
-        self.put_rows([*rest, *moved], record)
-
-    def replace_file(self, path: Path, make: Callable[[Path], None]) -> None:
-        """Put something else in the place of a file or a directory."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        make(path)
-
     def move_out(self, path: Path) -> None:
-        """Move a file or directory out of the run directory, and leave a symbolic link to it."""
-        place = self.outside / f"moved-{path.name}"
-        shutil.move(path, place)
+        """Move a file or directory out of the run directory, and leave a link to it, or to a canary."""
+        place = self.outside / ("canary" if not path.exists() else f"moved-{path.name}")
+        path.parent.mkdir(exist_ok=True)
+        if path.exists():
+            shutil.move(path, place)
         path.symlink_to(place)
-
-
-def on_entry(change: Callable[..., Any], *arguments: Any) -> Callable[[Hostile], None]:
-    """Return what changes the newest entry by `change(body, *arguments)`."""
-    return lambda h: h.change_entry(lambda body: change(body, *arguments))
-
-
-def on_manifest(change: Callable[..., Any], *arguments: Any) -> Callable[[Hostile], None]:
-    """Return what changes the newest manifest by `change(body, *arguments)`."""
-    return lambda h: h.change_manifest(lambda body: change(body, *arguments))
 
 
 def with_raw(data: bytes, texts: Mapping[str, str]) -> bytes:
@@ -313,11 +264,6 @@ def without_raw(value: Any) -> tuple[Any, dict[str, str]]:
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     return strip(value), texts
-
-
-def zeros(size_bytes: int) -> bytes:
-    """Return the digest of so many zeros."""
-    return digest_bytes(bytes(size_bytes))
 
 
 def look(place: Path) -> dict[str, Any]:

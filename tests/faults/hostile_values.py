@@ -37,45 +37,28 @@ NUMBERS: list[Any] = [
 DEEP: list[Any] = [
     Raw("[" * 900 + "]" * 900), Raw('{"a":' * 5000 + "1" + "}" * 5000), Raw('["[[[","' + "[" * 300_000 + '"]'),
 ]  # fmt: skip
-LARGE: dict[str, Raw] = {
-    "very deep lists": Raw("[" * 10**6 + "]" * 10**6),
-    "many lists": Raw("[" + "[]," * (5 << 20) + "[]]"),
-    "many objects": Raw("[" + '{"a":0},' * (5 << 20) + "[]]"),
-    "many numbers": Raw("[" + "1," * (17 << 20) + "1]"),
-    "a long text": Raw('"' + "x" * (60 << 20) + '"'),
-}
 NODES: dict[str, Any] = {
     "an unknown kind": {"~os.system": "true"},
     "a class": {"__reduce__": ["os.system", ["true"]]},
     "keys of one hash": {"~dict": [[n * _PRIME, 0] for n in range(1, 30_000)]},
-    "a set of one hash": {"~set": [n * _PRIME for n in range(1, 30_000)]},
     "a frozen set of one hash in a key": {"~dict": [[{"~frozenset": [n * _PRIME for n in range(1, 30_000)]}, 0]]},
     "a deque without end": {"~deque": [2**62, []]},
-    "a deque of too much": {"~deque": [2**70, []]},
     "a huge time": {"~timedelta": [10**20, 0, 0]},
     "a scalar out of its bounds": {"~numpy": ["int8", 1000]},
-    "a scalar that is a list": {"~numpy": ["float64", [1, 2]]},
-    "a scalar of an object": {"~numpy": ["object", 1]},
     "a float for a whole scalar": {"~numpy": ["int64", {"~float": "nan"}]},
     "a device that is none": {"~torch": ["device", "banana"]},
-    "a device of many digits": {"~torch": ["device", "cuda:99999999999999999999"]},
     "a size of too much": {"~torch": ["size", [2**70]]},
-    "a negative size": {"~torch": ["size", [-1]]},
     "a module for a dtype": {"~torch": ["dtype", "nn"]},
-    "half a pair for a dtype": {"~torch": ["dtype", "\ud800"]},
     "a tensor in a key": {"~dict": [[{"~tuple": [{"~tensor": "extra/big"}]}, 0]]},
-    "a tensor in a set": {"~set": [{"~tensor": "extra/big"}]},
     "a tensor that is not there": {"~tensor": "extra/nothing"},
     "a tensor of another group": {"~tensor": "model/table"},
     "strides without end": {"~tensor": ["extra/big", {"stride": [2**62]}]},
-    "strides of too much": {"~tensor": ["extra/big", {"stride": [2**70]}]},
     "negative strides": {"~tensor": ["extra/big", {"stride": [-1]}]},
     "too many strides": {"~tensor": ["extra/big", {"stride": [1] * 100_000}]},
     "a gradient for whole numbers": {"~tensor": ["extra/array", {"requires_grad": True}]},
     "an array that takes a gradient": {"~tensor": ["extra/big", {"requires_grad": True, "array": True}]},
     "bytes that are none": {"~bytes": "\ud800"},
     "a time that is none": {"~datetime": "9999-99-99"},
-    "texts for pairs": {"~dict": ["ab", "cd"]},
     "half a pair": "\ud800",
     "half a pair for a key": {"\ud800": 1},
     "deep tuples": Raw('{"~tuple":[' * 120 + "1" + "]}" * 120),
@@ -186,7 +169,3 @@ def drawn_header(body: Body) -> st.SearchStrategy[Change]:
 def _json(body: Body) -> tuple[bytes, dict[str, str]]:
     plain, texts = without_raw(body)
     return json.dumps(plain).encode(), texts
-
-
-def as_utf_16(body: Body) -> bytes:
-    return json.dumps(body).encode("utf-16")

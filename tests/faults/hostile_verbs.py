@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.cli import app
 from ckpt_tasks.copying.export import export_checkpoint
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.orchestration.evaluate import evaluate_checkpoint
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
-from tests.faults.hostile import NEWEST, UNTOUCHED, Hostile, Model, config, draw, fingerprint, look, state_of
+from tests.faults.hostile import UNTOUCHED, Hostile, Model, config, draw, fingerprint, look, state_of
 from tests.faults.judged import judged
+from tests.support.cli_runs import ckpt
 
 Told = dict[str, Any]
 
@@ -42,13 +37,11 @@ class Judge:
 
 
 def cli(*arguments: str | Path) -> Told:
-    """Call `ckpt` as a user does; raise what a user would see a traceback of."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code in (0, 1, 2), done.output
-    assert not any(ord(c) < 32 and c != "\n" for c in done.stdout + done.stderr), "codes that repaint the terminal"
-    return {"status": done.exit_code, "out": done.stdout}
+    """Call `ckpt` as a user does: never a traceback, nor codes that repaint the terminal."""
+    answer = ckpt(*arguments)
+    assert answer.status in (0, 1, 2), answer.out
+    assert not any(ord(c) < 32 and c != "\n" for c in answer.out + answer.err), "codes that repaint the terminal"
+    return {"status": answer.status, "out": answer.out}
 
 
 def both(*arguments: str | Path) -> Told:
@@ -141,70 +134,6 @@ def listed(h: Hostile, place: Path) -> Told:
     return met(h, place)
 
 
-@contextmanager
-def disturbed(paths: list[Path], outside: Path) -> Iterator[None]:
-    """Let a thread cut files, let them grow, and put other things in their place, and put them right again."""
-    good = {path: path.read_bytes() for path in paths}
-    chance, over = random.Random(len(paths)), threading.Event()
-
-    def away(make: Callable[[Path], None]) -> Callable[[Path], None]:
-        return lambda path: (path.unlink(), make(path))[1]  # type: ignore[func-returns-value]
-
-    harms = (
-        lambda path: os.truncate(path, chance.randrange(max(1, len(good[path])))),
-        lambda path: os.truncate(path, 1 << 40),
-        away(os.mkfifo), away(lambda path: path.symlink_to(outside / "canary")), away(Path.mkdir), Path.unlink,
-    )  # fmt: skip
-
-    def disturb() -> None:
-        while not over.is_set():
-            path = chance.choice(paths)
-            with suppress(OSError):
-                chance.choice(harms)(path)
-            time.sleep(chance.uniform(0, 0.002))
-            with suppress(OSError):
-                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-            path.write_bytes(good[path])
-
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def race(h: Hostile, place: Path, seconds: float = 2.0) -> Told:
-    """Read a checkpoint again and again while its files change; count how it went."""
-    paths = [path for path in h.root.rglob("*") if path.is_file() and "heartbeat" not in path.parts]
-    counts: dict[str, int] = {}
-    until = time.monotonic() + seconds
-
-    def restored() -> None:
-        run = open_run(str(h.root))
-        state: dict[str, Any] = {"model": Model(), "extra": {}}
-        run.restore(run.find("latest"), state, partial=True)
-        assert state["extra"]["step"] == NEWEST
-
-    def opened() -> None:
-        run = open_run(str(h.root))
-        for checkpoint in run.checkpoints():
-            open_checkpoint(run.history.store, checkpoint)
-
-    with disturbed(paths, h.outside):
-        while time.monotonic() < until:
-            for what in (restored, opened):
-                try:
-                    what()
-                    end = "well"
-                except CkptError as error:
-                    end = type(error).__name__
-                counts[end] = counts.get(end, 0) + 1
-    restored()
-    return counts
-
-
 VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
     "ls": lambda h, _: both("ls", h.root),
     "show": lambda h, _: both("show", h.root),
@@ -221,7 +150,6 @@ VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
     "prune": lambda h, _: cli("prune", h.root, "--max-num-checkpoints", "1", "--json"),
     "go on": go_on,
     "remember": remember,
-    "race": race,
     "met": met,
     "listed": listed,
 }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import struct
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.importing.plan import plan_import
 from ckpt_tasks.importing.sources import Source, SourceTensor, open_source
 from ckpt_tasks.tensors.tensors import same_bits
-from tests.faults.archives import BOMBS, PLACES, bomb, directories, safetensors_files, torch_files, unzipped, zipped
+from tests.faults.archives import BOMBS, PLACES, bomb, safetensors_files, torch_files, unzipped, zipped
 from tests.faults.judged import judged
 from tests.support.cli_runs import config
 from tests.support.sweeps import strides
@@ -46,15 +44,14 @@ def imported(source: Path, run_dir: Path) -> str:
 
 def compare(source: Source, path: Path) -> None:
     """Fail if the library of its format reads anything else."""
-    for file in [path] if path.is_file() else [path / name for name in source.files]:
-        values = open_source(file).values
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                theirs: Any = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            values = {name: values[name] for name in theirs}  # without the names of ties
-        else:
-            theirs = torch.load(file, weights_only=True, map_location="cpu")
-        same(open_source(file), values, theirs)
+    values = source.values
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as opened:
+            theirs: Any = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        values = {name: values[name] for name in theirs}  # without the names of ties
+    else:
+        theirs = torch.load(path, weights_only=True, map_location="cpu")
+    same(source, values, theirs)
 
 
 def same(source: Source, ours: Any, theirs: Any) -> None:
@@ -84,14 +81,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("archives")
 
 
-def answer(place: Path, files: Mapping[str, bytes]) -> str:
-    """Write the files to a directory of their own, and import the one, or the directory of them."""
-    shutil.rmtree(place / "a", ignore_errors=True)
+def answer(place: Path, data: bytes, suffix: str) -> str:
+    """Write a file to a directory of its own, and import it."""
     shutil.rmtree(place / "run", ignore_errors=True)
-    (place / "a").mkdir()
-    for name, data in files.items():
-        (place / "a" / name).write_bytes(data)
-    source = place / "a" / next(iter(files)) if len(files) == 1 else place / "a"
+    source = place / f"a.{suffix}"
+    source.write_bytes(data)
     told = judged(lambda: imported(source, place / "run"))
     assert "a run was begun" not in told
     return told
@@ -100,30 +94,13 @@ def answer(place: Path, files: Mapping[str, bytes]) -> str:
 @given(data=torch_files())
 def test_a_zip_file_that_contradicts_itself(place: Path, data: bytes) -> None:
     """P21: a drawn torch.save file is refused in an error of ours, or is what `torch.load` reads."""
-    answer(place, {"a.pt": data})
+    answer(place, data, "pt")
 
 
 @given(data=safetensors_files())
 def test_a_header_that_contradicts_itself(place: Path, data: bytes) -> None:
     """P21: a drawn safetensors file is refused in an error of ours, or is what safetensors reads."""
-    answer(place, {"a.safetensors": data})
-
-
-@pytest.mark.parametrize(
-    ("metadata", "good"), [({"a": "b"}, True), (None, True), ({"a": 0}, False), ({"a": None}, False), ([], False)]
-)
-def test_metadata_are_texts(place: Path, metadata: object, good: bool) -> None:
-    """P21: what safetensors does not take for metadata is refused here too."""
-    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    header = json.dumps({"w": tensor, "__metadata__": metadata}).encode()
-    told = answer(place, {"a.safetensors": struct.pack("<Q", len(header)) + header + bytes(4)})
-    assert ("malformed" not in told) is good
-
-
-@given(files=directories())
-def test_an_index_that_contradicts_its_shards(place: Path, files: dict[str, bytes]) -> None:
-    """P21: a drawn directory is refused in an error of ours, or its shards are what the libraries read."""
-    answer(place, files)
+    answer(place, data, "safetensors")
 
 
 # What no other bound would stop at this size.
@@ -131,14 +108,13 @@ REFUSED = {"deep lists": "a cycle of them"} | dict.fromkeys(("keys of one hash",
 
 
 @pytest.mark.parametrize("where", PLACES)
-@strides(11)
+@strides(5)
 def test_a_few_bytes_that_stand_for_many(place: Path, where: str, stride: int) -> None:
-    """A pickle of some hundred kilobytes takes neither minutes nor gigabytes, wherever its value stands."""
+    """P42: a pickle of some hundred kilobytes takes neither minutes nor gigabytes, wherever its value stands."""
     version = {"name": "a/version", "data": b"3"}
-    bombs = [*((name, 50) for name in BOMBS), *((name, 30) for name in BOMBS if " of a " in name)]
-    some = bombs[[*PLACES].index(where) % stride :: stride]
-    for name, size in [*some, *((name, 50) for name in REFUSED)] if where == "value" else some:
-        told = answer(place, {"a.pt": zipped([{"name": "a/data.pkl", "data": bomb(name, where, size)}, version])})
+    some = [*BOMBS][[*PLACES].index(where) % stride :: stride]
+    for name in {*some, *(REFUSED if where == "value" else ())}:
+        told = answer(place, zipped([{"name": "a/data.pkl", "data": bomb(name, where, 50)}, version]), "pt")
         if where == "value" and name in REFUSED:
             assert REFUSED[name] in told
 
@@ -150,22 +126,24 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "another pickle": ("a/data.pkl", lambda entry: {"crc": 7}, "CRC"),
     "another order": ("a/byteorder", lambda entry: {"data": b"big", "crc": zlib.crc32(b"little")}, "CRC"),
     "no CRC": ("a/data/0", lambda entry: {"crc": 0}, ""),
+    "two directories": ("", lambda entry: {}, "no single directory at its end"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_record_is_what_the_file_says(tmp_path: Path, run_dir: Path, wrong: str) -> None:
-    """A record shorter than its pickle claims, or with another CRC, is not imported with the bytes of others.
+    """A record shorter than its pickle claims, with another CRC, or that one reader alone sees, is not imported.
 
     A CRC of 0 is what torch writes with `set_crc32_options(False)`.
     """
     name, change, words = WRONG[wrong]
     torch.save({"bias": torch.ones(3), "weight": torch.arange(5.0)}, tmp_path / "a.pt")
     entries = unzipped((tmp_path / "a.pt").read_bytes())
-    (tmp_path / "a.pt").write_bytes(zipped([e | change(e) if e["name"] == name else e for e in entries]))
+    changed = [e | change(e) if e["name"] == name else e for e in entries]
+    (tmp_path / "a.pt").write_bytes(zipped(changed, wrong))
     told = imported(tmp_path / "a.pt", run_dir)
     assert re.search(words, told)
-    assert told.startswith("IntegrityError" if words else "imported")
+    assert told.startswith("imported") is not bool(words)
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -186,15 +164,7 @@ def test_a_source_that_is_cut_meanwhile(tmp_path: Path, run_dir: Path, suffix: s
     def cut() -> None:
         os.truncate(source, 4096)
 
-    for late in range(12):  # 9 records of a torch.save file are compared before any is written
+    for late in range(1, 12, 3):  # 9 records of a torch.save file are compared before any is written
         (torch.save if suffix == "pt" else save_file)(weights, source)
         assert "a." in judged(partial(look, late))
         assert not run_dir.exists() or open_run(str(run_dir)).checkpoints() == []
-
-
-@pytest.mark.parametrize("end", ["two directories", "a comment"])
-def test_a_zip_file_has_one_directory(tmp_path: Path, run_dir: Path, end: str) -> None:
-    """A file of which one reader sees other records than another one is refused."""
-    torch.save({"bias": torch.ones(3), "weight": torch.arange(5.0)}, tmp_path / "a.pt")
-    (tmp_path / "a.pt").write_bytes(zipped(unzipped((tmp_path / "a.pt").read_bytes()), end))
-    assert "no single directory at its end" in imported(tmp_path / "a.pt", run_dir)

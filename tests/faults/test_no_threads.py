@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, product
+from itertools import count
 from operator import eq, le
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,7 @@ def _do(way: str, run_dir: Path, memory: Path | None) -> None:
 
 
 # (way, a memory directory, this start alone fails or all from it on)
-QUICK = {("restore", True, True), ("restore", False, False), ("save", False, True), ("step", True, False)}
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in product(("restore", "save", "step"), (True, False), (True, False))
-]
+CASES = [("restore", True, True), ("restore", False, False), ("save", False, True), ("step", True, False)]
 
 
 @pytest.mark.parametrize(("way", "with_memory", "only"), CASES)
@@ -103,70 +99,36 @@ import os, resource, sys, torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError
 
-def limited(way, where, kib):
+def limited(where, kib):
     state = {f"part{n}": torch.ones(1 << 20) for n in range(4)}
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=where, memory_dir=None))
+    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=f"{where}-{kib}", memory_dir=None))
     size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (kib << 10)
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
-        ckpt.restore(state) if way == "restore" else ckpt.save(1, state)
+        ckpt.save(1, state)
         ckpt.close()
     except (CkptError, MemoryError, RuntimeError, OSError, SystemError, ImportError):  # those of torch and Python
         os._exit(3)
     os._exit(0)
 
-way, where, *margins = sys.argv[1:]
-if way == "restore":
-    with Checkpointer(CheckpointConfig(checkpoint_dir=where, memory_dir=None)) as ckpt:
-        ckpt.save(1, {f"part{n}": torch.ones(1 << 20) for n in range(4)})
-for kib in map(int, margins):
-    pid = os.fork()
-    if pid == 0:
+for kib in range(0, 64_000, 700):
+    if (pid := os.fork()) == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        limited(way, where if way == "restore" else f"{where}-{kib}", kib)
-    print(kib, pid, flush=True)
+        limited(sys.argv[1], kib)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["restore", "save"])
-def test_too_little_memory_for_threads_is_no_hang(way: str, tmp_path: Path) -> None:
+def test_too_little_memory_for_threads_is_no_hang(tmp_path: Path) -> None:
     """Under an address space that ends anywhere within the memory that threads need, the process ends by itself."""
-    margins = [str(kib) for kib in range(0, 64_000, 700)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _CHILD, str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, way, str(tmp_path / "run"), *margins],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
     )
-    assert done.returncode == 0, done.stderr
-    ends = Counter(done.stdout.split("\n")[1::2])
+    ends = Counter(done.stdout.split())
     assert ends["0"] > 0, ends
-    assert ends["3"] > 0
-
-
-_MANY = """
-import resource, sys, torch
-from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.errors import StoreError
-state = {"part": torch.ones(1 << 22)}
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-try:
-    Checkpointer(CheckpointConfig(checkpoint_dir=sys.argv[1], memory_dir=None)).save(1, state)
-except StoreError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="the limit of processes does not hold for root")
-def test_a_limit_of_processes_is_named(run_dir: Path) -> None:
-    """Where the user may have no more threads, the error says which limits to raise."""
-    done = subprocess.run([sys.executable, "-c", _MANY, str(run_dir)], capture_output=True, text=True, check=False)
-    assert "ulimit -u" in done.stdout, done.stderr
+    assert ends["3"] > 0, ends
 
 
 _WITHOUT = """

@@ -1,9 +1,11 @@
-"""Who may do what over S3: credentials that expire, a clock that is wrong, permissions that go and come back."""
+"""Who may do what over S3: credentials that expire, permissions that go, options that are wrong, and no secret told."""
 
 from __future__ import annotations
 
 import logging
+import pickle
 import re
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +19,7 @@ from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.testing import settle
-from tests.faults.s3_runs import Place, commits, is_state, state_of
+from tests.faults.s3_runs import Place, commits, state_of
 from tests.storage.conformance import pattern
 from tests.support import answers
 from tests.support.answers import Answer
@@ -104,31 +106,6 @@ def test_credentials_that_expire_within_an_upload(place: Place, keys: Keys, monk
     assert place.past.get("large") == LARGE
 
 
-def test_a_run_goes_on_over_expired_credentials(place: Place, keys: Keys) -> None:
-    """The token expires between two saves, and again before the restore: nothing is lost, and nobody is told."""
-    with place.run(storage_options=unkeyed(place)) as ckpt:
-        ckpt.save(1, state_of(1))
-        keys.rotate()
-        ckpt.save(2, state_of(2))
-        keys.rotate()
-        state = state_of(0)
-        assert ckpt.restore(state) == 2
-    assert is_state(state, 2)
-    assert keys.seen() == {"KEY1", "KEY2", "KEY3"}
-
-
-def test_credentials_that_stay_expired_are_a_clear_error(place: Place) -> None:
-    """Nobody renews them: after the deadline the error says what has happened and what to do; nothing is committed."""
-    history = place.history(deadline_s=0.3)
-    place.chaos.on(Fault(answer=answers.EXPIRED_TOKEN))
-    with pytest.raises(StoreError, match=r"400 ExpiredToken .*have expired: use a profile or a role") as caught:
-        commit(history, 5)
-    assert caught.value.transient
-    place.chaos.off()
-    assert commit(history, 6) == 1
-    assert commits(place.truth) == [6]
-
-
 # ── no permission ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,11 +121,10 @@ def test_credentials_that_stay_expired_are_a_clear_error(place: Place) -> None:
     ],
     ids=lambda it: str(it.status) if isinstance(it, Answer) else it,
 )
-@pytest.mark.parametrize("operation", ["ListObjects", "PutObject"])
-def test_what_does_not_pass_by_itself_is_said_at_once(place: Place, answer: Answer, hint: str, operation: str) -> None:
+def test_what_does_not_pass_by_itself_is_said_at_once(place: Place, answer: Answer, hint: str) -> None:
     """A wrong clock, key, bucket or region is not tried again for minutes: the hint says what to mend."""
     history = place.history()
-    rule = place.chaos.on(Fault(answer=answer), operation=operation)
+    rule = place.chaos.on(Fault(answer=answer), operation="PutObject")
     with pytest.raises(StoreError, match=hint) as caught:
         commit(history, 5)
     assert not caught.value.transient
@@ -170,23 +146,17 @@ def test_a_head_that_is_refused_without_a_word(place: Place) -> None:
         store.size("there")
 
 
-VERBS = [
-    *("ListObjects", "GetObject", "PutObject", "PutObject GetObject", "DeleteObjects"),
-    "PutObject GetObject ledger",  # all objects are there, but not the entry that would name them
-]
-
-
-CLOCK = [
-    pytest.param(verbs, answers.TIME_TOO_SKEWED, marks=pytest.mark.slow) for verbs in VERBS if verbs != "PutObject"
-]
-
-
 @pytest.mark.parametrize(
     ("verbs", "answer"),
-    [*((verbs, answers.ACCESS_DENIED) for verbs in VERBS), ("PutObject", answers.TIME_TOO_SKEWED), *CLOCK],
+    [
+        ("GetObject", answers.ACCESS_DENIED),
+        ("PutObject", answers.TIME_TOO_SKEWED),
+        ("DeleteObjects", answers.ACCESS_DENIED),
+        ("PutObject GetObject ledger", answers.ACCESS_DENIED),  # all is there but the entry that would name it
+    ],
 )
 def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, answer: Answer) -> None:
-    """Rights or the clock change in mid-run: the answer and what to do are logged once, training goes on, and commits.
+    """P67: rights or the clock change in mid-run: what to do is logged once, training goes on, and later commits.
 
     An answer that says no is a no: it is not called unknown whether the entry is there, though it cannot be read.
     """
@@ -201,21 +171,19 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
             with suppress(StoreError):  # CommitUncertainError is none
                 ckpt.wait()
                 settle(ckpt)
-        told = [record.getMessage() for record in caplog.records if re.search(said, record.getMessage())]
+        told = [line for line in map(logging.LogRecord.getMessage, caplog.records) if re.search(said, line)]
         if verbs == "DeleteObjects":
             assert len(told) == 1
             assert "objects of removed checkpoints are not deleted" in told[0]
             assert any("checkpoint_000000000001" in name for name in place.past.names())
-        else:
-            failed = place.truth.head().state.live[-1].step
-            assert failed == 1 or verbs == "GetObject"
+        elif verbs != "GetObject":
+            assert place.truth.head().state.live[-1].step == 1
         place.chaos.off()
         ckpt.save(4, state_of(4))
     assert commits(place.truth)[-1] == 4
-    if "ledger" in verbs or verbs == "ListObjects":  # whole but for its entry, or not to be listed: the next one sweeps
-        with place.run() as ckpt:
-            ckpt.acquire()
-            ckpt.prune()
+    with place.run() as ckpt:  # the next one sweeps what was whole but for its entry
+        ckpt.acquire()
+        ckpt.prune()
     if verbs != "GetObject":
         left = {name.split("/")[0] for name in place.past.names() if "checkpoint_" in name}
         assert left == {"checkpoint_000000000004"}
@@ -233,14 +201,10 @@ def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     place.chaos.on(Fault(answer=answers.ACCESS_DENIED), operation="DeleteObjects")
     by_hand = ckpt_command("rm", f"{place.url}@1")
-    assert (by_hand.status, by_hand.out.splitlines()[-1]) == (
-        1,
-        "Not deleted: 4 objects. Allow this process to delete, then: ckpt prune",
-    )
     told = ckpt_command("prune", place.url, "--max-num-checkpoints", "1")
-    assert told.status == 1
+    assert by_hand.status == told.status == 1
+    assert "Not deleted: 4 objects." in by_hand.out
     assert "8 objects of retired checkpoints could not be deleted" in told.out
-    assert re.search("2 .* not deleted +older than the newest", told.out)
     assert "emoved" not in told.out
     place.chaos.off()
     assert ckpt_command("prune", place.url, "--max-num-checkpoints", "1").status == 0
@@ -267,7 +231,7 @@ def test_what_is_said_of_each_object_is_read(place: Place) -> None:
     assert "403 AccessDenied" in str(refused["a"])
     assert "may not do this" in str(refused["a"].hint)
     assert [one.operation for one in place.chaos.log] == ["DeleteObjects", "DeleteObject", "DeleteObject"]
-    assert place.past.names() == ["a"]
+    assert place.past.names() == {"a"}
 
 
 REASONS = {"a": "AccessDenied", "b": "InternalError"}
@@ -281,25 +245,11 @@ def test_a_store_that_deletes_one_at_a_time(place: Place, caplog: Records) -> No
     assert store.delete_all(["a", "b"]) == {}
     place.past.put("a", b"x")
     assert store.delete_all(["a", "c"]) == {}
-    assert place.past.names() == []
+    assert place.past.names() == set()
     assert [one.operation for one in place.chaos.log] == ["DeleteObjects", *["DeleteObject"] * 4]
     told = [record.getMessage() for record in caplog.records if "at once" in record.getMessage()]
     assert len(told) == 1
     assert "501 NotImplemented" in told[0]
-
-
-def test_a_listing_that_is_old_is_named(place: Place, caplog: Records) -> None:
-    """A store that lists late does not fence its owner: what is there is read by its name, and the listing is named."""
-    with place.run() as ckpt:
-        ckpt.save(1, state_of(1))
-        place.chaos.on(Fault(replay=True), operation="ListObjects", query={"prefix": "ledger"})
-        for step in (2, 3, 4):
-            ckpt.save(step, state_of(step))
-            assert ckpt.run.head().next_n == step + 1  # as the heartbeat asks
-        place.chaos.off()
-    told = [record.getMessage() for record in caplog.records if "its listing lacks ledger entry" in record.getMessage()]
-    assert len(told) == 1
-    assert commits(place.truth) == [1, 2, 3, 4]
 
 
 # ── options that are wrong ───────────────────────────────────────────────────────────────────────────────────────
@@ -331,20 +281,75 @@ def test_bad_options_are_named(place: Place, options: dict[str, Any], error: typ
     assert place.chaos.log == []
 
 
-def test_an_endpoint_with_the_buckets_name(place: Place) -> None:
-    """A listing through `https://host/bucket` asks for an object: the error says what is wrong with the endpoint."""
+def test_an_endpoint_that_is_no_servers(place: Place) -> None:
+    """A listing through `https://host/bucket` asks for an object, and port 9 has no server: the error says which."""
     options = place.options()
-    endpoint = f"{options['endpoint_url']}/{place.url.split('/')[2]}"
-    store = ObjectStore(place.url, {**options, "endpoint_url": endpoint})
-    for listing in (store.folders, lambda: store.names("")):
-        with pytest.raises(StoreError, match=r"no such bucket.*does not end with the bucket's name"):
-            listing()
+    bucket = ObjectStore(place.url, {**options, "endpoint_url": f"{options['endpoint_url']}/{place.bucket}"})
+    nobody = RetryingStore(ObjectStore(place.url, {**options, "endpoint_url": "http://127.0.0.1:9"}), deadline_s=0.2)
+    for store, says in ((bucket, r"no such bucket.*does not end with the bucket's name"), (nobody, "no answer from")):
+        with pytest.raises(StoreError, match=says):
+            store.names("")
 
 
-def test_nobody_at_the_endpoint(place: Place) -> None:
-    """No server listens: a StoreError after the deadline that says so."""
-    options = {**place.options(), "endpoint_url": "http://127.0.0.1:9"}
-    store = RetryingStore(ObjectStore(place.url, options), deadline_s=0.2)
-    with pytest.raises(StoreError, match="no answer from the store") as caught:
-        store.names("")
-    assert caught.value.transient
+# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SECRETS = ("KEYHUSHA1", "secretHUSHb2", "tokenHUSHc3", "userHUSHd4", "passwordHUSHe5", "signatureHUSHf6")
+NOBODY = f"http://{SECRETS[3]}:{SECRETS[4]}@127.0.0.1:9"
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "misspelled": {"secrett": SECRETS[1]},
+    "nobody there": {"endpoint_url": NOBODY},
+    "no endpoint": {"endpoint_url": f"{SECRETS[3]}:{SECRETS[4]}@nonsense"},
+    "signature in the endpoint": {"endpoint_url": f"http://127.0.0.1:9/?sig={SECRETS[5]}"},
+    "newline in the token": {"token": f"{SECRETS[2]}\n"},
+    "proxy": {"config_kwargs": {"proxies": {"http": NOBODY}}},
+    "bad config": {"config_kwargs": {"read_timeout": SECRETS[1]}},
+}
+TOLD_BACK = {
+    "no answer": Fault(drop_answer=True),
+    "signature": Fault(
+        answer=answers.error(403, "SignatureDoesNotMatch", AWSAccessKeyId=SECRETS[0], StringToSign=SECRETS[2])
+    ),
+    "told back": Fault(answer=answers.error(400, "InvalidArgument", f"{SECRETS[1]} is not a secret")),
+    "html": Fault(answer=Answer(502, f"<html>{SECRETS[1]}</html>".encode())),
+}
+
+
+def leaks(*texts: str | bytes) -> list[str]:
+    """List what is in a text and must not be."""
+    data = b"".join(text if isinstance(text, bytes) else text.encode() for text in texts)
+    return [secret for secret in SECRETS if secret.encode() in data]
+
+
+@pytest.mark.parametrize("what", [*BAD_OPTIONS, *TOLD_BACK])
+def test_no_error_tells_a_secret(place: Place, caplog: Records, what: str) -> None:
+    """Whatever is wrong with the options, or said by the server: errors, pickles and logs hold no secret."""
+    caplog.set_level(logging.DEBUG, "ckpt_tasks")
+    key, secret, token, *_ = SECRETS
+    options = {**place.options(), "key": key, "secret": secret, "token": token, **BAD_OPTIONS.get(what, {})}
+    if what in BAD_OPTIONS:
+        options.pop("session")  # what is given with a session is not looked at
+    else:
+        place.chaos.on(TOLD_BACK[what])
+    store = RetryingStore(ObjectStore(place.url, options), deadline_s=0.1)
+    for name in ("get", "names", "put", "put_if_absent"):
+        with pytest.raises(CkptError) as caught:
+            REQUESTS[name](store)
+        error = caught.value
+        assert leaks(str(error), repr(error), pickle.dumps(error), repr(vars(error))) == []
+        assert leaks("".join(traceback.format_exception(error))) == []
+    assert leaks(caplog.text, store.endpoint or "", repr(store)) == []
+
+
+def test_nothing_that_a_run_writes_tells(place: Place, caplog: Records) -> None:
+    """A run with faults: format.json, ledger, manifests, heartbeats, logs and reprs hold no secret."""
+    caplog.set_level(logging.DEBUG, "ckpt_tasks")
+    key, secret, token, *_ = SECRETS
+    place.chaos.on(Fault(drop_answer=True), operation="PutObject", probability=0.2, seed=5)
+    place.chaos.on(Fault(answer=answers.SLOW_DOWN), probability=0.1, seed=6)
+    with place.run(storage_options={**place.options(), "key": key, "secret": secret, "token": token}) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), metrics={"loss": 1.0 / step})
+        ckpt.note("failure", why="on purpose")
+        assert leaks(repr(ckpt.config), repr(ckpt), repr(vars(ckpt.run.history))) == []
+    assert "format.json" in place.past.names()
+    assert leaks(caplog.text, *place.past.everything().values()) == []

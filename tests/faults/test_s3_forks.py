@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_tasks.storage import objects
@@ -56,7 +53,10 @@ def use(store: Store, name: str) -> None:
 
 
 def test_the_parents_connections_live_on(store: ObjectStore) -> None:
-    """A child that used the store, or dropped it, closed nothing of the parent's: its next requests do not stall."""
+    """A child that used the store, or dropped it, closed nothing of the parent's; one that was sent it by pickle works.
+
+    The parent's connections lie idle meanwhile, and each is used again.
+    """
 
     def drop() -> None:
         nonlocal store
@@ -64,15 +64,13 @@ def test_the_parents_connections_live_on(store: ObjectStore) -> None:
         del store
         gc.collect()
 
-    for name, work in (("uses", lambda: use(store, "by/first")), ("drops", drop)):
-        with ThreadPoolExecutor(6) as threads:  # several connections that lie idle
-            assert [*threads.map(lambda n: store.get(f"samples/{n}", 10), range(6))]
-        assert in_child(work) == 0
-        began = time.monotonic()
-        with ThreadPoolExecutor(6) as threads:
-            found = [*threads.map(lambda n: store.get(f"samples/{n}", 10), range(6))]
-        assert found == [b"0", b"1", b"2", b"3", b"4", b"5"]
-        assert time.monotonic() - began < 10, name
+    for work in (lambda: use(store, "by/first"), drop):
+        for ended in (lambda work=work: in_child(work), lambda: 0):
+            with ThreadPoolExecutor(6) as threads:  # several connections
+                read = [*threads.map(lambda n: store.get(f"samples/{n}", 10), range(6))]
+            assert read == [b"0", b"1", b"2", b"3", b"4", b"5"]
+            assert ended() == 0
+    assert pickle.loads(pickle.dumps(store)).names("by/") == ["by/child", "by/first"]
 
 
 def test_a_fork_while_another_thread_opens_the_store(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,19 +96,6 @@ def test_a_fork_while_another_thread_opens_the_store(place: Place, monkeypatch: 
         thread.join()
 
 
-def test_processes_of_multiprocessing_use_the_store(store: ObjectStore) -> None:
-    """Two forked processes at once; and where processes are spawned, the store is sent to them by pickle."""
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=use, args=(store, f"by/{n}")) for n in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(LATE_S)
-    assert [child.exitcode for child in children] == [0, 0]
-    sent = pickle.loads(pickle.dumps(store))
-    assert sent.names("by/") == ["by/0", "by/1"]
-
-
 class Samples(Dataset[int]):
     """Samples that lie in the object store."""
 
@@ -124,25 +109,14 @@ class Samples(Dataset[int]):
         return int(self.store.get(f"samples/{index}", 10))
 
 
-@pytest.fixture
-def _threads_back() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_threads_back")
 def test_workers_of_a_data_loader_use_the_store_while_training_saves(place: Place, store: ObjectStore) -> None:
     """P22: two forked workers read their samples from the store that the trainer saves to, before and after."""
     with place.run(storage_options=place.server.storage_options) as ckpt:
-        for epoch in (1, 2):
-            ckpt.save(2 * epoch - 1, state_of(2 * epoch - 1))
+        for step in (1, 2):
+            ckpt.save(step, state_of(step))
             loader = DataLoader(Samples(store), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
-            seen = sorted(int(one) for batch in loader for one in batch)
-            assert seen == [*range(10)]
-            ckpt.step(2 * epoch, state_of(2 * epoch))
-            ckpt.save(2 * epoch, state_of(2 * epoch))
+            assert sorted(int(one) for batch in loader for one in batch) == [*range(10)]
     state = state_of(0)
     with place.run(storage_options=place.server.storage_options) as ckpt:
-        assert ckpt.restore(state) == 4
-    assert is_state(state, 4)
+        assert ckpt.restore(state) == 2
+    assert is_state(state, 2)
