@@ -31,7 +31,7 @@ from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.snapshot.cache import CachedSnapshot
 from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.groups import objects_of, refuse_fsdp1, refuse_hidden_tables
+from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import Unsaved
 from ckpt_tasks.system import system
@@ -48,6 +48,7 @@ _NOTHING_LEFT = (
 _UNSAVED = "Steps %s are not saved: no save was due. Call save(step, state) after the last step."
 Metrics = Mapping[str, float]
 _InMemory = CachedSnapshot | RankSnapshot
+_State = Mapping[str, Any]
 
 
 class Checkpointer(HeldRun):
@@ -146,18 +147,19 @@ class Checkpointer(HeldRun):
         nothing.
         """
         selection, began_s = Selection.of(only, missing, leave), system().monotonic()
-        _refuse_wrong(state)
+        groups = storable(state)
+        check_dealt(groups)
         resume = self._own().resume
-        self._be_idle(state)
+        self._be_idle(groups)
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
-        self._left_out.check(rollback, state)
+        self._left_out.check(rollback, groups)
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
-            return self._begin(state)
+            return self._begin(groups)
         chosen, report, cached = restore_newest(
             self._history.store,
             candidates,
-            state,
+            groups,
             selection=selection,
             run_key=self.config.run_key,
             damaged=self._damaged,
@@ -167,15 +169,15 @@ class Checkpointer(HeldRun):
             deadline_s=self._ranks.deadline_s,
         )
         self._ranks.restored(chosen.step)
-        rollback = self._note(chosen, report, state, newest=step is None) or rollback
+        rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report)
-        self.last_restore, self._restored, self._knows_line = report, state, True
-        self._at.restored(chosen.step, chosen.epochs, resume.restored(report, state, began_s))
-        self._left_out.restored(rollback, chosen.step, state)
+        self.last_restore, self._restored, self._knows_line = report, groups, True
+        self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
+        self._left_out.restored(rollback, chosen.step, groups)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._follow(chosen, known, cached)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
-            self._snapshot(chosen.step, state, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
+            self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # A restore of another kind has not read every byte from the store.
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
@@ -192,14 +194,14 @@ class Checkpointer(HeldRun):
         if self._ranks.first:
             self._spikes.restored(self._history, self._line.parent, self._steps.since(-1))
 
-    def _be_idle(self, state: dict[str, Any]) -> None:
+    def _be_idle(self, state: Groups) -> None:
         """Before a restore, wait for saves under way, and record the state with which training begins."""
         note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
         self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # A prune could remove the checkpoint to restore.
 
-    def _begin(self, state: dict[str, Any]) -> int:
+    def _begin(self, state: Groups) -> int:
         """Begin a run without checkpoints; steps that were never committed are repeated."""
         self._log_begun(state)
         self._ranks.restored(0)
@@ -298,17 +300,18 @@ class Checkpointer(HeldRun):
                 self._cache.close(keep=keep)
 
     def _snapshot(
-        self, step: int, state: dict[str, Any], metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
+        self, step: int, state: _State, metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
     ) -> Snapshot | None:
         interim = interim and self.config.has_interval
         started_s = system().monotonic()
         try:
+            live = flat(state)
             if not self._unsaved.has_looked:
-                _refuse_wrong(state)
+                check_dealt(storable(live))
             with gc_paused():
-                captured = capture(state, world=self._ranks.world, parent=self._line.known_parent)
+                captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
-                self._unsaved.look(state, step, self.last_restore.step if self.last_restore else 0)
+                self._unsaved.look(live, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
         with self._saver.turn():
@@ -334,9 +337,7 @@ class Checkpointer(HeldRun):
                 self._refuse_save(error)
             raise
 
-    def _note(
-        self, chosen: Checkpoint, report: RestoreReport, state: dict[str, Any], *, newest: bool
-    ) -> Rollback | None:
+    def _note(self, chosen: Checkpoint, report: RestoreReport, state: Groups, *, newest: bool) -> Rollback | None:
         """Record in the run's history which checkpoints a restore skipped, and from which failed step it goes back."""
         self._damaged = ()
         if report.skipped or report.damaged:
@@ -360,7 +361,7 @@ class Checkpointer(HeldRun):
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
 
-    def _went_back(self, chosen: Checkpoint, failed_step: int, state: dict[str, Any]) -> Rollback:
+    def _went_back(self, chosen: Checkpoint, failed_step: int, state: Groups) -> Rollback:
         """Record that training goes back to a checkpoint before a step whose metrics were not finite, or had spiked.
 
         If an object of the state can skip batches, the batches up to that step are skipped: they would fail again.
@@ -391,10 +392,3 @@ class Checkpointer(HeldRun):
             # Otherwise the next owner waits for a timeout; a later save takes the directory again.
             self._release(prune_s=0)
             self._interrupt.deliver()
-
-
-def _refuse_wrong(state: Mapping[str, Any]) -> None:
-    """Raise an error for values that a restore cannot restore, and for loaders that give ranks wrong samples."""
-    refuse_fsdp1(state)
-    refuse_hidden_tables(state)
-    check_dealt(state)

@@ -32,6 +32,7 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.unsaved import warn_of_trained
 from ckpt_tasks.system import gang_rank, system
 from ckpt_tasks.upkeep.pruning import Pruner
@@ -325,7 +326,7 @@ class HeldRun:
         if self._tenure is not None:
             self._tenure.check()
 
-    def _log_begun(self, state: dict[str, Any]) -> None:
+    def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
         if self._own().committer is not None and self._own().owner.epoch > 1:

@@ -5,7 +5,7 @@ format/kinds.py has the same kinds from the format's side. The process's random 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Scope:
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: MutableMapping[str, Any],
         modules: Mapping[str, nn.Module],
         can_assign: Callable[[str], bool],
         home: str | None = None,

@@ -125,7 +125,7 @@ class PlainPart:
 
     guard: Guard | None = None
 
-    def __init__(self, state: Mapping[str, Any], name: str, tree: Any, copies: Copies, *, can_assign: bool):
+    def __init__(self, state: MutableMapping[str, Any], name: str, tree: Any, copies: Copies, *, can_assign: bool):
         self._state = state
         self._can_assign = can_assign
         self._name = name
@@ -143,7 +143,7 @@ class PlainPart:
         self._here = pack(self._live, name, own)  # Refuse a target that could not be saved.
         self._shapes = {key: (DTYPES[tensor.dtype], tuple(tensor.shape)) for key, tensor in own.tensors.items()}
         refuse_copies_of_state(self._live, name)
-        if not isinstance(state, MutableMapping) and not in_place(self._live):
+        if not can_assign and not in_place(self._live):
             hint = "Give the state as a dict: a number or a string is restored by assigning it there."
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
@@ -203,7 +203,6 @@ class PlainPart:
         for live, content in self._refills:
             _refill(live, content)
         if self._value is not self._live:
-            assert isinstance(self._state, MutableMapping)
             self._state[self._name] = self._value
 
     def _compare_top(self, differences: Differences) -> None:

@@ -114,7 +114,7 @@ def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpo
 def restore_newest(
     store: Store,
     candidates: Iterable[Checkpoint],
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     partial: bool = False,
     selection: Selection | None = None,
@@ -198,7 +198,7 @@ def _sources(
 def restore_one(
     store: ReadableStore,
     checkpoint: Checkpoint,
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     *,
     partial: bool = False,
     selection: Selection | None = None,
@@ -257,7 +257,7 @@ def restore_one(
 def _plan(
     opened: Opened,
     checkpoint: Checkpoint,
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     world_size: int,
     *,
     partial: bool,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ckpt_tasks.errors import CkptError
@@ -21,7 +20,7 @@ from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of
 from ckpt_tasks.objects.parts import Captured, GroupState
 from ckpt_tasks.process.gc_pause import gc_paused
-from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
+from ckpt_tasks.state.groups import flat
 from ckpt_tasks.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.tensors.streams import current_streams, preserved_rng
 from ckpt_tasks.tensors.tensors import RankRule, TensorSet
@@ -39,13 +38,13 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
     ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
-    own = by_rank_of(state)
-    reshard(modules_of(state).values())
+    own = state.by_rank
+    reshard(state.modules.values())
     tensors = TensorSet(world)
     captured: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
-        scope = Scope(state, modules_of(state), partial(can_assign, state), parent)
+        scope = Scope(state, state.modules, state.can_assign, parent)
         kinds = {name: kind_of(value) for name, value in state.items()}
         for name in sorted(state, key=lambda name: _ORDER.index(kinds[name])):
             kind, value = KINDS[kinds[name]], state[name]

@@ -48,20 +48,20 @@ class ByRank:
         self.value = value
 
 
-def flat(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with one group for each object; return the same state if no value is a container of objects.
+def flat(state: Mapping[str, Any]) -> Groups:
+    """Return a state as groups, one for each object.
 
-    Assigning to a group assigns to its container. Raises UnsupportedStateError for an invalid group name, and for a
-    number or a text in a tuple or a frozen dataclass, to which a restore cannot assign.
+    Raises UnsupportedStateError for an invalid group name, and for a number or a text in a tuple or a frozen dataclass,
+    to which a restore cannot assign.
     """
-    checked_state(state)
-    if not any(_is_split(value) for value in state.values()):
+    if isinstance(state, Groups):
         return state
-    flattened = _Flat()
+    _check_names(state)
+    groups = Groups()
     for name, value in state.items():
-        _add(flattened, name, value, _assign_item(state, name), 0)
-    checked_state(flattened)
-    return flattened
+        _add(groups, name, value, _assign_item(state, name), 0)
+    _check_names(groups)
+    return groups
 
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
@@ -104,13 +104,21 @@ def held_in(
                 yield from held_in(item, kinds, path + name, skip, level + 1)
 
 
-class _Flat(MutableMapping[str, Any]):
-    """A flat mapping of groups; an assignment to a group assigns to its container."""
+class Groups(MutableMapping[str, Any]):
+    """A state, flat: its objects and values by group. An assignment to a group assigns to its container.
+
+    Each rank has its own of the groups in `by_rank`.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._assign: dict[str, Callable[[Any], None] | None] = {}
         self.by_rank: set[str] = set()
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by group."""
+        return {name: value for name, value in self.items() if kind_of(value) == "module"}
 
     def add(self, name: str, value: Any, assign: Callable[[Any], None] | None) -> None:
         if name in self._values:
@@ -127,6 +135,7 @@ class _Flat(MutableMapping[str, Any]):
         self._values[name] = value
 
     def can_assign(self, name: str) -> bool:
+        """Return True if a restore can assign another value to a group."""
         return self._assign[name] is not None
 
     def __delitem__(self, name: str) -> None:
@@ -139,38 +148,28 @@ class _Flat(MutableMapping[str, Any]):
         return len(self._values)
 
 
-def by_rank_of(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the groups of a flat state of which each rank has its own."""
-    return frozenset(getattr(state, "by_rank", ()))
-
-
-def can_assign(state: Mapping[str, Any], name: str) -> bool:
-    """Return True if a restore can assign another value to a group."""
-    return state.can_assign(name) if isinstance(state, _Flat) else isinstance(state, MutableMapping)
-
-
-def _add(flattened: _Flat, name: str, value: Any, assign: Callable[[Any], None] | None, level: int) -> None:
+def _add(groups: Groups, name: str, value: Any, assign: Callable[[Any], None] | None, level: int) -> None:
     if level > _MOST_LEVELS:
         raise UnsupportedStateError("objects are nested too deep", key=name, hint="Is there a cycle in it?")
     if type(value) is ByRank:
-        before = set(flattened)
-        _add(flattened, name, value.value, partial(setattr, value, "value"), level + 1)
-        flattened.by_rank |= set(flattened) - before
+        before = set(groups)
+        _add(groups, name, value.value, partial(setattr, value, "value"), level + 1)
+        groups.by_rank |= set(groups) - before
     elif not _is_split(value):
-        if assign is None and kind_of(value) == "plain" and not in_place(value):
+        if level and assign is None and kind_of(value) == "plain" and not in_place(value):
             hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."
             raise UnsupportedStateError("what is in a tuple or frozen cannot be assigned", key=name, hint=hint)
-        flattened.add(name, value, assign)
+        groups.add(name, value, assign)
     elif isinstance(value, (list, tuple)):
         for n, item in enumerate(value):
-            _add(flattened, f"{name}_{n}", item, _assign_item(value, n), level + 1)
+            _add(groups, f"{name}_{n}", item, _assign_item(value, n), level + 1)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _add(flattened, f"{name}_{key}", item, _assign_item(value, key), level + 1)
+            _add(groups, f"{name}_{key}", item, _assign_item(value, key), level + 1)
     else:
         for field in fields(value):
             assign = _assign_field(value, field.name)
-            _add(flattened, f"{name}_{field.name}", getattr(value, field.name), assign, level + 1)
+            _add(groups, f"{name}_{field.name}", getattr(value, field.name), assign, level + 1)
 
 
 def _assign_item(container: Any, key: Any) -> Callable[[Any], None] | None:
@@ -204,8 +203,7 @@ def _holds_objects(container: Any, level: int) -> bool:
     return False
 
 
-def checked_state(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError if a state is not a mapping of group names to values."""
+def _check_names(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"a state is a dict of named objects, not a value of type {type(state).__qualname__}"
@@ -216,29 +214,24 @@ def checked_state(state: Mapping[str, Any]) -> None:
             raise UnsupportedStateError("this cannot be the name of a part of the state", key=repr(name), hint=hint)
 
 
-def refuse_fsdp1(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError for a module in FullyShardedDataParallel, whose parameters are flat."""
-    fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    for name, module in modules_of(flat(state)).items() if fsdp1 else ():
-        if any(isinstance(inner, fsdp1) for inner in module.modules()):
-            raise UnsupportedStateError(
-                "a module in FullyShardedDataParallel (FSDP1) cannot be stored: its parameters are flat",
-                key=name,
-                hint="Shard it with torch.distributed.fsdp.fully_shard(model), which keeps each parameter by its name.",
-            )
+def storable(state: Mapping[str, Any]) -> Groups:
+    """Return a state as groups, whose tensors would all come back by their names.
 
-
-def refuse_hidden_tables(state: Mapping[str, Any]) -> None:
-    """Raise UnsupportedStateError for a LookupTable in a module, unless the table is also a group of the state."""
+    Raises UnsupportedStateError as `flat` does, for modules in FullyShardedDataParallel, whose parameters are flat, and
+    for modules with a LookupTable, unless the table is a group of the state too.
+    """
     groups = flat(state)
+    fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     named = {id(value) for value in groups.values()}
-    for name, module in modules_of(groups).items():
+    for name, module in groups.modules.items():
         for path, inner in module.named_modules():
+            if fsdp1 and isinstance(inner, fsdp1):
+                raise UnsupportedStateError(
+                    "a module in FullyShardedDataParallel (FSDP1) cannot be stored: its parameters are flat",
+                    key=name,
+                    hint="Shard it with torch.distributed.fsdp.fully_shard(model): each parameter keeps its name.",
+                )
             if isinstance(inner, LookupTable) and id(inner) not in named:
                 hint = f'Name it in the state: {{"{name}": model, "rows": model.{path}}}.'
                 raise UnsupportedStateError("a LookupTable is a group of its own", key=f"{name}/{path}", hint=hint)
-
-
-def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return the modules of a state by group."""
-    return {name: value for name, value in state.items() if kind_of(value) == "module"}
+    return groups

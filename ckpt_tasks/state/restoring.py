@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
@@ -23,7 +22,7 @@ from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of, may_draw
 from ckpt_tasks.objects.parts import Guard, RestorePart, Saved
 from ckpt_tasks.objects.plain import PlainPart
 from ckpt_tasks.process.gc_pause import gc_paused
-from ckpt_tasks.state.groups import by_rank_of, can_assign, flat, modules_of
+from ckpt_tasks.state.groups import Groups, flat
 from ckpt_tasks.state.selection import Chosen, Selection, choose
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.sources import Maker, Stored, TensorSource, needed_keys
@@ -145,11 +144,11 @@ def plan_restore(
             differences.loose = True
             chosen = choose(state, groups, selection, differences, rng=rng and not partial)
     wanted, differences.groups = chosen.groups, tuple(chosen.groups)
-    own, foreign = by_rank_of(state), list[str]()
+    foreign: list[str] = []
     for name, group in wanted.items():
         if group.kind not in KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
-        if of_ranks is not None and (name in own or (group.by_rank and not KINDS[group.kind].resizes)):
+        if of_ranks is not None and (name in state.by_rank or (group.by_rank and not KINDS[group.kind].resizes)):
             differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
             foreign.append(name)
             differences.hint = f"To begin it anew: restore(state, leave={foreign})"
@@ -180,7 +179,7 @@ def _preserved(draws: bool) -> AbstractContextManager[None]:
 
 
 def _wanted(
-    state: Mapping[str, Any], groups: Mapping[str, Saved], differences: Differences, *, partial: bool, rng: bool
+    state: Groups, groups: Mapping[str, Saved], differences: Differences, *, partial: bool, rng: bool
 ) -> dict[str, Saved]:
     """Choose the groups of the checkpoint to restore; record groups that only one side has."""
     wanted = {name: groups[name] for name in state if name in groups}
@@ -194,7 +193,7 @@ def _wanted(
 
 
 def _parts(
-    state: Mapping[str, Any],
+    state: Groups,
     chosen: Chosen,
     trees: Mapping[str, Sequence[Any]],
     differences: Differences,
@@ -202,7 +201,7 @@ def _parts(
     *,
     home: str | None,
 ) -> dict[str, RestorePart]:
-    scope = Scope(state, modules_of(state), partial(can_assign, state), home)
+    scope = Scope(state, state.modules, state.can_assign, home)
     parts: dict[str, RestorePart] = {}
     for name, group in chosen.groups.items():
         value = state.get(name)

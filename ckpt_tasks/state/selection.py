@@ -18,7 +18,7 @@ from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.objects.names import module_state, named_parameters, parameter_names, tied_names
 from ckpt_tasks.objects.optimizers import optimizer_names, parameters_in
 from ckpt_tasks.objects.parts import GroupState, Saved
-from ckpt_tasks.state.groups import modules_of
+from ckpt_tasks.state.groups import Groups
 
 Only = Iterable[str] | Mapping[str, str]
 
@@ -95,7 +95,7 @@ class Chosen:
 
 
 def choose(
-    state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
+    state: Groups, groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
 ) -> Chosen:
     """Choose what to restore into a flat state; record in `differences` which places are missing or unexpected.
 
@@ -109,12 +109,10 @@ def choose(
 
 
 class _Chooser:
-    def __init__(
-        self, state: Mapping[str, Any], groups: Mapping[str, Saved], selection: Selection, differences: Differences
-    ):
+    def __init__(self, state: Groups, groups: Mapping[str, Saved], selection: Selection, differences: Differences):
         self._state, self._groups = state, groups
         self._selection, self._differences = selection, differences
-        self._parameters = parameter_names(named_parameters(modules_of(state)))
+        self._parameters = parameter_names(named_parameters(state.modules))
         self._chosen = Chosen()
         self._here: dict[str, list[str]] = {}  # The places of the state in each group.
         self._there = {name: _places(name, group) for name, group in groups.items()}
@@ -241,7 +239,7 @@ class _Chooser:
     def _check_shape(self, place: str, here: str, source: str) -> None:
         """Record a parameter whose moments in the checkpoint have another shape."""
         group, _, key = here.partition("/")
-        live = self._state[group].state_dict().get(key) if group in modules_of(self._state) else None
+        live = self._state[group].state_dict().get(key) if group in self._state.modules else None
         stored = self._differences.stored.get(source)
         if live is not None and stored is not None and tuple(live.shape) != tuple(stored[1]):
             self._differences.differ(place, f"{[*live.shape]} here, {[*stored[1]]} in the checkpoint")

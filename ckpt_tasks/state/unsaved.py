@@ -31,7 +31,7 @@ from ckpt_tasks.objects.kinds import kind_of, may_draw
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.names import named_parameters
 from ckpt_tasks.objects.optimizers import is_ordinary
-from ckpt_tasks.state.groups import flat, held_in, modules_of, objects_of
+from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 
@@ -59,7 +59,7 @@ class Unsaved:
         self._watched: list[tuple[str, Any, Any]] = []
         _lookers.add(self)
 
-    def look(self, state: Mapping[str, Any], step: int, restored_step: int) -> None:
+    def look(self, state: Groups, step: int, restored_step: int) -> None:
         """Warn of objects outside the state, at the first save after a step, or at the next one for those that must
         change.
 
@@ -72,12 +72,11 @@ class Unsaved:
         if self.has_looked or step <= restored_step:
             return
         self.has_looked = True
-        state = flat(state)
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         parts = [*objects_of(state)]
-        parts += [module for value in modules_of(state).values() for module in value.modules()]
+        parts += [module for value in state.modules.values() for module in value.modules()]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(_may_hold_others, state.values()))
         _warn_of_drawing(loaders, nested=alone)
@@ -97,7 +96,7 @@ def stands_in_for(loader: DataLoader[Any]) -> None:
     _warned.add(loader)
 
 
-def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield objects of the loop's variables that the state lacks: name, object, and its state that training changes.
 
     Yields scalers, and averages of the state's modules, only if the state has none.
@@ -106,7 +105,7 @@ def _in_variables(state: Mapping[str, Any], parts: list[Any], loaders: list[Any]
     for holder in (*parts, *loaders):  # There are many modules: look only at their attributes.
         level = 2 if isinstance(holder, nn.Module) else 0
         known |= {id(one) for _, one in held_in(holder, _GENERATORS, level=level)}
-    shapes = [[p.shape for p in module.parameters()] for module in modules_of(state).values()]
+    shapes = [[p.shape for p in module.parameters()] for module in state.modules.values()]
     for variable, value in _variables():
         for name, one in held_in(value, _KINDS, variable, lambda one: id(one) in known or kind_of(one) != "plain"):
             word = _word(one)
@@ -150,9 +149,9 @@ def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
-def warn_of_trained(state: Mapping[str, Any]) -> None:
+def warn_of_trained(state: Groups) -> None:
     """Warn if a run begins with a trained state, as in a notebook whose loop has run before."""
-    optimizers = [(name, value) for name, value in flat(state).items() if isinstance(value, Optimizer)]
+    optimizers = [(name, value) for name, value in state.items() if isinstance(value, Optimizer)]
     if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
             "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If a loop "
@@ -172,9 +171,9 @@ def _has_stepped(of_parameter: object) -> bool:
     return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
-def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
+def _warn_of_optimizers(state: Groups, optimizers: list[Optimizer]) -> None:
     """Warn of optimizers that train the state's parameters but are not in the state."""
-    of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(modules_of(state))}
+    of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(state.modules)}
     for number in (n for value in state.values() if isinstance(value, Optimizer) for n in _parameters(value)):
         of_module.pop(number, None)
     for value in _new(value for value in optimizers if not _parameters(value).isdisjoint(of_module)):
@@ -188,9 +187,9 @@ def _warn_of_optimizers(state: Mapping[str, Any], optimizers: list[Optimizer]) -
         )
 
 
-def _warn_of_parameters(state: Mapping[str, Any]) -> None:
+def _warn_of_parameters(state: Groups) -> None:
     """Warn of optimizers in the state whose parameters are outside the state."""
-    held = {id(p) for _, p in named_parameters(modules_of(state))} | {*map(id, objects_of(state))}
+    held = {id(p) for _, p in named_parameters(state.modules)} | {*map(id, objects_of(state))}
     for name, value in state.items():
         if isinstance(value, Optimizer) and is_ordinary(value):
             trained = [p for group in value.param_groups for p in group["params"] if p.requires_grad]
@@ -205,7 +204,7 @@ def _warn_of_parameters(state: Mapping[str, Any]) -> None:
                 )
 
 
-def _warn_of_begun_again(state: Mapping[str, Any], iterators: list[Any], step: int, restored_step: int) -> None:
+def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restored_step: int) -> None:
     """Warn of a plain loader that starts its epoch from the beginning after a restore in the middle of one."""
     if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
         return
@@ -223,7 +222,7 @@ def _warn_of_begun_again(state: Mapping[str, Any], iterators: list[Any], step: i
             )
 
 
-def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -> None:
+def _warn_of_schedules(state: Groups, schedules: list[LRScheduler]) -> None:
     """Warn of schedules of the state's optimizers that are not in the state."""
     of = {id(value): name for name, value in state.items() if isinstance(value, Optimizer)}
     for value in state.values():
@@ -239,9 +238,9 @@ def _warn_of_schedules(state: Mapping[str, Any], schedules: list[LRScheduler]) -
         )
 
 
-def _warn_of_ranks(state: Mapping[str, Any]) -> None:
+def _warn_of_ranks(state: Groups) -> None:
     """Warn of an AdaLoRA model of PEFT: its state lacks the averages by which it reduces the ranks of its matrices."""
-    for name, module in modules_of(state).items():
+    for name, module in state.modules.items():
         if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
             _log.warning(
                 "The rank allocator of %s is not in the state: after a resume AdaLoRA takes other ranks away. Save it "
@@ -250,7 +249,7 @@ def _warn_of_ranks(state: Mapping[str, Any]) -> None:
             )
 
 
-def _warn_of_empty(state: Mapping[str, Any]) -> None:
+def _warn_of_empty(state: Groups) -> None:
     for name, value in state.items():
         with preserved_rng() if may_draw(value) else nullcontext():
             nothing = (name, type(value)) not in _empty and _saves_nothing(value)
