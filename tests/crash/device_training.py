@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.programs.byte_lm import use_deterministic_kernels
-from tests.crash.memory_training import digests
+from tests.crash.test_memory_kills import digests
 
 WIDTH = 512
 

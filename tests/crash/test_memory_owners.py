@@ -15,7 +15,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ConfigError, FencedError, StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
-from tests.crash.memory_loop import state_of, step_of
+from tests.crash.lives import state_of, step_of
 
 SIZE = 1 << 14
 DIRECTORY, LOCK = "not a directory of this user's alone", "its lock is not a file of this user's alone"

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.snapshot.memory import default_directory
-from tests.crash.memory_loop import state_of, step_of
+from tests.crash.lives import state_of, step_of
 
 MIB = 1 << 20
 SIZE = 1 << 14

@@ -2,8 +2,8 @@
 
 Every seed is a run that is killed. As many as you like, from the first one on, or one of them again::
 
-    KILLS=1000 python -m pytest -m slow tests/ranks/test_kills.py
-    KILLS=1000 python -m pytest -m slow tests/ranks/test_kills.py -k "[731]"
+    KILLS=1000 python -m pytest tests/ranks/test_kills.py
+    KILLS=1000 python -m pytest tests/ranks/test_kills.py -k "[731]"
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from ckpt_tasks.reading.reading import open_run
-from tests.ranks.test_failures import steps_of
-from tests.ranks.training import build, digests, train
+from tests.ranks.training import digests, state_of, steps_of, train
 from tests.ranks.victims import ANY_MOMENT, PHASES, STEPS, TWO_GANGS, Death, Life, Plan, plan, train_and_die
 from tests.support.gang import Gang, run
 
 KILLS = int(os.environ.get("KILLS", "200"))
 QUICK = (14, 1, 2, 3, 4, 5, 20)  # one of every phase, two ranks each
-_END_S = (
-    240.0  # survivors have ended by then; not a measurement: the deadlines of a save and of a close on two busy cores
-)
+_END_S = 240.0  # survivors have ended by then: the deadlines of a save and of a close on two busy cores
 
 
 class Whole(NamedTuple):
@@ -55,10 +51,9 @@ def restored_steps(root: Path) -> dict[int, dict[str, str]]:
     """Restore every live checkpoint of a run in this process alone; return digests of all that it holds, by step."""
     found, opened = {}, open_run(root)
     for checkpoint in opened.checkpoints():
-        model = build("plain", 1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        opened.restore(checkpoint, {"model": model, "optimizer": optimizer}, partial=True)
-        found[checkpoint.step] = digests(model, optimizer)
+        state = state_of("plain", 1)
+        opened.restore(checkpoint, state, partial=True)
+        found[checkpoint.step] = digests(state["model"], state["optimizer"])
     return found
 
 
@@ -160,17 +155,13 @@ def survives(root: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     assert left_of(root) == before, note  # an aborted sweep may have left some under the same name
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed in QUICK else pytest.mark.slow) for seed in range(KILLS)]
+)
 def test_a_killed_gang_goes_on_bit_for_bit(tmp_path: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
     """P55: ranks die while they step, copy, write, hand in or commit: every commit that was seen restores, bit-equal.
 
-    The next gang ends as if they had not died, and leaves neither shared memory nor a process.
+    The next gang ends as if they had not died, and leaves neither shared memory nor a process. The long form has two
+    and four ranks.
     """
-    survives(tmp_path, whole, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(KILLS))
-def test_two_hundred_kills(tmp_path: Path, whole: Callable[[str, int], Whole], seed: int) -> None:
-    """P55: the same 200 times, with two and four ranks, and with a gang that takes the directory over."""
     survives(tmp_path, whole, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -11,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt_tasks import ByRank, Checkpointer
-from tests.ranks.test_disagreeing import attempt
-from tests.ranks.test_failures import steps_of
-from tests.ranks.training import build, config
+from ckpt_tasks.snapshot.samples import take_samples
+from ckpt_tasks.tensors.device import Devices
+from tests.ranks.training import attempt, build, config, steps_of
 from tests.support.gang import run
 
+SAVES = 64
 LARGE = 200_000  # elements: as a parameter it would be divided among the ranks
 
 
@@ -36,7 +39,9 @@ class Holder:
         self._held = state
 
 
-def metric(own: float) -> torchmetrics.Metric:
+def metric(own: float) -> Any:
+    import torchmetrics  # takes seconds, in each rank of each test
+
     made = torchmetrics.SumMetric()
     made.persistent(mode=True)
     made.update(own)
@@ -114,20 +119,56 @@ def test_a_value_comes_back_as_it_was_or_is_refused(tmp_path: Path, parallel: st
     assert steps_of(tmp_path / "different") == []
 
 
-def in_fsdp1(rank: int, size: int, root: str) -> list[tuple[str, str]]:
-    model = FullyShardedDataParallel(build("plain", size), device_id=torch.device("cpu"))
+def in_fsdp1(rank: int, size: int) -> Any:
+    return FullyShardedDataParallel(build("plain", size), device_id=torch.device("cpu"))
+
+
+def on_meta(rank: int, size: int) -> Any:
+    with torch.device("meta"):
+        return torch.nn.Linear(3, 3)
+
+
+def cut_oddly(rank: int, size: int) -> Any:
+    mesh = init_device_mesh("cpu", (size,))
+    local = torch.zeros(2 + rank)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+
+
+def of_one_rank(rank: int, size: int) -> Any:
+    return ByRank({"seen": distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (size,)), [Shard(0)])})
+
+
+def in_a_pipeline(rank: int, size: int) -> Any:
+    return torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(3, 3)})
+
+
+REFUSED: dict[Callable[[int, int], Any], str] = {
+    in_a_pipeline: "rank 1 and rank 0 have different values",
+    in_fsdp1: r"FullyShardedDataParallel \(FSDP1\).*fully_shard\(model\)",
+    on_meta: "at x/weight",
+    cut_oddly: "at x",
+    of_one_rank: "a DTensor of one rank alone cannot be stored .at x/seen",
+}
+
+
+def refused(rank: int, size: int, root: str, make: Callable[[int, int], Any]) -> list[tuple[str, str]]:
+    state = {"x": make(rank, size)}
     with Checkpointer(config(root)) as ckpt:
-        return [attempt(call, {"model": model}) for call in (ckpt.restore, partial(ckpt.save, 1))]
+        calls = (ckpt.restore, partial(ckpt.save, 1)) if make is in_fsdp1 else (partial(ckpt.save, 1),)
+        return [attempt(call, state) for call in calls]
 
 
-def test_fsdp1_is_refused_by_its_name(tmp_path: Path) -> None:
-    """P7: a module in FullyShardedDataParallel fails the first restore and the first save, with what to do instead."""
-    for said in run(2, in_fsdp1, str(tmp_path)):
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_ranks_cannot_save_is_refused_by_name(tmp_path: Path, make: Callable[[int, int], Any]) -> None:
+    """P7: values without bytes, a part that is not where it says, a module that hides its parameters, other tensors.
+
+    Their key is named, it is said what to do instead, and nothing is written.
+    """
+    for said in run(2, refused, str(tmp_path), make):
         for name, words in said:
-            assert name == "UnsupportedStateError"
-            assert "FullyShardedDataParallel (FSDP1)" in words
-            assert "fully_shard(model)" in words
-    assert not [*tmp_path.iterdir()]
+            assert name == ("StateError" if make is in_a_pipeline else "UnsupportedStateError")
+            assert re.search(REFUSED[make], words, re.DOTALL), words
+    assert not [*tmp_path.glob("checkpoint_*/*/*" if make is in_a_pipeline else "*")]
 
 
 def by_rank(rank: int, size: int, root: str, step: int) -> tuple[Any, ...]:
@@ -159,3 +200,29 @@ def test_another_number_of_ranks_is_told_what_it_cannot_restore(tmp_path: Path) 
         assert "leave=['seen', 'more_0']" in words
         assert taken == 1
         assert left[0] >= 10.0
+
+
+@pytest.mark.parametrize("others", [0, 7, 200])
+def test_one_element_is_seen_when_its_turn_comes(others: int) -> None:
+    """Whichever element of whichever tensor differs, one save of 64 compares it; each looks at a few tensors."""
+    torch.manual_seed(0)
+    held = {
+        "scalar": torch.tensor(3.0),
+        "matrix": torch.randn(300, 70),
+        "transposed": torch.randn(70, 300).t(),
+        "cube": torch.randn(20, 9, 20).to(torch.bfloat16),
+        **{f"other {n}": torch.randn(3) for n in range(others)},
+    }
+    turns = [_look(held, turn) for turn in range(SAVES)]
+    for key in ("scalar", "matrix", "transposed", "cube"):
+        for _ in range(5):
+            place = tuple(int(torch.randint(extent, ())) for extent in held[key].shape)
+            changed = {**held, key: held[key].clone()}
+            changed[key][place] += 1
+            seen = [turn for turn in range(SAVES) if _look(changed, turn) != turns[turn]]
+            assert seen, (key, place)
+    assert all(len(found) <= 2 * SAVES for found in turns)
+
+
+def _look(held: dict[str, torch.Tensor], turn: int) -> dict[str, str]:
+    return take_samples({key: (one, (0,) * one.dim()) for key, one in held.items()}, turn, Devices()).digests()

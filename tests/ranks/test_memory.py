@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.errors import FencedError, IntegrityError, StateError
+from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.records import SEAL_NAME, Seal
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.tensors.copies import Copies
-from tests.ranks.test_failures import state_of, steps_of
-from tests.ranks.training import build, config, digests, train
+from tests.ranks.training import attempt, config, digests, put, state_of, steps_of, train
 from tests.support.cli_runs import flip
 from tests.support.gang import Gang, report, run
 from tests.support.waiting import until
@@ -35,29 +34,24 @@ def slots(place: Path, rank: int, size: int = SIZE) -> dict[int, Path]:
     return found
 
 
-_put = LocalStore.put
-
-
 def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[dict[str, str | None], int]) -> None:
     """Train; after step 4 the store takes nothing. Report once the last step is sealed on this host, and hang."""
     options, last = plan
     [place] = filter(None, options.values())
-    model = build(kind, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    state = state_of(kind, size)
     batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
     ckpt = Checkpointer(config(root, **options))
 
     def never(self: LocalStore, name: str, body: Any) -> None:
         if self.url == root:
             time.sleep(600)
-        _put(self, name, body)
+        put(self, name, body)
 
     for step in range(ckpt.restore(state) + 1, last + 1):
         torch.rand(())
-        model(batches[step]).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        state["model"](batches[step]).pow(2).mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
         ckpt.step(step, state)
         if step == 4:
             ckpt.wait()
@@ -68,34 +62,28 @@ def hangs(rank: int, size: int, kind: str, root: str, plan: tuple[dict[str, str 
 
 
 def killed(
-    root: Path, place: Path, *, last: int, kind: str = "fsdp", size: int = SIZE, option: str = "memory_dir"
+    root: Path, place: Path, last: int, *, kind: str = "fsdp", size: int = SIZE, option: str = "memory_dir"
 ) -> None:
     """Leave steps 2 and 4 committed, and what came after them in the memory of all ranks only, or in a local_dir."""
     place.mkdir(exist_ok=True)
-    options = {"memory_dir": None, option: str(place)}
-    with Gang(size, hangs, kind, str(root), (options, last)) as gang:
+    with Gang(size, hangs, kind, str(root), ({"memory_dir": None, option: str(place)}, last)) as gang:
         assert [gang.said(rank)[1] for rank in range(size)] == ["sealed"] * size
         for rank in range(size):
-            os.kill(gang.pid(rank), signal.SIGKILL)
+            gang.send(rank, signal.SIGKILL)
     assert steps_of(root)[-1] == 4
 
 
-def restored(rank: int, size: int, kind: str, root: str, options: dict[str, Any]) -> dict[str, Any]:
+def restored(rank: int, size: int, kind: str, root: str, on: tuple[str, list[str]]) -> dict[str, Any]:
     """Restore, save what storage lacks, and end."""
-    model = build(kind, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model, "optimizer": optimizer, "epoch": 0}
-    with Checkpointer(config(root, **options)) as ckpt:
+    state, (option, places) = state_of(kind, size), on
+    with Checkpointer(config(root, **{"memory_dir": None, option: places[rank]})) as ckpt:
         step = ckpt.restore(state)
         report_ = ckpt.last_restore
         assert report_ is not None
         ckpt.wait()
-    return {
-        "step": step,
-        "source": report_.source,
-        "skipped": [[*one] for one in report_.skipped],
-        "digests": digests(model, optimizer),
-    }
+    source, skipped = report_.source, [[*one] for one in report_.skipped]
+    held = digests(state["model"], state["optimizer"])
+    return {"step": step, "source": source, "skipped": skipped, "digests": held}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +93,7 @@ def test_a_step_that_all_have_sealed_survives_them(tmp_path: Path, kind: str, si
     """P55: all ranks are killed before the commit; the restart goes on from memory, bit for bit, and commits it."""
     whole = run(size, train, kind, str(tmp_path / "whole"), (10, {"memory_dir": None}))
     root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=6, kind=kind, size=size)
+    killed(root, memory, 6, kind=kind, size=size)
     resumed = run(size, train, kind, str(root), (10, {"memory_dir": str(memory), "max_num_checkpoints": None}))
     assert [rank["start"] for rank in resumed] == [6] * size
     assert [rank["digests"] for rank in resumed] == [rank["digests"] for rank in whole]
@@ -113,51 +101,100 @@ def test_a_step_that_all_have_sealed_survives_them(tmp_path: Path, kind: str, si
     assert steps_of(root)[:3] == [2, 4, 6]
 
 
-def test_what_one_rank_lacks_none_restores(tmp_path: Path) -> None:
-    """One rank's newest image is older than the other's: both restore the older step, from memory."""
-    root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=8)
-    assert [sorted(slots(memory, rank)) for rank in range(SIZE)] == [[6, 8]] * SIZE
-    (slots(memory, 1)[8] / "seal.json").unlink()
-    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
-    assert [one["step"] for one in found] == [6, 6]
-    assert all(one["source"].startswith(str(memory)) for one in found)
-    assert steps_of(root)[-1] == 6
+def unseal(root: Path, place: Path) -> None:
+    """Let rank 1's newest image be older than the other's."""
+    (slots(place, 1)[8] / SEAL_NAME).unlink()
 
 
-def test_a_damaged_image_sends_all_ranks_back(tmp_path: Path) -> None:
-    """P55: a byte of one rank's image has changed: all ranks take the step before, and each says why."""
-    root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=8)
-    [image] = slots(memory, 1)[8].glob("model-*.safetensors")
+def damage(root: Path, place: Path) -> None:
+    [image] = slots(place, 1)[8].glob("model-*.safetensors")
     flip(image, -5)
-    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
-    assert [one["step"] for one in found] == [6, 6]
+
+
+def train_elsewhere(root: Path, place: Path) -> None:
+    on = run(SIZE, train, "fsdp", str(root), (5, {"memory_dir": None, "step_interval": 1}))
+    assert [one["start"] for one in on] == [4, 4]
+
+
+def move(root: Path, place: Path) -> None:
+    """Let rank 1 be on another host, with its part alone: it lacks the replicas that the other rank has written."""
+    [away] = place.glob("*/*-00001-of-00002")
+    there = place.with_name("other") / away.relative_to(place)
+    there.parent.mkdir(parents=True)
+    there.parent.chmod(0o700)
+    away.rename(there)
+
+
+class Fate(NamedTuple):
+    """What happens after all ranks were killed with steps 6 to `last` on their host, what is restored then, and why."""
+
+    happens: Callable[[Path, Path], None]
+    step: int
+    kept: bool = True  # Whether it comes from the host.
+    why: str = ""
+    kind: str = "fsdp"
+    option: str = "memory_dir"
+    last: int = 8
+
+
+FATES = {
+    "none": Fate(lambda root, place: None, 6, kind="ddp", option="local_dir", last=6),
+    "not sealed in one": Fate(unseal, 6),
+    "damaged in one": Fate(damage, 6, why="in memory.*model/"),
+    "a line that was left": Fate(train_elsewhere, 5, kept=False),
+    "another host": Fate(move, 4, kept=False, why="in memory"),
+    "none, sharded": Fate(lambda root, place: None, 6, option="local_dir", last=6),
+    "another host, replicated": Fate(move, 4, kept=False, why="in memory", kind="ddp"),
+}
+SLOW = ("another host", "none, sharded", "another host, replicated")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in FATES])
+def test_all_restore_one_step_or_the_commit(tmp_path: Path, name: str) -> None:
+    """P55, P71: what one rank lacks, or has damaged, none restores, and each says why; then that step is committed.
+
+    Memory of a line that was left is no part of the run. A copy in a local directory counts as memory does.
+    """
+    fate = FATES[name]
+    root, place = tmp_path / "run", tmp_path / "place"
+    killed(root, place, fate.last, kind=fate.kind, option=fate.option)
+    assert [max(slots(place, rank)) for rank in range(SIZE)] == [fate.last] * SIZE
+    fate.happens(root, place)
+    places = [str(place), str(place if fate.happens is not move else place.with_name("other"))]
+    found = run(SIZE, restored, fate.kind, str(root), (fate.option, places))
     for one in found:
-        [[step, why]] = one["skipped"]
-        assert step == 8
-        assert "in memory" in why
-        assert "model/" in why
+        assert one["step"] == fate.step
+        assert one["source"].startswith(places[0] if fate.kept else str(root))
+        assert not fate.why or one["skipped"][0][0] == fate.last
+        assert all(word in str(one["skipped"]) for word in fate.why.split(".*"))
+    assert steps_of(root)[-1] == fate.step
+    assert [one["digests"] for one in found] == [found[0]["digests"]] * SIZE
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_takes_the_commit(tmp_path: Path) -> None:
+    """Two ranks' memory is not three ranks': they restore the newest commit, and free it once they train."""
+    root, memory = tmp_path / "run", tmp_path / "memory"
+    killed(root, memory, 6)
+    found = run(3, train, "fsdp", str(root), (6, {"memory_dir": str(memory)}))
+    assert [one["start"] for one in found] == [4] * 3
+    assert slots(memory, 0) == slots(memory, 1) == {}
     assert steps_of(root)[-1] == 6
 
 
-def differs(rank: int, size: int, root: str, options: dict[str, Any], how: tuple[str, str]) -> None:
+def differs(rank: int, size: int, root: str, place: str, how: tuple[str, str, str]) -> None:
     """Save step 1, let rank 1 differ, and save step 2; hang once it is refused, or sealed before it can be."""
-    what, moment = how
-    [place] = filter(None, options.values())
-    model = build("plain", size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model, "optimizer": optimizer, "epoch": 0}
-    ckpt = Checkpointer(config(root, **options))
+    what, moment, option = how
+    state = state_of("plain", size)
+    ckpt = Checkpointer(config(root, **{"memory_dir": None, option: place}))
     ckpt.save(1, state)
     if rank == 1 and what == "value":
         state["epoch"] = 1
     elif rank == 1:
-        for parameter in model.parameters():
-            parameter.data.mul_(3)
+        fill(state, 3)
     if moment == "refused":
-        with pytest.raises(StateError, match="rank 1 and rank 0 have different values"):
-            ckpt.save(2, state)
+        name, words = attempt(ckpt.save, 2, state)
+        assert (name, "rank 1 and rank 0 have different values" in words) == ("StateError", True)
         assert 2 not in slots(Path(place), rank, size)
     else:
         LocalStore.put = lambda *of: time.sleep(600)  # type: ignore[method-assign]
@@ -168,98 +205,49 @@ def differs(rank: int, size: int, root: str, options: dict[str, Any], how: tuple
 
 
 @pytest.mark.parametrize(
-    ("what", "moment", "option"),
+    "how",
     [
         ("weight", "refused", "memory_dir"),
         ("value", "sealed", "memory_dir"),
-        *(
-            pytest.param(*form, marks=pytest.mark.slow)
-            for form in [
-                ("value", "refused", "memory_dir"),
-                ("weight", "sealed", "memory_dir"),
-                ("weight", "refused", "local_dir"),
-            ]
-        ),
+        pytest.param(("weight", "sealed", "memory_dir"), marks=pytest.mark.slow),
+        pytest.param(("weight", "refused", "local_dir"), marks=pytest.mark.slow),
     ],
 )
-def test_a_snapshot_of_ranks_that_differ_is_never_restored(tmp_path: Path, what: str, moment: str, option: str) -> None:
+def test_a_snapshot_of_ranks_that_differ_is_never_restored(tmp_path: Path, how: tuple[str, str, str]) -> None:
     """P55: ranks differ in step 2, and are killed: all restore step 1, whether its save was refused before or not."""
     root, place = tmp_path / "run", tmp_path / "place"
     place.mkdir()
-    options = {"memory_dir": None, option: str(place)}
-    with Gang(SIZE, differs, str(root), options, (what, moment)) as gang:
+    with Gang(SIZE, differs, str(root), str(place), how) as gang:
         assert [gang.said(rank)[1] for rank in range(SIZE)] == ["done"] * SIZE
         for rank in range(SIZE):
-            os.kill(gang.pid(rank), signal.SIGKILL)
-    found = run(SIZE, restored, "plain", str(root), options)
+            gang.send(rank, signal.SIGKILL)
+    found = run(SIZE, restored, "plain", str(root), (how[2], [str(place)] * SIZE))
     assert [one["step"] for one in found] == [1, 1]
     assert found[0]["digests"] == found[1]["digests"]
     assert steps_of(root) == [1]
 
 
-def test_memory_of_a_line_that_was_left_is_ignored(tmp_path: Path) -> None:
-    """Others have committed since the snapshot was taken: it is not part of the run any more."""
-    root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=6)
-    on = run(SIZE, train, "fsdp", str(root), (5, {"memory_dir": None, "step_interval": 1}))
-    assert [one["start"] for one in on] == [4, 4]
-    found = run(SIZE, restored, "fsdp", str(root), {"memory_dir": str(memory)})
-    assert [one["step"] for one in found] == [5, 5]
-    assert [one["digests"] for one in found] == [one["digests"] for one in on]
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_takes_the_commit(tmp_path: Path) -> None:
-    """Two ranks' memory is not three ranks': they restore the newest commit, and free it once they train."""
-    root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=6)
-    found = run(3, train, "fsdp", str(root), (6, {"memory_dir": str(memory)}))
-    assert [one["start"] for one in found] == [4] * 3
-    assert not slots(memory, 0)
-    assert not slots(memory, 1)
-    assert steps_of(root)[-1] == 6
-
-
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_copy_that_all_have_in_a_local_directory_is_restored(tmp_path: Path, kind: str) -> None:
-    """A step that all ranks have made durable on their host goes on from there, and reaches the store."""
-    root, local = tmp_path / "run", tmp_path / "local"
-    killed(root, local, last=6, kind=kind, option="local_dir")
-    options = {"memory_dir": None, "local_dir": str(local)}
-    found = run(SIZE, restored, kind, str(root), options)
-    assert [one["step"] for one in found] == [6, 6]
-    assert all(one["source"].startswith(str(local)) for one in found)
-    assert steps_of(root)[-1] == 6
-    for rank in range(SIZE):
-        assert [*slots(local, rank)] == [6]
-    assert [one["digests"] for one in run(SIZE, restored, kind, str(root), {"memory_dir": None})] == [
-        one["digests"] for one in found
-    ]
-
-
 def is_fenced(rank: int, size: int, root: str, memory: str) -> str:
     """Save until the run is another gang's: the error leaves the block, which keeps what may be restored."""
-    state = state_of("fsdp", size)
-    try:
-        with Checkpointer(config(root, memory_dir=memory, owner_timeout_s=30)) as ckpt:
-            ckpt.save(1, state)
-            report("saved")
-            for step in range(2, 10_000):
-                ckpt.save(step, state)
-                time.sleep(0.02)
-    except FencedError as error:
-        return type(error).__name__
-    return "never"
+    state, said = state_of("fsdp", size), ""
+    with suppress(ZeroDivisionError), Checkpointer(config(root, memory_dir=memory, owner_timeout_s=30)) as ckpt:
+        for step in range(1, 10_000):
+            said, _ = attempt(ckpt.save, step, state)
+            if said != "None":
+                raise ZeroDivisionError
+            if step == 1:
+                report("saved")
+            time.sleep(0.02)
+    return said
 
 
 def takes_over(rank: int, size: int, root: str) -> None:
-    ckpt = Checkpointer(config(root, memory_dir=None), take_over=True)
-    ckpt.restore(state_of("fsdp", size))
-    ckpt.close()
+    with Checkpointer(config(root, memory_dir=None), take_over=True) as ckpt:
+        ckpt.restore(state_of("fsdp", size))
 
 
 def test_a_fenced_gang_leaves_no_memory(tmp_path: Path) -> None:
-    """What a gang took after it had lost the run is not part of it: no rank leaves a sealed snapshot."""
+    """P67: what a gang took after it had lost the run is not part of it: no rank leaves a sealed snapshot."""
     root, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     with Gang(SIZE, is_fenced, str(root), str(memory)) as gang:
@@ -267,28 +255,6 @@ def test_a_fenced_gang_leaves_no_memory(tmp_path: Path) -> None:
         run(SIZE, takes_over, str(root))
         assert gang.results() == ["FencedError"] * SIZE
     assert [slots(memory, rank) for rank in range(SIZE)] == [{}, {}]
-
-
-def restored_apart(rank: int, size: int, kind: str, root: str, hosts: list[str]) -> dict[str, Any]:
-    return restored(rank, size, kind, root, {"memory_dir": hosts[rank]})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_replicas_on_another_host_send_all_back_to_the_commit(tmp_path: Path, kind: str) -> None:
-    """Each rank finds its own part only, which lacks the replicas that the other wrote: both take the newest commit."""
-    root, memory = tmp_path / "run", tmp_path / "memory"
-    killed(root, memory, last=6, kind=kind)
-    other = tmp_path / "other"
-    [away] = memory.glob("*/*-00001-of-00002")
-    there = other / away.relative_to(memory)
-    there.parent.mkdir(parents=True)
-    there.parent.chmod(0o700)
-    away.rename(there)
-    found = run(SIZE, restored_apart, kind, str(root), [str(memory), str(other)])
-    assert [one["step"] for one in found] == [4, 4]
-    assert all(one["source"].startswith(str(root)) for one in found)
-    assert all(step == 6 and "in memory" in why for one in found for step, why in one["skipped"][:1])
 
 
 def copies_late(rank: int, size: int, root: str, memory: str) -> bool:

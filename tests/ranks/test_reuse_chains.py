@@ -20,14 +20,14 @@ from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import settle
-from tests.ranks.test_failures import steps_of
-from tests.ranks.training import config
+from tests.ranks.training import config, put, refuse, steps_of
 from tests.support.children import forking
 from tests.support.gang import Gang, report
 
 SIZE = 2
 GROUPS = ("frozen", "slow", "quick")
 WIDTH = (1 << 18) + 64  # of float32: the part of each rank is just large enough to be reused
+OF_THEIR_OWN = SIZE  # objects: the random streams of each rank
 Values = tuple[tuple[int, ...], ...]  # what fills the part of each rank, by group
 
 
@@ -52,13 +52,6 @@ def ops() -> st.SearchStrategy[list[Op]]:
 # ── in the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_put = LocalStore.put
-
-
-def _full(self: LocalStore, name: str, parts: Any) -> None:
-    raise StoreError("no space left on device", key=name)
-
-
 def obey(rank: int, size: int, pipes: list[Connection]) -> None:
     """Do what the test says, until it says no more; report after each what the state holds then."""
     state: dict[str, Any] = {}
@@ -73,12 +66,12 @@ def obey(rank: int, size: int, pipes: list[Connection]) -> None:
         if kind == "save":
             step, values, fails = arguments
             fill(state, values)
-            LocalStore.put = _full if fails == rank else _put  # type: ignore[method-assign,assignment]
+            LocalStore.put = refuse if fails == rank else put  # type: ignore[method-assign,assignment]
             try:
                 ckpt.save(step, state)
             except StoreError:
                 assert fails is not None
-            LocalStore.put = _put  # type: ignore[method-assign]
+            LocalStore.put = put  # type: ignore[method-assign]
         elif kind == "roll back":
             ckpt.rollback(arguments[0])
             ckpt.restore(state)
@@ -150,6 +143,7 @@ def run_chain(ranks: Ranks, root: Path, keeps: int, chain: list[Op]) -> None:
     values: Values = tuple((0,) * SIZE for _ in GROUPS)
     saved = {1: values}
     ranks.do("save", 1, values, None)
+    knows = True  # whether the gang knows what the newest checkpoint has
     for step, op in enumerate(chain, start=2):
         steps = sorted(checkpoint.step for checkpoint in open_run(root).checkpoints())
         there = steps[op.which % len(steps)]
@@ -157,6 +151,9 @@ def run_chain(ranks: Ranks, root: Path, keeps: int, chain: list[Op]) -> None:
             values = changed(values, op.changed, step)
             ranks.do("save", step, values, op.which % SIZE if op.kind == "fail" else None)
             saved[step] = values
+            if op.kind == "save" and knows:
+                assert len([*root.glob(f"checkpoint_{step:012d}/*/*.safetensors")]) <= len(op.changed) + OF_THEIR_OWN
+            knows = op.kind == "save"
         elif op.kind == "start again":
             ranks.do("end")
             values = ranks.do("begin", str(root), keeps)
@@ -200,7 +197,9 @@ def look(root: Path, saved: dict[int, Values], *, pruned: bool) -> None:
 
 @pytest.mark.parametrize("examples", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_what_a_live_checkpoint_names_is_never_deleted(ranks: Ranks, examples: int) -> None:
-    """Objects that ranks name again, through any number of checkpoints, outlive those that wrote them, and no longer.
+    """P65: objects that ranks name again, through any number of checkpoints, outlive what wrote them, and no longer.
+
+    What has not changed since the last save is not written again, unless that failed.
 
     Every live checkpoint restores bit for bit after each save, failed save, prune, pin, rollback and start.
     """

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_tasks import Checkpointer
-from tests.ranks.test_failures import steps_of
-from tests.ranks.training import config
+from tests.ranks.training import config, steps_of
 from tests.support.gang import run
 
 Mesh = tuple[int, int]  # ranks of fully_shard, and of tensor parallelism in each

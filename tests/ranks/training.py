@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 HIDDEN = 40
+WIDE = 8184  # large beside headers and random streams; 2, 3 and 4 ranks divide it, as tensor parallelism wants
 
 
 def build(kind: str, size: int, hidden: int = HIDDEN) -> nn.Module:
@@ -58,6 +66,69 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     return {name: digest_hex(full(value).contiguous().numpy().tobytes()) for name, value in sorted(values.items())}
 
 
+def state_of(kind: str, size: int, hidden: int = HIDDEN) -> dict[str, Any]:
+    model = build(kind, size, hidden)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "epoch": 0}
+
+
+def stepped(kind: str, size: int) -> dict[str, Any]:
+    """Return a wide state whose optimizer has its moments."""
+    state = state_of(kind, size, WIDE)
+    state["model"](torch.randn(4, 16, generator=torch.Generator().manual_seed(1))).pow(2).mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    return state
+
+
+def watch(*, far: bool, on_read: Callable[[], object] = lambda: None) -> list[int]:
+    """Note how many bytes this process reads of shards from now on; perhaps as if the store were far away."""
+    count: list[int] = []
+    read = LocalStore.read
+
+    def counting(self: LocalStore, name: str, begin: int, into: memoryview) -> None:
+        if name.endswith(".safetensors"):
+            count.append(len(into))
+            if begin > 0:
+                on_read()
+        read(self, name, begin, into)
+
+    LocalStore.read = counting  # type: ignore[method-assign]
+    LocalStore.near = not far
+    return count
+
+
+def state_bytes(root: Path) -> int:
+    """Count what all ranks together want of the newest checkpoint."""
+    history = History(LocalStore(root))
+    opened = open_checkpoint(history.store, history.head().state.live[-1])
+    return sum(row.end - row.begin for row in opened.rows)
+
+
+def steps_of(root: Path) -> list[int]:
+    """Return the steps of the live checkpoints, oldest first; each of them is good."""
+    history = History(LocalStore(root))
+    live = history.head().state.live
+    assert [fault for checkpoint in live for fault in verify_checkpoint(history.store, checkpoint)] == []
+    return [checkpoint.step for checkpoint in live]
+
+
+def attempt(call: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
+    """Return the name of what a call raises, and its words; "None" where it raises nothing."""
+    try:
+        call(*arguments, **options)
+    except CkptError as error:
+        return type(error).__name__, str(error)
+    return "None", ""
+
+
+put = LocalStore.put
+
+
+def refuse(self: LocalStore, name: str, parts: Any) -> None:
+    """Put nothing, as a store that is full."""
+    raise StoreError("no space left on device", key=name)
+
+
 def config(root: str, **options: Any) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=root, **{"step_interval": 2, "flush_timeout_s": 60, **options})
 
@@ -66,15 +137,12 @@ def train(rank: int, size: int, kind: str, root: str, last: int | tuple[int, dic
     """Train from the newest checkpoint to the `last` step, perhaps with options of the Checkpointer.
 
     Return where it began, and digests of all that there is at the end.
-
-    Where there is nothing to train it saves what it has restored.
     """
     steps, options = last if isinstance(last, tuple) else (last, {})
     take_over = options.get("take_over", False)
     configured = config(root, **{name: value for name, value in options.items() if name != "take_over"})
-    model = build(kind, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    state = state_of(kind, size)
+    model, optimizer = state["model"], state["optimizer"]
     batches = torch.randn(100, 8, 16, generator=torch.Generator().manual_seed(5))
     draws = []
     with Checkpointer(configured, take_over=take_over) as ckpt:
