@@ -23,7 +23,7 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.saving import rank_saver
 from ckpt_tasks.saving.parts import digest_image
 from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
+from ckpt_tasks.snapshot.memory import MemoryDirectory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die, seal, settle, under_way
 from tests.crash.lives import SIZE, Fate, Life, end_threads, fated, seals, slots, state_of, step_of
@@ -367,37 +367,6 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
         assert second.restore(state_of(0)) == 1
         assert "of this process holds" in caplog.text
     first.end()
-
-
-@pytest.mark.parametrize("forks", [True, False])
-def test_a_lock_dies_with_its_process(memory: Path, forks: bool) -> None:
-    """P67: the slots of a killed process are free at once, also while a worker that it forked lives on.
-
-    A start waits for a predecessor that is still dying: the kernel frees many GiB.
-    """
-    root = private_root(memory)
-    code = f"""
-        import os, sys, time
-        from pathlib import Path
-        from ckpt_tasks.snapshot.memory import MemoryDirectory
-        held = MemoryDirectory(Path({str(root)!r}), "run")
-        if {not forks} or os.fork() == 0:
-            print("held", flush=True)
-            time.sleep({60 if forks else 1})
-        else:
-            time.sleep(60)
-    """
-    with Python("-c", textwrap.dedent(code)) as process:
-        assert process.stdout.readline() == "held\n"
-        if forks:
-            with pytest.raises(StoreError, match="another process"):
-                MemoryDirectory(root, "run")
-            process.send(signal.SIGKILL)
-            process.wait()
-        MemoryDirectory(root, "run").close(keep=False)
-        if forks:
-            os.killpg(process.pid, signal.SIGKILL)  # the worker
-        process.wait()
 
 
 def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +18,9 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ConfigError, FencedError, StoreError
 from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
 from tests.crash.lives import state_of, step_of
+from tests.support.interpreters import Python
+from tests.support.systems import Hurried, running_on
 
-SIZE = 1 << 14
 DIRECTORY, LOCK = "not a directory of this user's alone", "its lock is not a file of this user's alone"
 
 
@@ -39,35 +42,26 @@ def others_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fstat", theirs)
 
 
-def test_a_root_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who makes a directory under our name before we do is not trusted with our snapshots."""
-    private_root(memory).rename(memory / f"ckpt-tasks-{os.getuid() + 1}")
-    other_user(monkeypatch)
-    with pytest.raises(ConfigError, match=DIRECTORY):
-        private_root(memory)
-
-
-def test_a_directory_that_is_not_ours_alone_is_refused(run_dir: Path, memory: Path) -> None:
-    """A memory directory that others may read or write is refused by name, before anything is put there."""
-    made = memory / f"ckpt-tasks-{os.getuid()}"
-    made.mkdir()
-    made.chmod(0o755)
-    with pytest.raises(ConfigError, match="alone"):
-        private_root(memory)
-    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
-    with pytest.raises(ConfigError, match="alone"):
-        Checkpointer(config).save(1, {"x": 1})
-    assert not run_dir.exists()
-
-
-def test_a_runs_directory_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's directory that is somebody else's is neither locked nor written to."""
+def test_a_directory_that_is_not_this_users_alone_is_refused(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes the root or a run's directory under our name, or can write there, is not trusted: it is named."""
     root = private_root(memory)
+    root.chmod(0o755)
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
+    for refused in (lambda: private_root(memory), lambda: Checkpointer(config).save(1, {"x": 1})):
+        with pytest.raises(ConfigError, match="alone"):
+            refused()
+    assert not run_dir.exists()
+    root.chmod(0o700)
     (root / "run").mkdir(mode=0o700)
     other_user(monkeypatch)
     with pytest.raises(ConfigError, match=DIRECTORY):
         MemoryDirectory(root, "run")
     assert [*root.rglob("*")] == [root / "run"]
+    root.rename(memory / f"ckpt-tasks-{os.getuid()}")
+    with pytest.raises(ConfigError, match=DIRECTORY):
+        private_root(memory)
 
 
 def test_a_slot_of_another_user_is_neither_read_nor_written(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +122,7 @@ def test_a_snapshot_of_another_user_is_not_restored(
     monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     with suppress(ZeroDivisionError), Checkpointer(config) as ckpt:
-        ckpt.save(1, state_of(1, SIZE))
+        ckpt.save(1, state_of(1))
         raise ZeroDivisionError
     ours = memory / f"ckpt-tasks-{os.getuid()}"
     (seal,) = ours.rglob("seal.json")
@@ -140,10 +134,10 @@ def test_a_snapshot_of_another_user_is_not_restored(
     else:
         others_files(monkeypatch)
     with Checkpointer(config) as ckpt:
-        assert ckpt.restore(state := state_of(0, SIZE)) == step_of(state) == 1
+        assert ckpt.restore(state := state_of(0)) == step_of(state) == 1
         assert ckpt.last_restore is not None
         assert ckpt.last_restore.source.startswith(str(run_dir))
-        ckpt.save(2, state_of(2, SIZE))
+        ckpt.save(2, state_of(2))
     assert whose in caplog.text
     assert "Snapshots are kept in this process's own memory" in caplog.text
     assert seal.read_bytes() == before
@@ -156,13 +150,44 @@ def test_a_fenced_process_leaves_no_snapshots_in_memory(
     """P67: what a process trained that has lost its run is not kept: its memory is free at its end, in error or not."""
     config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(memory))
     with suppress(FencedError, ZeroDivisionError), Checkpointer(config) as fenced:
-        fenced.save(1, state_of(1, SIZE))
+        fenced.save(1, state_of(1))
         (seal,) = memory.rglob("seal.json")
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None), take_over=True) as other:
-            other.restore(state_of(0, SIZE))
+            other.restore(state_of(0))
             if error is not None:
                 raise error
             with pytest.raises(FencedError):
-                fenced.save(2, state_of(2, SIZE))
+                fenced.save(2, state_of(2))
     assert not seal.exists()
     assert [*memory.rglob("*.safetensors")] == []
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_lock_dies_with_its_process(memory: Path, forks: bool) -> None:
+    """P67: the slots of a killed process are free at once, also while a worker that it forked lives on.
+
+    A start waits for a predecessor that is still dying: the kernel frees many GiB.
+    """
+    root = private_root(memory)
+    code = f"""
+        import os, sys, time
+        from pathlib import Path
+        from ckpt_tasks.snapshot.memory import MemoryDirectory
+        held = MemoryDirectory(Path({str(root)!r}), "run")
+        if {not forks} or os.fork() == 0:
+            print("held", flush=True)
+            time.sleep({60 if forks else 1})
+        else:
+            time.sleep(60)
+    """
+    with Python("-c", textwrap.dedent(code)) as process:
+        assert process.stdout.readline() == "held\n"
+        if forks:
+            with running_on(Hurried(10)), pytest.raises(StoreError, match="another process"):
+                MemoryDirectory(root, "run")
+            process.send(signal.SIGKILL)
+            process.wait()
+        MemoryDirectory(root, "run").close(keep=False)
+        if forks:
+            os.killpg(process.pid, signal.SIGKILL)  # the worker
+        process.wait()
