@@ -138,8 +138,8 @@ def test_where_a_run_was_resumed_does_not_show(cuts: list[int], skip: int, shuff
 def test_many_epochs_are_one_row() -> None:
     """The record of a training without skips does not grow."""
     training = Training(True)
-    training.train(5 * 400 + 2)
-    assert training.ranks[0].state_dict()["seen"] == {"since": [0, 0], "rows": [[0, 400, 0, 20], [400, 1, 0, 8]]}
+    training.train(5 * 40 + 2)
+    assert training.ranks[0].state_dict()["seen"] == {"since": [0, 0], "rows": [[0, 40, 0, 20], [40, 1, 0, 8]]}
 
 
 @pytest.mark.parametrize(("samples", "since"), [(8, [3, 8]), (SIZE, [4, 0])])

@@ -50,12 +50,6 @@ def test_names_in_more_than_one_set(sets: list[list[str]]) -> None:
     assert fold(common) == common
 
 
-def test_a_single_rank_is_its_own_name() -> None:
-    """What one process writes is written as before, in its order."""
-    names = [f"{PLACE}manifest.json", shard(0, size=1), shard(0, "a", size=1), shard(0, size=1, part=1)]
-    assert fold(names) == tuple(names)
-
-
 @pytest.mark.parametrize(
     "ranks", ["", "0", "1,0", "0-1,2", "0-0", "5-2", "00-1", "0,0", "0-1,1-2", f"0-{MAX_FOLDED}", "-1", "0-1000000000"]
 )

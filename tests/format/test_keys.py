@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,170 +62,88 @@ def test_two_tries_of_one_step_have_different_names() -> None:
     assert Attempt(5, 1, NONCE).name != Attempt(5, 2, NONCE).name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoint-final",
-        "checkpoint_5",
-        "checkpoint_000000000005",
-        "checkpoint_000000000005/",
-        "checkpoint_1e3000000000/e000001-" + NONCE,
-        "checkpoint_000000000005/e1-" + NONCE,
-        "checkpoint_000000000005/e0000001-" + NONCE,
-        "checkpoint_000000000005/e000001-" + NONCE.upper(),
-        "checkpoint_000000000005/e000001-" + NONCE + ".tmp",
-        "checkpoint_000000000005/e000001-" + NONCE + "\n",
-        "checkpoint_0000000000055/e000001-" + NONCE,
-        "checkpoint_00000000000\N{ARABIC-INDIC DIGIT FIVE}/e000001-" + NONCE,
-        " checkpoint_000000000005/e000001-" + NONCE,
-        "x/checkpoint_000000000005/e000001-" + NONCE,
-        ".DS_Store",
-        "007",
-        "1e3",
-        "",
-    ],
-)
-def test_a_foreign_name_is_no_attempt(name: str) -> None:
-    """P51: names of other programs, near misses, other digits and trailing slashes are ignored, not misread."""
-    assert parse_attempt(name) is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ledger/99999999999999999987-00000000000000000013.json",  # the two numbers disagree
-        "ledger/12.json",
-        "ledger/99999999999999999987-00000000000000000012.json.tmp",
-        "ledger/99999999999999999987-00000000000000000012.json\n",
-        "ledger/.tmp-0011223344556677",
-        "ledger/99999999999999999987_00000000000000000012.json",
-        "99999999999999999987-00000000000000000012.json",
-        "ledger/\N{ARABIC-INDIC DIGIT NINE}9999999999999999987-00000000000000000012.json",
-    ],
-)
-def test_a_foreign_name_is_no_ledger_entry(name: str) -> None:
-    """P51: only a name that we would have written ourselves is an entry."""
-    assert parse_ledger_name(name) is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/",
-        "/etc/passwd",
-        "..",
-        "../run/ledger",
-        "ledger/../../x",
-        "ledger//x",
-        "ledger/",
-        "./x",
-        ".hidden",
-        "a/.hidden",
-        "-rf",
-        "simplecache::http://169.254.169.254/latest",
-        "http://host/x",
-        "C:\\x",
-        "a\\b",
-        "a b",
-        "a\0b",
-        "a\nb",
-        "name\n",
-        "ä",
-        "a/b/c/d/e",
-        "x" * 201,
-        "~",
-        "a*",
-    ],
-)
-def test_a_way_out_is_no_object_name(name: str) -> None:
-    """P42: dots first, slashes, URLs, protocols, control characters, other alphabets, long names: none is a name."""
-    assert not is_object_name(name)
-
-
-def test_our_own_names_are_object_names() -> None:
-    """Every name that we build passes the check that a store makes."""
-    names = [live_list_name("f" * 32), evaluation_name(0, "quick", NONCE), heartbeat_name(0), shard_name("m", 0, 1, 0)]
-    assert all(is_object_name(name) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("name", "good"),
-    [
-        *((name, True) for name in ("model", "M0_x", "a" * 64)),
-        *((name, False) for name in ("_x", "0x", "a-b", "a.b", "a/b", "", "a" * 65, "ä", "model\n")),
-    ],
-)
-def test_a_group_is_a_plain_word(name: str, good: bool) -> None:
-    """A group becomes part of a file's name, so it is a letter, then letters, digits and underscores."""
-    assert is_group(name) is good
-
-
 PREFIX = attempt_prefix(Attempt(5, 1, NONCE))
 SHARD = shard_name("model", 0, 1, 0)
-OTHERS = ["", "format.json", "ledger/x", "../x", f"{PREFIX}", PREFIX.rstrip("/"), f"x/{PREFIX}{SHARD}", SHARD]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*OTHERS, *(PREFIX + end for end in ("../x", "a/../../../x", ".hidden", "/x", "a//b", "a/b/c", "x\n", "a b"))],
-)
-def test_only_what_lies_below_an_attempt_is_its_object(name: str) -> None:
-    """P42: what is deleted with an attempt lies below it: not the directory itself, nothing outside, nothing hidden."""
-    assert is_attempt_object(PREFIX + "index.arrow")
-    assert is_attempt_object(PREFIX + "some/table")
-    assert not is_attempt_object(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *OTHERS,
-        *(PREFIX + end for end in ("index.arrow", "manifest.json", f"a/{SHARD}", f"../{SHARD}", f"{SHARD}\n")),
-        *(PREFIX + end for end in ("model-0-of-1-0.safetensors", "-00000-of-00001-0.safetensors", f"{SHARD}.tmp")),
-        *(
-            PREFIX + end
-            for end in ("a-b-00000-of-00001-0.safetensors", SHARD.replace("0-of", "\N{ARABIC-INDIC DIGIT ONE}-of"))
+EVALUATION = evaluation_name(5, "quick", NONCE)
+LIVE = live_list_name("0123456789abcdef" * 2)
+ENTRY = "ledger/99999999999999999987-00000000000000000012.json"
+INDIC = "\N{ARABIC-INDIC DIGIT FIVE}"
+OTHERS = ("", "format.json", "ledger/x", "../x", PREFIX, PREFIX.rstrip("/"), f"x/{PREFIX}{SHARD}", SHARD)
+# Each kind of name: what tells it, those that are, and those that are not.
+NAMES: dict[str, tuple[Callable[[str], object], tuple[str, ...], tuple[str, ...]]] = {
+    "attempt": (
+        parse_attempt,
+        (PREFIX, PREFIX + "x"),
+        (
+            *("checkpoint-final", "checkpoint_5", "checkpoint_000000000005", "checkpoint_000000000005/", ".DS_Store"),
+            *(f"checkpoint_1e3000000000/e000001-{NONCE}", f"checkpoint_0000000000055/e000001-{NONCE}", "007", "1e3"),
+            *(f"checkpoint_000000000005/{name}-{NONCE}" for name in ("e1", "e0000001")),
+            *(f"checkpoint_000000000005/e000001-{end}" for end in (NONCE.upper(), f"{NONCE}.tmp", f"{NONCE}\n")),
+            *(f"checkpoint_00000000000{INDIC}/e000001-{NONCE}", f" {PREFIX}", f"x/{PREFIX}", ""),
         ),
-    ],
-)
-def test_only_a_shard_directly_below_an_attempt_is_one(name: str) -> None:
-    """P42: a manifest and an index name shards, and no other object of any attempt."""
-    assert is_shard(PREFIX + SHARD)
-    assert not is_shard(name)
+    ),
+    "ledger entry": (
+        lambda name: parse_ledger_name(name) is not None,
+        (ENTRY,),
+        (
+            ENTRY.replace("12.json", "13.json"),  # the two numbers disagree
+            *(ENTRY + ".tmp", ENTRY + "\n", ENTRY.replace("-", "_"), ENTRY.removeprefix("ledger/"), "ledger/12.json"),
+            *("ledger/.tmp-0011223344556677", ENTRY.replace("87", f"8{INDIC}")),
+        ),
+    ),
+    "object": (
+        is_object_name,
+        (LIVE, EVALUATION, heartbeat_name(0), ENTRY, PREFIX + SHARD),
+        (
+            *("", "/", "/etc/passwd", "..", "../run/ledger", "ledger/../../x", "ledger//x", "ledger/", "./x", "-rf"),
+            *(".hidden", "a/.hidden", "simplecache::http://169.254.169.254/latest", "http://host/x", "C:\\x", "a\\b"),
+            *("a b", "a\0b", "a\nb", "name\n", "ä", "a/b/c/d/e", "x" * 201, "~", "a*"),
+        ),
+    ),
+    "group": (
+        is_group,
+        ("model", "M0_x", "a" * 64),
+        ("_x", "0x", "a-b", "a.b", "a/b", "", "a" * 65, "ä", "model\n"),
+    ),
+    "object of an attempt": (
+        is_attempt_object,
+        (PREFIX + "index.arrow", PREFIX + "some/table"),
+        (*OTHERS, *(PREFIX + end for end in ("../x", "a/../../../x", ".hidden", "/x", "a//b", "a/b/c", "x\n", "a b"))),
+    ),
+    "shard": (
+        is_shard,
+        (PREFIX + SHARD,),
+        (
+            *OTHERS,
+            *(PREFIX + end for end in ("index.arrow", "manifest.json", f"a/{SHARD}", f"../{SHARD}", f"{SHARD}\n")),
+            *(PREFIX + end for end in ("model-0-of-1-0.safetensors", "-00000-of-00001-0.safetensors", f"{SHARD}.tmp")),
+            *(PREFIX + end for end in ("a-b-00000-of-00001-0.safetensors", SHARD.replace("0-of", f"{INDIC}-of"))),
+        ),
+    ),
+    "evaluation of step 5 by quick": (
+        lambda name: is_evaluation(name, 5, "quick"),
+        (EVALUATION,),
+        (
+            *(evaluation_name(6, "quick", NONCE), evaluation_name(5, "other", NONCE), EVALUATION.upper(), SHARD),
+            *("x/" + EVALUATION, EVALUATION + "\n", "evals/5-quick-" + NONCE + ".arrow", PREFIX + SHARD, ""),
+        ),
+    ),
+    "list of checkpoints": (
+        is_live_list,
+        (LIVE,),
+        (*map(live_list_name, ("f" * 31, "f" * 33, "F" * 32, "../" + "f" * 32, "f" * 32 + "\n", "g" * 32)), "x" + LIVE),
+    ),
+    "run": (
+        is_run_key,
+        ("lm-7.b_2",),
+        ("", ".", "..", ".hidden", "-rf", "a/b", "a b", "a\n", "ä", "x" * 201, "a\\b", "a:b", "~"),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        evaluation_name(6, "quick", NONCE),
-        evaluation_name(5, "other", NONCE),
-        evaluation_name(5, "quick", NONCE.upper()),
-        evaluation_name(5, "quick", NONCE) + "\n",
-        "x/" + evaluation_name(5, "quick", NONCE),
-        "evals/5-quick-" + NONCE + ".arrow",
-        PREFIX + SHARD,
-        "",
-    ],
-)
-def test_an_evaluation_names_the_table_of_its_own_step_and_suite(name: str) -> None:
-    """P42: a table of another step or suite, and any other object, is none of this evaluation."""
-    assert is_evaluation(evaluation_name(5, "quick", NONCE), 5, "quick")
-    assert not is_evaluation(name, 5, "quick")
-
-
-@pytest.mark.parametrize("digest", ["f" * 31, "f" * 33, "F" * 32, "../" + "f" * 32, "f" * 32 + "\n", "g" * 32, ""])
-def test_a_live_list_is_named_by_a_digest(digest: str) -> None:
-    """P42: what stands where a digest should makes no name of a list."""
-    assert is_live_list(live_list_name("0123456789abcdef" * 2))
-    assert not is_live_list(live_list_name(digest))
-    assert not is_live_list("x" + live_list_name("f" * 32))
-
-
-@pytest.mark.parametrize(
-    "key", ["", ".", "..", ".hidden", "-rf", "a/b", "a b", "a\n", "ä", "x" * 201, "a\\b", "a:b", "~"]
-)
-def test_a_run_key_is_one_flat_part(key: str) -> None:
-    """P42: a run's key becomes a directory's name, with no way out of the place where runs lie."""
-    assert is_run_key("lm-7.b_2")
-    assert not is_run_key(key)
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_foreign_name_is_never_misread(kind: str) -> None:
+    """P42, P51: near misses, other digits, URLs and every way out are none; what we write ourselves is one."""
+    tells, good, bad = NAMES[kind]
+    assert [name for name in good if not tells(name)] == []
+    assert [name for name in bad if tells(name)] == []

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import FormatVersionError, IntegrityError, StateError
+from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.keys import LEDGER_PREFIX, ledger_name, live_list_name
+from ckpt_tasks.format.keys import ledger_name, live_list_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.versions import TABLES_VERSION
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.ledgers import ME, commit, made, owned, resealed, steps
@@ -45,10 +42,6 @@ def grown(run_dir: Path, count: int) -> History:
     return history
 
 
-def retiring(gone: frozenset[str]) -> Callable[[State, int], State]:
-    return lambda state, n: state.retire(gone, (), NONE)
-
-
 def lists(history: History) -> dict[str, int]:
     """Return the objects with parts of the list, and their sizes."""
     return {path.name: path.stat().st_size for path in Path(history.store.url).glob("live/*.json")}
@@ -56,41 +49,23 @@ def lists(history: History) -> dict[str, int]:
 
 @pytest.mark.parametrize("count", [MAX_INLINE_CHECKPOINTS, MAX_INLINE_CHECKPOINTS + 1, 1000])
 def test_a_long_list_is_read_back_whole(run_dir: Path, count: int) -> None:
-    """A list that is too long for an entry lies beside the ledger, but for its end; readers notice nothing."""
+    """A list that is too long for an entry lies beside the ledger, but for its end; later entries name it."""
     history = grown(run_dir, count)
     for known in (history, History(LocalStore(run_dir))):
         assert steps(known.head()) == list(range(count))
-    assert len(lists(history)) == (max(0, count - 64) // 64 if count > MAX_INLINE_CHECKPOINTS else 0)
-
-
-@pytest.mark.slow
-def test_a_commit_writes_as_much_however_many_are_live(run_dir: Path, tmp_path: Path) -> None:
-    """Of thousands of live checkpoints a commit writes none again: entries differ by the names of the segments."""
-    sizes = []
-    for name, count in (("few", 512), ("many", 4096)):
-        history = grown(tmp_path / name, count)
-        before = lists(history)
-        for step in range(80):
-            n = commit(history, count + step)
-            retired = frozenset({f"{count + step - 9}@{n - 9}"}) if step > 9 else NONE
-            history.append({"kind": "retire"}, retiring(retired), owner=ME)
-        new = {name: size for name, size in lists(history).items() if name not in before}
-        newest = sorted((tmp_path / name / LEDGER_PREFIX).glob("*.json"))[:100]
-        entries = [path.stat().st_size for path in newest]
-        assert len(new) <= 2
-        assert before.items() <= lists(history).items()
-        sizes.append(max(entries))
-        assert History(LocalStore(tmp_path / name)).head().state == history.head().state
-    assert sizes[1] - sizes[0] < 80 * (4096 - 512) / 64  # the names of the segments, and longer numbers
+    before = lists(history)
+    history.append({"kind": "note"}, lambda state, n: state, owner=ME)
+    assert lists(history) == before
+    assert len(before) == (max(0, count - 64) // 64 if count > MAX_INLINE_CHECKPOINTS else 0)
 
 
 def test_any_changes_are_read_back(run_dir: Path) -> None:
     """P57: over commits, retirements anywhere and fall-backs the list stays itself, and its segments stay few."""
     dice = random.Random(7)
-    live: tuple[Checkpoint, ...] = tuple(made(n, n, f"{n - 1}@{n - 1}") for n in range(500))
+    live: tuple[Checkpoint, ...] = tuple(made(n, n, f"{n - 1}@{n - 1}") for n in range(300))
     segments = cut(live, ())
-    state, n = State(live=live), 500
-    for _ in range(300):
+    state, n = State(live=live), 300
+    for _ in range(60):
         for _ in range(dice.randrange(20)):
             back = dice.random() < 0.03
             parent = dice.choice(state.live[-200:]) if back else state.live[-1]
@@ -126,16 +101,6 @@ def test_a_list_of_one_object_is_read_and_gone_on_from(run_dir: Path) -> None:
     assert entry is not None
     assert [c.step for c in entry.state.live] == list(range(701))
     assert max(len(segment.checkpoints) for segment in entry.segments) == 64
-
-
-def test_notes_beside_a_long_list_write_nothing_of_it(run_dir: Path) -> None:
-    """Entries with the same checkpoints name the same segments."""
-    history = grown(run_dir, 300)
-    before = lists(history)
-    for _ in range(3):
-        history.append({"kind": "note"}, lambda state, n: state, owner=ME)
-    assert lists(history) == before
-    assert len(history.head().state.live) == 300
 
 
 @pytest.mark.parametrize("harm", ["delete", "flip"])
@@ -177,24 +142,6 @@ def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: 
         history.append({"kind": "note"}, lambda state, n: replace(state, live=(*state.live, wrong, *after)), owner=ME)
     fresh = History(LocalStore(run_dir)).head()
     assert (fresh.state, fresh.next_n, fresh.damaged) == (before.state, before.next_n, ())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"version": 1}, {"version": 1, "live": 3}, {"version": 1, "live": [{}]}, {"version": 1, "live": []}, []],
-)
-def test_a_segment_that_nobody_wrote_is_damage(body: Mapping[str, Any]) -> None:
-    """P49: an object that is not a list of checkpoints is damage, even where the digest fits."""
-    data = json.dumps(body).encode()
-    with pytest.raises(IntegrityError):
-        read_segment(data, digest=digest_hex(data), name="x")
-
-
-def test_a_segment_of_a_newer_version_is_refused() -> None:
-    """P59: the list of checkpoints has a version too."""
-    data = json.dumps({"version": TABLES_VERSION + 1, "live": []}).encode()
-    with pytest.raises(FormatVersionError):
-        read_segment(data, digest=digest_hex(data), name="x")
 
 
 @pytest.mark.parametrize("digests", [["0" * 32, "0" * 32], ["../../x"], ["a/b"], [3], [None]])

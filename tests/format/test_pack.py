@@ -34,27 +34,11 @@ def test_a_path_leads_nowhere_else(path: str) -> None:
         next(unpack(_packed([["a", 0], [path, 1]], b"x")))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"ckpt-pack 2 2\n[]",
-        b"ckpt-pack 1 9\n[]",
-        b"ckpt-pack 1 2\n{}",
-        b"ckpt-pack 1 2\n[]x",
-        *(
-            b"ckpt-pack 1 %d\n%s" % (len(table), table)
-            for table in (
-                b'[["a",1]]',
-                b'[["a",-1]]',
-                b'[["a",true]]x',
-                b'[["a",0],["a",0]]',
-                b'["a"]',
-                b'[["a",1.0]]x',
-            )
-        ),
-    ],
-)
+TABLES = [b'[["a",1]]', b'[["a",-1]]', b'[["a",true]]x', b'[["a",0],["a",0]]', b'["a"]', b'[["a",1.0]]x']
+OTHERS = [b"", b"ckpt-pack 2 2\n[]", b"ckpt-pack 1 9\n[]", b"ckpt-pack 1 2\n{}", b"ckpt-pack 1 2\n[]x"]
+
+
+@pytest.mark.parametrize("data", [*OTHERS, *(b"ckpt-pack 1 %d\n%s" % (len(table), table) for table in TABLES)])
 def test_anything_else_is_not_a_pack(data: bytes) -> None:
     """A table that does not fill the pack, names a path twice, or has another shape is an IntegrityError."""
     with pytest.raises(IntegrityError):

@@ -20,16 +20,13 @@ from ckpt_tasks.format.keys import (
 )
 from ckpt_tasks.format.parsing import MALFORMED
 from ckpt_tasks.format.records import (
-    Checkpoint,
     Lease,
     Origin,
-    attempt_objects,
     read_checkpoint,
     read_evaluation,
     read_lease,
     read_origin,
     read_owner,
-    read_params,
 )
 from tests.support.ledgers import evaluation_of, made, owner_of
 
@@ -143,38 +140,3 @@ def test_the_largest_values_are_read() -> None:
     assert read_checkpoint(asdict(most)) == most
     owner = owner_of(MAX_EPOCH, pid=2**31 - 1)
     assert read_owner(asdict(owner)) == owner
-
-
-def test_only_an_uncommitted_checkpoint_has_no_number() -> None:
-    """The seal of a snapshot says -1 for a commit that is to come; a ledger entry never does."""
-    item = asdict(made(1, 2))
-    assert read_checkpoint({**item, "n": -1}, uncommitted=True).n == -1
-    assert read_checkpoint(item, uncommitted=True).n == 2
-    for n in (-2, "-1", MAX_LEDGER_NUMBER + 1):
-        with pytest.raises(MALFORMED):
-            read_checkpoint({**item, "n": n}, uncommitted=True)
-
-
-def test_what_older_versions_left_out_has_its_default() -> None:
-    """P59: entries of before there were forks, reuse and interim saves are read."""
-    item = asdict(made(1, 2))
-    for name in ("epochs", "abandoned", "reuses", "interim"):
-        del item[name]
-    assert read_checkpoint(item) == Checkpoint(**item)
-    owner = asdict(owner_of(1))
-    del owner["released"]
-    assert read_owner(owner) == owner_of(1)
-    assert (read_origin(None), read_params(None)) == (None, None)
-    origin = read_origin({**asdict(GOOD["origin"]), "set": None})
-    assert origin is not None
-    assert origin.set == {}
-
-
-@pytest.mark.parametrize(
-    "name", [None, 3, b"x", [SHARD], "format.json", "ledger/x", attempt_prefix(Attempt(1, 1, NONCE))]
-)
-def test_what_is_deleted_one_day_is_an_object_of_an_attempt(name: Any) -> None:
-    """P42: a retired name that is anything else is malformed."""
-    assert attempt_objects([SHARD]) == (SHARD,)
-    with pytest.raises(ValueError, match="not an object of an attempt"):
-        attempt_objects([name])

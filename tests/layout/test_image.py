@@ -64,15 +64,6 @@ def test_a_file_of_any_layout_opens_in_plain_safetensors(wanted: list[TensorSpec
                 assert tuple(found.get_shape()) == (*spec.shape, *stored.suffix)
 
 
-def test_padding_is_spaces_within_the_declared_header() -> None:
-    """The bytes before the first tensor are all of the header: nothing in the file lies outside of what is digested."""
-    layout = plan_image([TensorSpec("w", "float32", (3,))])
-    (length,) = struct.unpack_from("<Q", layout.header)
-    assert 8 + length == len(layout.header) == ALIGNMENT
-    assert layout.header.endswith(b"}" + b" " * (len(layout.header) - layout.header.rindex(b"}") - 1))
-    assert json.loads(layout.header[8:])["__metadata__"] == {"format": "pt"}
-
-
 @pytest.mark.parametrize(
     ("names", "dtype", "said"),
     [
@@ -92,8 +83,8 @@ def test_what_a_file_cannot_hold_is_refused(names: list[str], dtype: str, said: 
 
 @pytest.mark.parametrize(
     ("count", "name"),
-    [(100_000, "layer.{}.weight"), (30_000, "ä" * 150 + "{}"), (30_000, "\1" * 90 + "{}")],
-    ids=["many", "long names", "names that JSON escapes"],
+    [(100_000, "layer.{}.weight"), (30_000, "\1" * 90 + "{}")],
+    ids=["many", "names that JSON escapes"],
 )
 def test_a_hundred_thousand_tensors_are_cut_into_files_that_can_be_read(count: int, name: str) -> None:
     """P42: 10⁵ tensors, or fewer with long or escaped names, give several files with headers in the limit."""
@@ -107,12 +98,12 @@ def test_a_hundred_thousand_tensors_are_cut_into_files_that_can_be_read(count: i
 
 @given(specs, st.integers(0, 300))
 def test_parts_keep_order_and_size(wanted: list[TensorSpec], most: int) -> None:
-    """A group is cut into files in order; one is larger than asked for only where a single tensor is."""
+    """A group is cut in order, where the next tensor would be too much; only a single tensor makes a file larger."""
     parts = plan_parts(wanted, most)
     assert [spec for part in parts for spec in part] == wanted
-    for part in parts:
-        assert part
-        assert len(part) == 1 or sum(spec.size_bytes for spec in part) <= most
+    sizes = [sum(spec.size_bytes for spec in part) for part in parts]
+    assert all(part and (len(part) == 1 or size <= most) for part, size in zip(parts, sizes, strict=True))
+    assert all(size + after[0].size_bytes > most for size, after in zip(sizes, parts[1:], strict=False))
 
 
 @pytest.mark.parametrize("shape", [(5 << 20,), (3, 5 << 20), (1, 2, 9 << 20), (70_000, 100), (), (0, 3)])
@@ -137,87 +128,42 @@ def entry(*offsets: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@pytest.mark.parametrize(
-    ("entries", "data_bytes"),
-    [
-        (b"not json", 0),
-        (b"[" * 100_000, 0),
-        (b"\xff\xfe", 0),
-        ([], 0),
-        (3, 0),
-        ({"a": 3}, 4),
-        ({"a": {}}, 4),
-        ({"a": entry(0, 4, dtype=None)}, 4),
-        ({"a": entry(0, 4, shape=3)}, 4),
-        ({"a": entry(0, 4, shape="12")}, 4),
-        ({"a": entry(0, 4, shape=[float("inf")])}, 4),
-        ({"a": entry(0, 4, shape=[-1])}, 4),
-        ({"a": entry(0, 4, shape=[True])}, 4),
-        ({"a": entry(0.0, 4.0)}, 4),
-        ({"a": entry(0, float("inf"))}, 4),
-        ({"a": entry(0)}, 4),
-        ({"a": entry()}, 4),
-        ({"a": entry(0, 2, 4)}, 4),
-        ({"a": entry("0", "4")}, 4),
-        ({"a": entry(0, 4)}, 8),
-        ({"a": entry(0, 8)}, 4),
-        ({"a": entry(4, 8)}, 8),
-        ({"a": entry(4, 0)}, 4),
-        ({"a": entry(0, 4), "b": entry(2, 6)}, 6),
-        ({"a": entry(0, 4), "b": entry(8, 12)}, 12),
-        ({"a": entry(0, 4), "b": entry(4, 2), "c": entry(2, 8)}, 8),
-        ({"a": entry(-4, 4)}, 4),
-    ],
-    ids=str,
-)
+HEADERS: list[tuple[Any, int]] = [
+    *((entries, 0) for entries in (b"not json", b"[" * 100_000, b"\xff\xfe", [], 3)),
+    *(({"a": one}, 4) for one in (3, {}, entry(0, 4, dtype=None), entry(0), entry(), entry(0, 2, 4), entry("0", "4"))),
+    *(({"a": entry(0, 4, shape=shape)}, 4) for shape in (3, "12", [float("inf")], [-1], [True])),
+    *(({"a": entry(*offsets)}, 4) for offsets in ((0.0, 4.0), (0, float("inf")), (0, 8), (4, 0), (-4, 4))),
+    *(({"a": entry(*offsets)}, 8) for offsets in ((0, 4), (4, 8))),
+    *(({"a": entry(0, 4), "b": entry(begin, begin + 4)}, begin + 4) for begin in (2, 8)),
+    ({"a": entry(0, 4), "b": entry(4, 2), "c": entry(2, 8)}, 8),
+]
+
+
+@pytest.mark.parametrize(("entries", "data_bytes"), HEADERS, ids=str)
 def test_a_hostile_header_is_an_integrity_error(entries: Any, data_bytes: int) -> None:
     """P49: a header that no writer made (gaps, overlaps, infinite or negative numbers) is refused as damaged."""
     with pytest.raises(IntegrityError):
         parse_header(*header_of(entries, data_bytes))
 
 
-@pytest.mark.parametrize(
-    "prefix", [b"", b"\0" * 7, struct.pack("<Q", 1 << 63), struct.pack("<Q", MAX_HEADER_BYTES + 1)]
-)
-def test_a_claimed_length_takes_no_memory(prefix: bytes) -> None:
-    """P42, P49: a length that is cut off, or larger than any that is written, is refused before memory is taken."""
-    with pytest.raises(IntegrityError):
-        parse_header(prefix, 1 << 62)
+def test_the_bounds_of_a_header() -> None:
+    """P42, P49: the longest is read; one that is longer, cut, or claims more than there is, takes no memory."""
 
+    def padded(length: int) -> bytes:
+        return struct.pack("<Q", length) + b"{}".ljust(length)
 
-def padded(length: int) -> bytes:
-    """Write the header of a file without tensors so long."""
-    return struct.pack("<Q", length) + b"{}".ljust(length)
-
-
-def test_the_longest_header_is_read_and_a_longer_one_is_not() -> None:
-    """P42: the bound holds where a reader has all of the bytes, too; a header that is cut in its padding is cut."""
     longest = padded(MAX_HEADER_BYTES)
     assert parse_header(longest, len(longest)) == {}
     for header in (padded(MAX_HEADER_BYTES + 1), longest[:-1]):
         with pytest.raises(IntegrityError, match="claims"):
             parse_header(header, len(header))
-
-
-def test_a_tensor_of_more_dimensions_than_torch_has_is_refused() -> None:
-    """P49: 64 dimensions and the one that a complex number adds are the most."""
+    for prefix in (b"", b"\0" * 7, struct.pack("<Q", 1 << 63), struct.pack("<Q", MAX_HEADER_BYTES + 1)):
+        with pytest.raises(IntegrityError):
+            parse_header(prefix, 1 << 62)
+    # 64 dimensions are torch's, and a complex number adds one.
     assert parse_header(*header_of({"a": entry(0, 4, shape=[1] * (MAX_DIMENSIONS + 1))}, 4))
     with pytest.raises(IntegrityError, match="does not have"):
         parse_header(*header_of({"a": entry(0, 4, shape=[1] * (MAX_DIMENSIONS + 2))}, 4))
-
-
-def test_a_part_is_filled_to_its_last_byte() -> None:
-    """A group is cut where the next tensor would be too much, and not before."""
-    wanted = [TensorSpec(name, "float32", (4,)) for name in "abcd"]
-    assert [len(part) for part in plan_parts(wanted, 32)] == [2, 2]
-    assert [len(part) for part in plan_parts(wanted, 31)] == [1, 1, 1, 1]
-
-
-@given(st.binary(max_size=200), st.integers(0, 300))
-def test_random_bytes_are_an_integrity_error(data: bytes, size_bytes: int) -> None:
-    """P49: random bytes are no header, and say so with our error."""
-    with pytest.raises(IntegrityError):
-        parse_header(data, size_bytes)
 
 
 @given(st.integers(0, 8 * 300 - 1))

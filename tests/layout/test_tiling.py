@@ -89,17 +89,3 @@ def test_boxes_with_too_many_corners_are_refused() -> None:
     corner = Box((0,) * 24, (1,) * 24)
     assert tiling.MAX_CORNERS < 2 * 2**24
     assert wrong([(shape, [corner, *halves])]) == [0]
-
-
-def test_one_box_among_ten_thousand_is_found() -> None:
-    """P47: one of 10,000 shards that moved by one element is found, along the first dimension and along the second."""
-    for axis in (0, 1):
-        boxes = [[0, 0, 100, 100] for _ in range(100)]
-        for n, box in enumerate(boxes):
-            box[axis], box[2 + axis] = n, 1
-        shards = [Box((a, b), (m, n)) for a, b, m, n in boxes]
-        tensors: list[Case] = [((100, 100), shards)] * 100
-        assert wrong(tensors) == []
-        offset, extent = shards[50]
-        moved = Box(tuple(begin + (axis == n) for n, begin in enumerate(offset)), extent)
-        assert wrong([*tensors[:70], ((100, 100), [*shards[:50], moved, *shards[51:]]), *tensors[71:]]) == [70]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import identify, why_free
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import now_iso
 from ckpt_tasks.testing import look
-from tests.ledger.test_ownership import held_by, mine, owner_in
+from tests.ledger.test_ownership import mine, owner_in
 from tests.support.calls import FailingReads
 from tests.support.systems import Hurried, running_on
 
@@ -60,7 +57,7 @@ def test_a_silent_owner_of_another_host_is_followed_after_its_timeout(run_dir: P
     assert not beat.exists()
 
 
-UNTIMELY = ["torn", "[" * 4000, "x" * 5000, '{"at_s": null}', '{"at_s": NaN}', "ahead"]
+UNTIMELY = ["torn", "[" * 4000, '{"at_s": NaN}', "ahead"]
 
 
 def untimely(kind: str, n: int) -> str:
@@ -75,7 +72,7 @@ def test_an_owner_whose_clock_cannot_be_used_is_followed_when_nothing_changes(ru
     followed(run_dir, 0.6)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in UNTIMELY if len(kind) <= 4000])  # of a longer one nothing is read
+@pytest.mark.parametrize("kind", UNTIMELY)
 def test_an_owner_whose_clock_cannot_be_used_and_who_lives_is_not_disturbed(run_dir: Path, kind: str) -> None:
     """P33: what changes lives, whatever it says of the time."""
     beat, over = held_elsewhere(run_dir), threading.Event()
@@ -107,19 +104,6 @@ def test_a_clock_that_is_ahead_does_not_prolong_the_grace(run_dir: Path) -> None
     ckpt.close()
 
 
-@pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": ""}, {"boot_id": "", "pid_namespace": ""}])
-def test_systems_that_nobody_can_name_are_not_the_same(unknown: dict[str, Any]) -> None:
-    """P33: where /proc does not say which boot and namespace it is, a process number proves nothing."""
-    me = replace(identify(None), **unknown)
-    assert why_free(replace(me, process_start="12345"), me, 5.0, 120.0) is None
-
-
-def test_who_began_in_the_same_moment_is_another_process() -> None:
-    """P33: a living process that started in the same clock tick as this one keeps its directory."""
-    owner = held_by(os.getppid())
-    assert why_free(owner, replace(identify(None), process_start=owner.process_start), 5.0, 120.0) is None
-
-
 def test_a_heartbeat_that_cannot_be_read_is_no_silence(run_dir: Path) -> None:
     """P33: a disk that does not answer says nothing of the owner, also of one that took the directory long ago."""
     held_elsewhere(run_dir).write_text(json.dumps({"at_s": time.time()}))
@@ -130,13 +114,12 @@ def test_a_heartbeat_that_cannot_be_read_is_no_silence(run_dir: Path) -> None:
     assert owner_in(run_dir).host == "elsewhere"
 
 
-@pytest.mark.parametrize("times", [1, 2, 3, 4])
-def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path, times: int) -> None:
-    """P33: reads that fail with EIO, once or again and again, leave a healthy owner what it holds."""
+def test_a_heartbeat_that_cannot_read_the_ledger_fences_nobody(run_dir: Path) -> None:
+    """P33: reads that fail with EIO again and again leave a healthy owner what it holds."""
     ckpt = mine(run_dir)
     ckpt.save(1, {"x": 1})
     ckpt.run.history.store = LocalStore(run_dir, calls=FailingReads(1, forever=True, below="/ledger/"))
-    for _ in range(times):
+    for _ in range(4):
         look(ckpt)
     ckpt.run.history.store = LocalStore(run_dir)
     look(ckpt)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, FormatVersionError, IntegrityError, RunMismatchError
+from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, FormatVersionError, RunMismatchError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME, ledger_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.history import History, newest_first
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.storage.port import WrappedStore
 from tests.support.ledgers import ME, OTHER, commit, owned, owner_of, resealed, steps
 
 Change = Callable[[State, int], State]
@@ -49,70 +51,48 @@ def test_number_ten_comes_after_nine(history: History) -> None:
 # ── outcomes of a put ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_change_of_mind_writes_nothing(history: History) -> None:
-    """An error while the next state is made leaves the ledger as it was."""
-
-    def refuse(state: State, n: int) -> State:
-        raise IntegrityError("no")
-
-    with pytest.raises(IntegrityError):
-        history.append({"kind": "note"}, refuse, owner=ME)
-    assert history.head().next_n == 1
-
-
 @pytest.mark.parametrize("owner", [OTHER, owner_of(1, id="b" * 32)])
 def test_only_the_owner_commits(history: History, owner: Owner) -> None:
-    """P33: another epoch, or another process with the same epoch, is fenced before it writes anything."""
+    """P33: another epoch, or another process with it, is fenced before it writes; so is a change that raises."""
     before = sorted(Path(history.store.url).rglob("*"))
+    with pytest.raises(ZeroDivisionError):
+        history.append({"kind": "note"}, lambda state, n: 1 // 0, owner=ME)  # type: ignore[arg-type, return-value]
     with pytest.raises(FencedError):
         commit(history, 5, owner=owner)
     assert sorted(Path(history.store.url).rglob("*")) == before
 
 
-# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def damage(history: History, n: int, kind: str) -> None:
     path = Path(history.store.url, ledger_name(n))
     data = path.read_bytes()
-    match kind:
-        case "flip":
-            path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
-        case "cut":
-            path.write_bytes(data[:-10])
-        case "zero":
-            path.write_bytes(bytes(len(data)))
-        case "other":
-            path.write_bytes(Path(history.store.url, ledger_name(n - 1)).read_bytes())
-        case "empty":
-            path.write_bytes(b"")
+    harmed = {
+        "flip": data[:50] + bytes([data[50] ^ 1]) + data[51:],
+        "cut": data[:-10],
+        "zero": bytes(len(data)),
+        "other": Path(history.store.url, ledger_name(n - 1)).read_bytes(),
+        "empty": b"",
+    }
+    path.write_bytes(harmed[kind])
+
+
+# ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "zero", "other", "empty"])
 def test_a_damaged_newest_entry_is_passed_over_and_named(history: History, kind: str) -> None:
-    """P35, P49: the newest good entry counts, what was passed over is named, and its number is not used again."""
+    """P35, P49: the newest good entry counts, what was passed over is named, and its number is not used again.
+
+    Who has written or read what is damaged since goes on from it.
+    """
     for step in (1, 2, 3):
         commit(history, step)
     damage(history, 2, kind)
     assert steps(history.head()) == [1, 2, 3]
     damage(history, 3, kind)
-    other = History(LocalStore(history.store.url))  # it has not read them before
-    head = other.head()
+    assert (steps(history.head()), history.head().damaged) == ([1, 2, 3], ())
+    head = History(LocalStore(history.store.url)).head()
     assert steps(head) == [1]
     assert head.damaged == (ledger_name(3), ledger_name(2))
-    assert commit(other, 4) == 4
-    assert steps(other.head()) == [1, 4]
-    assert other.head().state.spared_epochs == 3  # the owner's, and of each damaged entry's that may have been one
-
-
-@pytest.mark.parametrize("kind", ["flip", "cut", "zero", "other", "empty"])
-def test_who_has_read_a_newest_entry_goes_on_from_it_when_it_is_damaged(history: History, kind: str) -> None:
-    """P35, P49: what an owner has written or read is not lost by a damaged entry: its next one holds it again."""
-    for step in (1, 2, 3):
-        commit(history, step)
-    damage(history, 2, kind)
-    damage(history, 3, kind)
-    assert (steps(history.head()), history.head().damaged) == ([1, 2, 3], ())
     assert commit(history, 4) == 4
     assert steps(History(LocalStore(history.store.url)).head()) == [1, 2, 3, 4]
 
@@ -135,7 +115,7 @@ class WrongBytes(LocalStore):
         return data
 
 
-@pytest.mark.parametrize("times", range(1, 10))
+@pytest.mark.parametrize("times", [1, 3, 4, 9])
 def test_an_entry_that_is_read_back_with_wrong_bytes_is_committed_once(history: History, times: int) -> None:
     """P32: however often the bytes that come back are wrong, the checkpoint is live once, and readers see it once."""
     commit(history, 1)
@@ -173,46 +153,85 @@ def test_a_newer_entry_is_never_passed_over(history: History) -> None:
 # ── whose run it is ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_directory_is_one_runs(history: History) -> None:
-    """The first run's key stays; another one is refused, and a reader without a key learns it."""
+def sealed(body: dict[str, Any]) -> bytes:
+    return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
+
+
+NOT_OURS = [b"", b"null", b"[1]", b"{}", b"\0" * 99, b"[" * 9999, b"x" * (2 << 20)]
+NOT_OURS += [sealed(body) for body in ({}, {"version": None}, {"version": 1}, {"version": 0, "run_key": "m"})]
+
+
+def test_a_directory_is_one_runs(history: History, tmp_path: Path) -> None:
+    """P49, P59: another run's key is refused; damage is told from a missing run, another run and a newer version."""
     history.create("mine")
     history.create("yours")
     assert history.check(None) == history.check("mine") == "mine"
     with pytest.raises(RunMismatchError, match="'mine'"):
         history.check("yours")
-
-
-def test_a_directory_without_a_run_says_so(tmp_path: Path) -> None:
-    """A wrong directory is CheckpointNotFoundError, not an empty run."""
     with pytest.raises(CheckpointNotFoundError, match="there is no run at"):
         History(LocalStore(tmp_path / "nothing")).check(None)
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b"[1]", b"{}", b"\0" * 99, b"[" * 9999, b"x" * (2 << 20)])
-def test_a_damaged_format_file_is_no_other_run(history: History, data: bytes) -> None:
-    """P49: a damaged format.json is told from a missing one and from another run's."""
-    history.create("mine")
-    Path(history.store.url, FORMAT_NAME).write_bytes(data)
-    assert history.check("mine") is None
-
-
-def sealed(body: dict[str, Any]) -> bytes:
-    return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
-
-
-@pytest.mark.parametrize(
-    "body", [{}, {"version": None}, {"version": 1}, {"run_key": "mine"}, {"version": 0, "run_key": "m"}]
-)
-def test_a_format_file_that_nobody_wrote_is_damage(history: History, body: dict[str, Any]) -> None:
-    """P49: missing fields are damage, even where the digest fits."""
-    history.create("mine")
-    Path(history.store.url, FORMAT_NAME).write_bytes(sealed(body))
-    assert history.check("mine") is None
-
-
-def test_a_newer_run_directory_is_refused(history: History) -> None:
-    """P59: the directory of a newer version says so before anything else is read."""
-    history.create("mine")
-    Path(history.store.url, FORMAT_NAME).write_bytes(sealed({"version": 2, "run_key": "mine"}))
+    file = Path(history.store.url, FORMAT_NAME)
+    for data in NOT_OURS:
+        file.write_bytes(data)
+        assert history.check("mine") is None
+    file.write_bytes(sealed({"version": 2, "run_key": "mine"}))
     with pytest.raises(FormatVersionError):
         history.check(None)
+
+
+# ── followed ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Listing(WrappedStore):
+    """Count how often the names are asked for."""
+
+    asked = 0
+
+    def names(self, prefix: str, limit: int | None = None) -> list[str]:
+        self.asked += 1
+        return super().names(prefix, limit)
+
+
+def test_a_reader_lists_once(history: History) -> None:
+    """P54: a reader that follows a run asks for the list of entries once; one that was away for many, once more."""
+    listing = Listing(history.store)
+    reader = History(listing)
+    for step in range(1, 40):
+        commit(history, step)
+        assert steps(reader.head()) == [*range(1, step + 1)]
+        assert reader.head() == History(history.store).head()
+    assert commit(reader, 40) == 40
+    assert listing.asked == 1
+    for step in range(41, 80):
+        commit(history, step)
+    assert steps(reader.head()) == [*range(1, 80)]
+    assert listing.asked == 2
+
+
+@pytest.mark.parametrize("since", [0, 19, 40])
+def test_entries_are_read_down_to_the_one_that_is_named(history: History, since: int) -> None:
+    """From the newest to the first or to number `since`, that one too, over any number of lists and reads."""
+    newest = max(commit(history, step) for step in range(1, 41))
+    assert [entry.n for entry, _ in newest_first(history, since=since)] == [*range(newest, since - 1, -1)]
+
+
+@pytest.mark.parametrize("lost", ["the next", "all"])
+def test_a_reader_remembers_nothing_that_is_gone(history: History, lost: str) -> None:
+    """P51: what a process has read before hides no entry that was damaged or removed since then."""
+    commit(history, 1)
+    reader = History(history.store)
+    assert steps(reader.head()) == [1]
+    ledger = Path(history.store.url, "ledger")
+    if lost == "the next":
+        commit(history, 2)
+        (Path(history.store.url) / ledger_name(2)).write_text("torn")
+        commit(history, 3)  # by the process that knows step 2
+    else:
+        shutil.rmtree(ledger)
+    fresh = History(history.store)
+    assert reader.head() == fresh.head()
+    assert reader.head().damaged == ()  # a newer good one makes up for the next
+    assert steps(reader.head()) == {"the next": [1, 2, 3], "all": []}[lost]
+    if lost == "all":
+        with pytest.raises(FencedError):
+            commit(reader, 4)

@@ -13,7 +13,6 @@ import pytest
 
 from ckpt_tasks.errors import FencedError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Lease
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.port import WrappedStore
@@ -67,7 +66,7 @@ def leased(history: History, holder: int) -> int:
     return history.append(event, lambda state, n: state.with_lease(lease, 0.0), owner=None).n
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(120, marks=pytest.mark.slow)])
 def test_many_appenders_all_come_through(count: int) -> None:
     """P33: leases by so many at once all stand; the owner, which commits meanwhile, retries without a wait."""
     far, machine = Far(Disk()), Noting()
@@ -124,20 +123,8 @@ def test_a_store_that_was_emptied_and_filled_again_is_seen(refilled: int) -> Non
         take(History(Far(disk)), replace(ME, id="f" * 31 + str(n)))
     there = {*disk.objects}
     with pytest.raises(FencedError):
-        history.append({"kind": "note", "note": "x"}, _same, owner=ME)
+        history.append({"kind": "note", "note": "x"}, lambda state, n: state, owner=ME)
     assert {*disk.objects} == there
-
-
-def test_what_was_taken_over_is_refused_by_its_number() -> None:
-    """P33: an owner that lists nothing loses the next number to whoever took the directory, and is fenced."""
-    disk = Disk()
-    history = History(Far(disk))
-    take(history, ME)
-    commit(history, 1)
-    take(History(Far(disk)), replace(ME, epoch=2, id="f" * 32))
-    with pytest.raises(FencedError):
-        commit(history, 2)
-    assert steps(History(disk).head()) == [1]
 
 
 def test_damage_above_what_is_known_is_not_written_below() -> None:
@@ -168,7 +155,3 @@ def test_a_look_is_good_for_a_while() -> None:
     disk.objects[ledger_name(1)] = b"torn"
     for _ in range(2):
         assert history.head_within(0.0).damaged == history.head_within(1e9).damaged == (ledger_name(1),)
-
-
-def _same(state: State, n: int) -> State:
-    return state

@@ -71,18 +71,40 @@ def held_by(pid: int) -> Owner:
     return replace(identify(None), pid=pid, process_start=process_start(pid) or "", epoch=1)
 
 
-def test_a_directory_without_owner_or_released_is_free() -> None:
-    """A new directory, and one that its owner let go, may be taken; even while that process lives."""
-    assert why_free(None, identify(None), None, 120.0) == "it has had no owner"
-    assert why_free(replace(identify(None), released=True), identify(None), 0.0, 120.0) == "its owner released it"
+HIDING: list[dict[str, Any]] = [
+    {"host": "elsewhere"},
+    {"machine_id": "another machine"},
+    {"pid_namespace": "pid:[1]"},  # a container on this host: its process numbers say nothing here
+    {"boot_id": "", "pid_namespace": "x"},
+    {"boot_id": "before"},  # a host that was started anew, or another one from the same image
+    {"boot_id": "", "machine_id": ""},
+]
 
 
-def test_a_living_process_of_this_host_holds_it(sleeper: subprocess.Popen[bytes]) -> None:
-    """P33: a process that lives and shows life keeps its directory; one that is silent for too long does not."""
-    owner = held_by(sleeper.pid)
-    assert why_free(owner, identify(None), 5.0, 120.0) is None
-    assert why_free(owner, identify(None), None, 120.0) is None
-    assert "no life for 121 s" in (why_free(owner, identify(None), 121.0, 120.0) or "")
+def test_what_can_be_seen_of_an_owner_decides(sleeper: subprocess.Popen[bytes]) -> None:
+    """P32, P33: no owner, a release and this process itself free it; a process that lives here and shows life does not.
+
+    A process number that was given away again is told by its start. What cannot be looked at, or cannot be named, holds
+    its directory until its heartbeat is older than the timeout.
+    """
+    me, living = identify(None), held_by(sleeper.pid)
+    nameless = replace(me, boot_id="", pid_namespace="")
+    cases: list[tuple[Owner | None, Owner, float | None, str | None]] = [
+        (None, me, None, "it has had no owner"),
+        (replace(me, released=True), me, 0.0, "its owner released it"),
+        (me, me, 0.0, "this process holds it already"),
+        *((living, me, beat_s, None) for beat_s in (5.0, None)),
+        (living, me, 121.0, "no life for 121 s"),
+        (living, replace(me, process_start=living.process_start), 5.0, None),  # begun in the same moment
+        (replace(living, process_start="12345"), me, 0.0, "is gone"),
+        (replace(nameless, process_start="12345"), nameless, 5.0, None),
+    ]
+    for hiding in HIDING:
+        other = replace(me, process_start="12345", **hiding)
+        cases += [(other, me, 119.0, None), (other, me, None, None), (other, me, 121.0, "no life")]
+    for owner, looking, beat_s, why in cases:
+        found = why_free(owner, looking, beat_s, 120.0)
+        assert (found is None) if why is None else (found is not None and why in found), (owner, beat_s)
 
 
 def test_a_killed_process_is_gone_at_once(sleeper: subprocess.Popen[bytes]) -> None:
@@ -93,36 +115,6 @@ def test_a_killed_process_is_gone_at_once(sleeper: subprocess.Popen[bytes]) -> N
     assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
     sleeper.wait()
     assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
-
-
-def test_another_process_with_the_same_number_is_not_the_owner(sleeper: subprocess.Popen[bytes]) -> None:
-    """P33: a process number that was given away again is told apart by when the process started."""
-    owner = replace(held_by(sleeper.pid), process_start="12345")
-    assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
-
-
-def test_this_process_may_take_its_own_directory_again() -> None:
-    """P32: a retry within one process does not wait for itself."""
-    assert why_free(identify(None), identify(None), 0.0, 120.0) == "this process holds it already"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"host": "elsewhere"},
-        {"machine_id": "another machine"},
-        {"pid_namespace": "pid:[1]"},  # a container on this host: its process numbers say nothing here
-        {"boot_id": "", "pid_namespace": "x"},
-        {"boot_id": "before"},  # a host that was started anew, or another one from the same image
-        {"boot_id": "", "machine_id": ""},
-    ],
-)
-def test_of_another_host_or_container_only_silence_tells(other: dict[str, Any]) -> None:
-    """P33: a process that cannot be looked at holds its directory until its heartbeat is older than the timeout."""
-    owner = replace(identify(None), process_start="12345", **other)
-    assert why_free(owner, identify(None), 119.0, 120.0) is None
-    assert why_free(owner, identify(None), None, 120.0) is None
-    assert "no life" in (why_free(owner, identify(None), 121.0, 120.0) or "")
 
 
 HIDDEN = """
@@ -168,20 +160,6 @@ def test_a_living_owner_is_not_disturbed(run_dir: Path, child: Callable[..., Own
     assert other.ask("save 2") == "ok 2"
 
 
-def test_a_killed_owner_is_followed_at_once(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
-    """P33, P69: after SIGKILL the next process goes on from the last commit at once, without being told to."""
-    other = child()
-    assert other.ask("save 1") == "ok 1"
-    other.kill()
-    state = {"x": 0}
-    ckpt = mine(run_dir)
-    assert ckpt.restore(state) == 1
-    assert state == {"x": 1}
-    assert owner_in(run_dir).epoch == 2
-    assert ckpt.save(2, {"x": 2}).step == 2
-    ckpt.close()
-
-
 def test_the_one_that_was_taken_over_is_fenced_and_touches_nothing(
     run_dir: Path, child: Callable[..., OwnerChild]
 ) -> None:
@@ -213,18 +191,6 @@ def test_a_flow_run_waits_for_who_is_none(run_dir: Path, child: Callable[..., Ow
     other.tell("close")
     assert ckpt.restore({"x": 0}) == 1
     ckpt.close()
-
-
-def test_taking_over_is_asked_for_once(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
-    """P33: a process that was told to take over does not take the directory back from whoever holds it later."""
-    ckpt = mine(run_dir, take_over=True)
-    ckpt.save(1, {"x": 1})
-    ckpt.close()
-    other = child()
-    assert other.ask("restore") == "ok 1 1"
-    with pytest.raises(OwnedError):
-        ckpt.save(2, {"x": 2})
-    assert other.ask("save 2") == "ok 2"
 
 
 class Overtaken(LocalStore):
@@ -323,20 +289,22 @@ def test_elsewhere_a_heartbeat_decides(run_dir: Path, beats: bool) -> None:
     assert (owner_in(run_dir).host == "elsewhere") is beats
 
 
-def test_closing_lets_the_directory_go_and_a_later_save_takes_it_again(
-    run_dir: Path, child: Callable[..., OwnerChild]
-) -> None:
-    """P68: a normal end releases and removes nothing; the same object can go on if nobody else went on meanwhile."""
-    ckpt = mine(run_dir)
-    ckpt.save(1, {"x": 1})
-    ckpt.close()
-    assert owner_in(run_dir).released
-    assert ckpt.save(2, {"x": 2}).step == 2
-    ckpt.close()
+def test_closing_lets_the_directory_go(run_dir: Path, child: Callable[..., OwnerChild]) -> None:
+    """P33, P68: a normal end releases and removes nothing; the same object goes on unless another has gone on since.
+
+    A process that was told to take over does not take the directory back from whoever holds it later.
+    """
+    ckpt = mine(run_dir, take_over=True)
+    for step in (1, 2):
+        assert ckpt.save(step, {"x": step}).step == step
+        ckpt.close()
+        assert owner_in(run_dir).released
     other = child()
     assert other.ask("restore") == "ok 2 2"
-    assert other.ask("close") == "ok"
-    assert [c.step for c in ckpt.checkpoints()] == [2, 1]
+    with pytest.raises(OwnedError):
+        ckpt.save(3, {"x": 3})
+    assert other.ask("save 3") == "ok 3"
+    assert [c.step for c in ckpt.checkpoints()] == [3, 2, 1]
 
 
 def test_of_several_that_take_it_at_once_one_gets_it(run_dir: Path, child: Callable[..., OwnerChild]) -> None:

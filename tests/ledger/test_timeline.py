@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from hypothesis import strategies as st
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.ledger.goodput import SHARES, Course, follow
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.timeline import Moment, Timeline, read_timeline
+from ckpt_tasks.ledger.timeline import Moment, read_timeline
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import settle
-from tests.support.calls import WatchedCalls
 from tests.support.cli_runs import config, flip, save_steps, some_state
-from tests.support.histories import LOST, ReadEntries, Told
-from tests.support.pipelines import opened, state_at
+from tests.support.histories import ReadEntries, Told
 
 CLOCK = ("taken", "lost", "commit", "failure", "released")
 
@@ -39,13 +36,6 @@ def told(*moments: tuple[float, str, dict[str, Any]], epoch: int = 1) -> list[Mo
 
 def shares(course: Course) -> dict[str, float]:
     return {name: round(seconds, 6) for name, seconds in course.seconds.items() if seconds}
-
-
-def test_a_commit_of_which_nothing_is_known_ends_no_line() -> None:
-    """Of an entry whose checkpoint is gone neither identity nor parent is known: the line goes on below it."""
-    nothing = {"identity": None, "parent": None}
-    moments = told((1.0, "commit", {}), (2.0, "commit", nothing), (3.0, "commit", {"parent": "gone"}))
-    assert follow(moments).line == {0, 1, 2}
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -90,19 +80,15 @@ def test_only_new_entries_are_read_again(run_dir: Path) -> None:
     save_steps(run_dir, 1, 2)
     history = open_run(str(run_dir)).history
     known = read_timeline(history)
-    save_steps_more(run_dir)
+    state = some_state()
+    with Checkpointer(config(run_dir)) as ckpt:
+        ckpt.restore(state)
+        ckpt.save(3, state)
     history.store = store = ReadEntries(history.store)
     again = read_timeline(history, known=known)
     assert store.numbers == list(range(known.newest_n + 1, again.newest_n + 1))
     assert again == read_timeline(history)
     assert read_timeline(history, 2, known).moments == again.moments[-2:]
-
-
-def save_steps_more(run_dir: Path) -> None:
-    state = some_state()
-    with Checkpointer(config(run_dir)) as ckpt:
-        ckpt.restore(state)
-        ckpt.save(3, state)
 
 
 def test_a_far_store_is_read_several_at_a_time_in_order(run_dir: Path) -> None:
@@ -118,13 +104,6 @@ def test_a_far_store_is_read_several_at_a_time_in_order(run_dir: Path) -> None:
 
 
 # ── goodput ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_nothing_has_no_goodput() -> None:
-    """Without entries, or with one, no time has passed and there is no goodput."""
-    assert follow([]).goodput is None
-    assert follow(told((5.0, "taken", {}))).goodput is None
-    assert Timeline().moments == ()
 
 
 def test_every_share_has_its_cause() -> None:
@@ -158,93 +137,68 @@ def test_every_share_has_its_cause() -> None:
     assert [one.elapsed_s for one in course.resumes] == [200.0, 1000.0]
 
 
-def test_steps_on_a_line_that_was_left_are_lost() -> None:
-    """Commits that the newest one does not descend from are lost work, whatever their steps say."""
-    step = {"step_s": 1.0}
-    run = told(
-        (0.0, "taken", {}),
-        (0.0, "commit", {"step": 0}),
-        (10.0, "commit", {"step": 10, **step}),
-        (20.0, "commit", {"step": 20, **step}),  # damaged afterwards, and passed over
-        (20.0, "released", {}),
-        (20.0, "taken", {}),
-        (30.0, "commit", {"step": 20, "parent": "2", **step}),
-    )
-    course = follow(run)
-    assert course.line == {1, 2, 6}
-    assert shares(course) == {"useful": 20.0, "lost": 10.0}
+STEP = {"step_s": 1.0}
+SMALL: dict[str, tuple[list[tuple[float, str, dict[str, Any]]], dict[str, float], set[int]]] = {
+    "nothing": ([], {}, set()),
+    "steps on a line that was left are lost": (
+        [
+            (0.0, "taken", {}),
+            (0.0, "commit", {"step": 0}),
+            (10.0, "commit", {"step": 10, **STEP}),
+            (20.0, "commit", {"step": 20, **STEP}),  # damaged afterwards, and passed over
+            *((20.0, kind, {}) for kind in ("released", "taken")),
+            (30.0, "commit", {"step": 20, "parent": "2", **STEP}),
+        ],
+        {"useful": 20.0, "lost": 10.0},
+        {1, 2, 6},
+    ),
+    "a slow flush beside training makes no step useless: a commit has the time of its snapshot": (
+        [
+            (0.0, "taken", {}),
+            (18.0, "commit", {"step": 10, "flush_s": 8.0, **STEP}),
+            (21.0, "commit", {"step": 20, "flush_s": 1.0, **STEP}),
+        ],
+        {"useful": 20.0},
+        {1, 2},
+    ),
+    "a gap in the line is bridged": (
+        [
+            (0.0, "commit", {}),
+            (0.0, "commit", {"parent": "in a damaged entry"}),
+            (0.0, "commit", {"identity": None, "parent": None}),  # its checkpoint is gone
+            (0.0, "commit", {"parent": "gone"}),
+        ],
+        {},
+        {0, 1, 2, 3},
+    ),
+    "a clock that is set back makes no time": (
+        [
+            (0.0, "taken", {}),
+            *((at_s, "commit", {"step": n * 10, **STEP}) for n, at_s in enumerate((10.0, 4.0, 12.0), 1)),
+        ],
+        {"useful": 12.0},
+        {1, 2, 3},
+    ),
+    "what others write takes no time, and does not stretch it": (
+        [
+            (0.0, "taken", {}),
+            (4.0, "evaluation", {}),
+            (10.0, "commit", {"step": 10, **STEP}),
+            (9_999.0, "evaluation", {}),
+        ],
+        {"useful": 10.0},
+        {2},
+    ),
+}
 
 
-def test_a_commit_takes_the_time_of_its_snapshot() -> None:
-    """A slow flush beside training makes no step useless: gaps are between snapshots, not between ledger entries."""
-    run = told(
-        (0.0, "taken", {}),
-        (18.0, "commit", {"step": 10, "step_s": 1.0, "flush_s": 8.0}),
-        (21.0, "commit", {"step": 20, "step_s": 1.0, "flush_s": 1.0}),
-    )
-    assert shares(follow(run)) == {"useful": 20.0}
-
-
-def test_a_gap_in_the_line_is_bridged() -> None:
-    """Where a commit's parent is in no entry that can be read, the commit before it takes its place."""
-    run = told(
-        (0.0, "commit", {"step": 0}),
-        (1.0, "commit", {"step": 1}),
-        (3.0, "commit", {"step": 3, "parent": "in a damaged entry"}),
-    )
-    assert follow(run).line == {0, 1, 2}
-
-
-def test_a_clock_that_is_set_back_makes_no_time() -> None:
-    """An owner's time that ran backwards is not counted again when it comes to where it was."""
-    step = {"step_s": 1.0}
-    run = told(
-        (0.0, "taken", {}),
-        (10.0, "commit", {"step": 10, **step}),
-        (4.0, "commit", {"step": 20, **step}),
-        (12.0, "commit", {"step": 30, **step}),
-    )
-    assert shares(follow(run)) == {"useful": 12.0}
-
-
-def test_what_others_write_takes_no_time() -> None:
-    """An evaluation has its place in time and changes no share; one long after the end does not stretch it."""
-    run = told(
-        (0.0, "taken", {}),
-        (4.0, "evaluation", {}),
-        (10.0, "commit", {"step": 10, "step_s": 1.0}),
-        (9_999.0, "evaluation", {}),
-    )
-    course = follow(run)
-    assert (course.wall_s, shares(course)) == (10.0, {"useful": 10.0})
-    assert [one.elapsed_s for one in course.of("evaluation")] == [4.0, 10.0]
-
-
-class SlowDisk(WatchedCalls):
-    """Take 20 ms to make something durable."""
-
-    def fsync(self, fd: int) -> None:
-        time.sleep(0.02)
-        super().fsync(fd)
-
-
-def test_a_loop_that_only_saves_waits_for_its_commits(run_dir: Path) -> None:
-    """Where step() is never called, a step lasts from the end of one save to the next: the save is no training."""
-    with opened(run_dir, SlowDisk()) as ckpt:
-        ckpt.restore(state_at(0))
-        for step in range(1, 6):
-            ckpt.save(step, state_at(step))
-    seconds = follow(read_timeline(open_run(run_dir).history).moments).seconds
-    assert seconds["useful"] < seconds["other"] / 5
-
-
-def test_a_death_in_a_real_ledger(run_dir: Path) -> None:
-    """An owner whose predecessor is gone without a release stands for down-time."""
-    run = Told(run_dir).taken().after(10).commit(10, step_s=1.0, stall_s=0.0, flush_s=0.0)
-    run.after(90).taken(LOST).after(10).commit(20, step_s=1.0, stall_s=0.0, flush_s=0.0)
-    course = follow(read_timeline(run.history).moments)
-    assert course.seconds["down"] == 90.0
-    assert course.wall_s == 110.0
+@pytest.mark.parametrize("name", SMALL)
+def test_time_is_shared_out(name: str) -> None:
+    """Each case is its sentence; the wall time is the sum of the shares."""
+    moments, wanted, line = SMALL[name]
+    course = follow(told(*moments))
+    assert (shares(course), course.line, course.wall_s) == (wanted, line, sum(wanted.values()))
+    assert (course.goodput is None) == (not wanted)
 
 
 seconds = st.floats(0, 1e7)

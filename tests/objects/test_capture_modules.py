@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.tensors.tensors import DTYPES, same_bits
 from tests.support.roundtrip import Holder, assert_same, one_rank, restore, same_module, save
-
-SHAPES = [(), (5,), (3, 4), (0,), (3, 0, 2)]
 
 
 class Tied(nn.Module):
@@ -37,11 +34,10 @@ def bits_of(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
     """P6: every dtype, also of rank 0 and without elements, dense, transposed and sliced, keeps every bit."""
-    value = bits_of(dtype, shape)
-    buffers = {"dense": value, "transposed": bits_of(dtype, (3, 4)).T, "sliced": bits_of(dtype, (6, 8))[1::2, ::3]}
+    values = {f"dense{n}": bits_of(dtype, shape) for n, shape in enumerate([(), (5,), (3, 4), (0,), (3, 0, 2)])}
+    buffers = {**values, "transposed": bits_of(dtype, (3, 4)).T, "sliced": bits_of(dtype, (6, 8))[1::2, ::3]}
     module = Holder(**buffers)
     fresh = Holder(**{name: bits_of(dtype, tuple(t.shape)) for name, t in buffers.items()})
     restore(save({"model": module}), {"model": fresh})
@@ -69,41 +65,19 @@ def test_a_tie_that_only_one_side_has_is_refused() -> None:
     assert same_bits(tied.embed.weight, before)
 
 
-def test_a_tie_across_groups_is_stored_once() -> None:
-    """P4: a module and a plain value that share memory share one tensor, and the module's group owns it."""
-    layer = nn.Linear(3, 2)
-    saved = save({"best": {"weight": layer.weight.detach()}, "model": layer}, rng=False)
-    assert {*saved.tensors} == {"model/weight", "model/bias"}
-    state: dict[str, Any] = {"best": {}}
-    assert restore(saved, state, partial=True) == {"model/weight"}
-    assert same_bits(state["best"]["weight"], layer.weight)
-
-
 def test_views_keep_values_and_take_no_more_than_their_bytes() -> None:
     """P5: slices, overlapping, expanded, transposed and channels_last tensors; no more than is seen is stored."""
-    base = torch.randn(1000)
-    buffers = {
-        "slice": base[10:12],
-        "left": base[100:110],
-        "overlapping": base[105:115],
-        "expanded": torch.randn(1, 4).expand(3, 4),
-        "windows": torch.randn(8).unfold(0, 3, 1),
-        "transposed": torch.randn(3, 5).T,
-        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    }
-    module = Holder(**buffers)
+
+    def build(make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, nn.Module]:
+        base, images = make(1000), make(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        parts = {"slice": base[10:12], "left": base[100:110], "overlapping": base[105:115], "images": images}
+        views = {"expanded": make(1, 4).expand(3, 4), "windows": make(8).unfold(0, 3, 1), "transposed": make(3, 5).T}
+        return base, Holder(**parts, **views)
+
+    (_, module), (other, fresh) = build(torch.randn), build(torch.zeros)
     captured = capture({"model": module}, rng=False)
-    assert all(t.numel() == buffers[key.removeprefix("model/")].numel() for key, t in captured.tensors.items())
-    other = torch.zeros(1000)
-    fresh = Holder(
-        slice=other[10:12],
-        left=other[100:110],
-        overlapping=other[105:115],
-        expanded=torch.zeros(1, 4).expand(3, 4),
-        windows=torch.zeros(8).unfold(0, 3, 1),
-        transposed=torch.zeros(3, 5).T,
-        channels_last=torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    )
+    sizes = {f"model/{name}": value.numel() for name, value in module.named_buffers()}
+    assert {key: value.numel() for key, value in captured.tensors.items()} == sizes
     strides = {name: t.stride() for name, t in fresh.named_buffers()}
     restore(save({"model": module}), {"model": fresh})
     same_module(module, fresh)
@@ -172,75 +146,33 @@ def test_a_module_with_its_own_way_to_restore_is_asked() -> None:
     assert seen == ["method 3", "hook"]
 
 
-def normed() -> nn.Module:
-    return nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
-        nn.BatchNorm1d(3),
-    )
+_WRAPS: dict[str, Any] = {
+    "dp": nn.DataParallel,
+    "ddp": nn.parallel.DistributedDataParallel,
+    "compile": lambda m: torch.compile(m, backend="eager"),
+    "script": torch.jit.script,
+}
 
 
-def averaged() -> nn.Module:
-    return AveragedModel(nn.Linear(3, 3), multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("build", [normed, averaged])
-def test_modules_that_count_go_on(build: Callable[[], nn.Module]) -> None:
-    """P8, P20: parametrizations, power vectors, running statistics, the counter of an average: all go on."""
-    module, fresh = build(), build()
-
-    def train(one: nn.Module, steps: int) -> None:
-        for step in range(steps):
-            one(torch.full((4, 3), float(step)) + torch.eye(4, 3)).sum().backward()
-            if isinstance(one, AveragedModel):
-                torch.manual_seed(step)
-                one.update_parameters(nn.Linear(3, 3))
-
-    train(module, 3)
-    restore(save({"model": module}), {"model": fresh})
-    same_module(module, fresh)
-    train(module, 1)
-    train(fresh, 1)
-    same_module(module, fresh)
-
-
-_WRAPS = {"dp": nn.DataParallel, "compile": lambda m: torch.compile(m, backend="eager"), "script": torch.jit.script}
-
-
-@pytest.mark.parametrize("wrap", _WRAPS.values(), ids=_WRAPS)
+@pytest.mark.parametrize("wrap", _WRAPS)
 @pytest.mark.parametrize("wrapped_first", [True, False])
-def test_a_wrapper_leaves_no_trace(wrap: Any, wrapped_first: bool) -> None:
+def test_a_wrapper_leaves_no_trace(wrap: str, wrapped_first: bool) -> None:
     """P10: saved wrapped and restored bare, and the reverse; the optimizer's names are the same too."""
 
     def build(wrapped: bool) -> dict[str, Any]:
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.randn(4, 2)).square().sum().backward()
         optimizer.step()
-        return {"model": wrap(model) if wrapped else model, "optimizer": optimizer}
+        return {"model": _WRAPS[wrap](model) if wrapped else model, "optimizer": optimizer}
 
-    one, other = build(wrapped_first), build(not wrapped_first)
-    saved = save(one)
-    assert {key for key in saved.tensors if key.startswith("model/")} == {
-        f"model/{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")
-    }
-    restore(saved, other)
-    assert all(same_bits(a, b) for a, b in zip(one["model"].parameters(), other["model"].parameters(), strict=True))
-    assert_same(one["optimizer"].state_dict(), other["optimizer"].state_dict())
-
-
-def test_distributed_data_parallel_leaves_no_trace() -> None:
-    """P10: what a DistributedDataParallel module saves restores bare, and the reverse."""
     with one_rank():
-        model, fresh = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        wrapped(torch.randn(4, 3)).sum().backward()
-        saved = save({"model": wrapped})
-        restore(saved, {"model": fresh})
-        same_module(model, fresh)
-        restore(save({"model": nn.BatchNorm1d(3)}), {"model": wrapped})
-    assert "model/weight" in saved.tensors
-    assert int(model.get_buffer("num_batches_tracked")) == 0
+        one, other = build(wrapped_first), build(not wrapped_first)
+        saved = save(one)
+        assert {"model/0.weight", "model/1.running_mean"} < {*saved.tensors}
+        restore(saved, other)
+        assert save(other).manifest == saved.manifest
+        assert_same(save(other).tensors, saved.tensors)
 
 
 def test_a_compiled_submodule_leaves_no_trace() -> None:
@@ -261,14 +193,3 @@ def test_two_names_that_become_one_are_refused() -> None:
     holder["a"].register_buffer("weight", torch.ones(1))
     with pytest.raises(UnsupportedStateError, match="one name without the wrappers"):
         capture({"model": holder})
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_tensors() -> None:
-    """P42: 10⁵ tensors take time in proportion, not in its square (which would run into the timeout)."""
-    module, fresh = (
-        nn.ParameterList([nn.Parameter(torch.full((2,), float(n + shift))) for n in range(100_000)]) for shift in (0, 1)
-    )
-    keys = restore(save({"model": module}, rng=False), {"model": fresh}, rng=False)
-    assert len(keys) == 100_000
-    assert same_bits(torch.stack([*fresh]), torch.stack([*module]))

@@ -60,20 +60,6 @@ def test_a_parameter_that_left_or_moved_is_an_error(
     assert all(p.eq(0).all() for p in fresh["model"].values())
 
 
-def test_two_modules_may_have_parameters_of_one_name() -> None:
-    """P12: generator and discriminator in one optimizer: the group is part of the name."""
-
-    def gan() -> dict[str, Any]:
-        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-        return {"g": one, "d": two, "optimizer": torch.optim.SGD([*one.parameters(), *two.parameters()], momentum=0.9)}
-
-    state, fresh = gan(), gan()
-    (state["g"](torch.ones(1, 2)).sum() + 2 * state["d"](torch.ones(1, 2)).sum()).backward()
-    state["optimizer"].step()
-    restore(save(state), {name: fresh[name] for name in ("optimizer", "d", "g")})
-    same_state(state, fresh)
-
-
 def test_a_shared_parameter_has_one_name_whatever_the_order_of_the_state() -> None:
     """P12: a trunk in two modules is one parameter, also when the state names the modules in another order."""
 

@@ -76,39 +76,25 @@ def train(state: Mapping[str, Any], steps: int, first: int = 0) -> None:
             optimizer.step()
 
 
-def test_the_list_of_optimizers_is_torchs() -> None:
-    """Every optimizer of torch.optim is tried below; these are the ones known to be there."""
-    assert {"Adam", "AdamW", "SGD", "LBFGS", "SparseAdam", "Adafactor", "Muon", "NAdam", "ASGD"} <= {*OPTIMIZERS}
-
-
 @pytest.mark.parametrize(
     ("name", "options"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "default"
 )
 @pytest.mark.parametrize("dirty", [False, True], ids=["fresh", "dirty"])
 def test_an_optimizer_goes_on_bit_by_bit(name: str, options: dict[str, Any], dirty: bool) -> None:
-    """P12, P18: restored into a new optimizer or one that has run on, the next steps equal those without a stop."""
+    """P12, P18, P27: into a new optimizer or one that has run on: the next steps equal those without a stop."""
     state, fresh = build(name, options), build(name, options, seed=1)
+    begin = save(state)
     train(state, 3)
     saved = save(state)
     train(state, 4, first=3)
     if dirty:
         train(fresh, 5)
+        restore(begin, fresh)  # of step 0: it removes the moments that are there
+        assert save(fresh).manifest == begin.manifest
+        train(fresh, 1)
     restore(saved, fresh)
     train(fresh, 4, first=3)
     same_state(state, fresh)
-
-
-def test_a_checkpoint_at_step_zero_empties_the_state() -> None:
-    """P18, P27: restoring a state from before the first step removes the moments that are there."""
-    saved, state = save(build()), build()
-    train(state, 2)
-    assert state["optimizer"].state
-    restore(saved, state)
-    assert not state["optimizer"].state
-    train(state, 2)
-    other = build()
-    train(other, 2)
-    same_state(state, other)
 
 
 def test_an_empty_param_group_keeps_its_options() -> None:
@@ -128,51 +114,45 @@ def test_an_empty_param_group_keeps_its_options() -> None:
 
 
 def test_options_come_back_with_what_a_scheduler_added() -> None:
-    """P14: `initial_lr` and the present lr are options of the group; a fresh scheduler goes on from there."""
+    """P14, P58: `initial_lr` and the present lr are options of the group, which stays the object that it is.
+
+    A fresh schedule goes on from there; a torch whose optimizer has one option more does not miss what it notes.
+    """
     state, fresh = three(), three()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(state["optimizer"], gamma=0.5)
     state["optimizer"].step()
     scheduler.step()
-    restore(save(state), fresh)
     group = fresh["optimizer"].param_groups[0]
-    assert (group["lr"], group["initial_lr"]) == (0.05, 0.1)
-    again = torch.optim.lr_scheduler.ExponentialLR(fresh["optimizer"], gamma=0.5, last_epoch=1)
-    assert again.base_lrs == [0.1]
-
-
-def test_param_groups_stay_the_objects_that_they_are() -> None:
-    """P14: who holds a param group, its list of parameters or its lr tensor sees the restored values there."""
-    state, fresh = three(), three()
-    for each, lr in ((state, 0.25), (fresh, 0.5)):
-        each["optimizer"].param_groups[0]["lr"] = torch.tensor(lr)
-    group = fresh["optimizer"].param_groups[0]
-    params, lr_tensor = group["params"], group["lr"]
+    group["lr"] = lr = torch.tensor(0.5)
+    params = group["params"]
+    fresh["optimizer"].defaults["newer"] = group["newer"] = False
     restore(save(state), fresh)
     assert fresh["optimizer"].param_groups[0] is group
     assert group["params"] is params
-    assert group["lr"] is lr_tensor
-    assert lr_tensor.item() == 0.25
+    assert (group["lr"], group["initial_lr"]) == (0.05, 0.1)
+    assert lr.item() == 0.5
+    again = torch.optim.lr_scheduler.ExponentialLR(fresh["optimizer"], gamma=0.5, last_epoch=1)
+    assert again.base_lrs == [0.1]
+    held, other = three(), three()
+    held["optimizer"].param_groups[0]["lr"], other["optimizer"].param_groups[0]["lr"] = lr, torch.tensor(0.25)
+    restore(save(other), held)
+    assert held["optimizer"].param_groups[0]["lr"] is lr
+    assert lr.item() == 0.25
 
 
-def test_an_option_that_the_checkpoint_lacks_has_its_default() -> None:
-    """P59: an option that a newer torch added gets the optimizer's default, not an error at the next step."""
-    saved = save(stepped(three()))
-    groups = saved.groups
-    del groups["optimizer"].tree["param_groups"][0]["options"]["amsgrad"]
-    fresh = three()
-    plan_restore(fresh, groups, saved.stored).apply(HeldTensors(saved.tensors))
-    assert fresh["optimizer"].param_groups[0]["amsgrad"] is False
-    stepped(fresh)
-
-
-def test_an_option_that_only_the_checkpoint_has_is_no_other_kind_of_optimizer() -> None:
-    """P58, P59: a checkpoint of a torch whose optimizer had one option more is restored."""
-    saved = save(stepped(three()))
-    groups = saved.groups
-    groups["optimizer"].tree["param_groups"][0]["options"]["newer"] = False
-    fresh = three()
-    plan_restore(fresh, groups, saved.stored).apply(HeldTensors(saved.tensors))
-    stepped(fresh)
+def test_options_of_another_torch_are_no_other_kind_of_optimizer() -> None:
+    """P58, P59: an option that the checkpoint lacks has its default; one that only it has changes nothing."""
+    for lacking in (True, False):
+        saved = save(stepped(three()))
+        groups, fresh = saved.groups, three()
+        options = groups["optimizer"].tree["param_groups"][0]["options"]
+        if lacking:
+            del options["amsgrad"]
+        else:
+            options["newer"] = False
+        plan_restore(fresh, groups, saved.stored).apply(HeldTensors(saved.tensors))
+        assert fresh["optimizer"].param_groups[0]["amsgrad"] is False
+        stepped(fresh)
 
 
 def test_moments_that_are_there_are_copied_into() -> None:
@@ -185,23 +165,14 @@ def test_moments_that_are_there_are_copied_into() -> None:
     assert moments(state) == {"a": 0.1, "b": 0.2, "c": 0.3}
 
 
-@pytest.mark.parametrize("other", [torch.zeros(2, dtype=torch.float64), torch.zeros(3, 2), None, 0.5])
+@pytest.mark.parametrize("other", [torch.zeros(2, dtype=torch.float64), torch.zeros(3, 2), None, 0.5, "exp_avg_sq"])
 def test_moments_of_another_form_are_replaced(other: Any) -> None:
-    """P17, P50: a state of another dtype, shape or type here is replaced; nothing is cast or broadcast into it."""
-    saved, state = save(stepped(three())), stepped(three())
-    state["optimizer"].state[state["model"]["a"]]["exp_avg"] = other
-    restore(saved, state)
-    same_state(stepped(three()), state)
-
-
-def test_two_entries_in_one_tensor_here_do_not_overwrite_each_other() -> None:
-    """P4: where the target keeps two entries in one tensor and the checkpoint in two, each gets its own."""
+    """P17, P50: what has another dtype, shape or type here is replaced; nothing is cast, nor two put in one tensor."""
     saved, state = save(stepped(three())), stepped(three())
     entry = state["optimizer"].state[state["model"]["a"]]
-    entry["exp_avg_sq"] = entry["exp_avg"]
+    entry["exp_avg"] = other if other != "exp_avg_sq" else entry[other]
     restore(saved, state)
-    other = stepped(three())
-    assert_same({**other["optimizer"].state_dict()}, {**state["optimizer"].state_dict()})
+    same_state(stepped(three()), state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -257,9 +228,7 @@ def test_what_cannot_be_stored_in_an_optimizer_is_refused_by_path() -> None:
     assert caught.value.key == "optimizer/model/b/odd"
 
 
-@pytest.mark.parametrize(
-    ("saved", "here"), [("SGD", "AdamW"), ("Adam", "RMSprop"), ("Adam", "SGD"), ("SGD", "Adam"), ("Adam", "Adagrad")]
-)
+@pytest.mark.parametrize(("saved", "here"), [("Adam", "RMSprop"), ("Adam", "SGD"), ("SGD", "Adam")])
 def test_another_kind_of_optimizer_is_refused(saved: str, here: str) -> None:
     """P58: options and moments of another kind are not mixed with this one's, and nothing is touched."""
     source, target = build(saved), build(here, seed=1)
@@ -268,17 +237,6 @@ def test_another_kind_of_optimizer_is_refused(saved: str, here: str) -> None:
     with pytest.raises(StateMismatchError, match="another kind of optimizer: one with"):
         restore(save(source), target)
     assert torch.equal(target["model"].embed.weight, weights)
-
-
-def test_what_schedules_note_makes_no_other_kind_of_optimizer() -> None:
-    """P58: a schedule writes into param groups; a torch whose optimizer has one option more does not miss that."""
-    source, target = build("SGD"), build("SGD", seed=1)
-    torch.optim.lr_scheduler.OneCycleLR(source["optimizer"], 0.1, total_steps=10, cycle_momentum=False)
-    train(source, 2)
-    target["optimizer"].defaults["newer"] = False
-    target["optimizer"].param_groups[0]["newer"] = False
-    restore(save(source), target)
-    assert torch.equal(target["model"].embed.weight, source["model"].embed.weight)
 
 
 def test_what_groups_share_they_share_again() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_tasks.errors import StateError, StateMismatchError
-from tests.support.roundtrip import Meter, assert_same, restore, same_module, save
+from ckpt_tasks.errors import StateMismatchError
+from tests.support.roundtrip import restore, same_module, save
 
 
 class Growing(nn.Module):
@@ -27,33 +27,6 @@ class Growing(nn.Module):
         else:
             state_dict[f"{prefix}history"] = self.history
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-@pytest.mark.filterwarnings("ignore:.*(deprecated|reduce_range|quantize).*")
-def test_quantization_aware_training_goes_on() -> None:
-    """P8: scales and observers that get one entry per channel in training are restored into fresh ones of one entry."""
-    from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
-
-    def build() -> nn.Module:
-        module: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())
-        module.train()
-        module.qconfig = get_default_qat_qconfig("fbgemm")  # type: ignore[no-untyped-call]
-        made: nn.Module = prepare_qat(module)  # type: ignore[no-untyped-call]
-        return made
-
-    module, fresh = build(), build()
-    x = torch.randn(2, 3, 8, 8)
-    module(x).sum().backward()
-    saved = save({"model": module})
-    restore(saved, {"model": fresh})
-    same_module(module, fresh)
-    assert torch.equal(module(x), fresh(x))
-    target, failing = build(), Meter(n=0)
-    failing.fails = 1
-    before = {name: value.clone() for name, value in target.state_dict().items()}
-    with pytest.raises(StateError, match="nothing was changed"):
-        restore(save({"model": module, "meter": Meter(n=1)}), {"model": target, "meter": failing})
-    assert_same(dict(target.state_dict()), before)
 
 
 def test_a_module_that_resizes_itself_is_asked() -> None:

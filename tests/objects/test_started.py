@@ -28,29 +28,22 @@ class Loop(Started):
         pass
 
 
+SAID = ["  batch_size: 8 → 4. Batches are larger or smaller.", "  epochs: 2 → 3. Training ends there."]
+
+
 @pytest.mark.parametrize(
     ("was", "now", "lines"),
     [
         ({"batch_size": 8, "epochs": 2}, {"batch_size": 8, "epochs": 2}, []),
-        ({"batch_size": 8}, {"batch_size": 4}, ["  batch_size: 8 → 4. Batches are larger or smaller."]),
-        (
-            {"batch_size": 8, "epochs": 2},
-            {"batch_size": 4, "epochs": 3},
-            ["  batch_size: 8 → 4. Batches are larger or smaller.", "  epochs: 2 → 3. Training ends there."],
-        ),
-        ({"batch_size": 8}, {"epochs": 3}, []),
-        ({"host": "a"}, {"host": "b"}, []),
-        (None, {"epochs": 3}, []),
-        ([1], {"epochs": 3}, []),
+        ({"batch_size": 8, "epochs": 2}, {"batch_size": 4, "epochs": 3}, SAID),
+        ({"batch_size": 8, "host": "a"}, {"epochs": 3, "host": "b"}, []),
+        *((nothing, {"epochs": 3}, []) for nothing in (None, [1])),
     ],
 )
 def test_what_differs_is_said(
     was: Any, now: Any, lines: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One block has a line for each value that both sides have and that differs; without one there is no warning.
-
-    From where the run goes on is one INFO line in either case.
-    """
+    """One block has a line for each value of both sides that differs; where the run goes on is one INFO line."""
     config = CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)
     with Checkpointer(config) as ckpt, caplog.at_level(logging.INFO, "ckpt_tasks"):
         ckpt.save(3, {"loop": Loop(was)})

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.policy.retention import RetentionPolicy, plan_retention
+from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.policy.space import CheckpointSize, Forecast, forecast, gib
+from tests.policy.test_retention import Fact, plan
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class One:
-    """A checkpoint as retention sees it."""
-
-    step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    abandoned: bool = False
-    interim: bool = False
-    saved_at_s: float | None = None
-
-    @property
-    def manifest_digest(self) -> str:
-        return str(self.step)
-
-
-def peak(policy: RetentionPolicy, live: list[One], pinned: set[str], losses: list[float]) -> int:
+def peak(policy: RetentionPolicy, live: list[Fact], pinned: set[str], losses: list[float]) -> int:
     """Save once for each loss, retire after each commit; return the most checkpoints that were there at once."""
     most, step = 0, max((one.step for one in live), default=0)
     for loss in losses:
         step += 1
         most = max(most, len(live) + 1)  # the one that is being written
-        live = [One(step, {"loss": loss}), *live]
-        verdicts = plan_retention(
-            live,
-            policy,
-            pins=dict.fromkeys(pinned, "pinned"),
-            leased={},
-            verified=frozenset({live[0].manifest_digest}),
-            restored_from=live[0].manifest_digest,
-            metrics={},
+        live = [Fact(step, f"d{step}", {"loss": loss}), *live]
+        newest = live[0].manifest_digest
+        verdicts = plan(
+            live, policy, pins=dict.fromkeys(pinned, "pinned"), verified=frozenset({newest}), restored_from=newest
         )
         kept = {verdict.manifest_digest for verdict in verdicts if verdict.keep}
         live = [one for one in live if one.manifest_digest in kept]
@@ -64,8 +42,8 @@ def test_the_peak_is_never_above_the_forecast(  # noqa: PLR0917 (Hypothesis give
 ) -> None:
     """P37: whatever is saved, retention never has more checkpoints at once, nor more bytes, than was forecast."""
     policy = RetentionPolicy(max_num_checkpoints=limit, keep_best=best, best_metric="loss")
-    live = [One(step, {"loss": loss}) for step, loss in reversed([*enumerate(there, start=1)])]
-    pinned = {str(step) for step in pins if step <= len(there)}
+    live = [Fact(step, f"d{step}", {"loss": loss}) for step, loss in reversed([*enumerate(there, start=1)])]
+    pinned = {f"d{step}" for step in pins if step <= len(there)}
     size = CheckpointSize(2 * MIB, 3 * MIB)
     found = forecast(policy, live, pinned=pinned, size=size, free_bytes=free)
     most = peak(policy, live, pinned, losses)
@@ -98,7 +76,9 @@ def test_a_run_that_grows_wants_room_for_a_few_more(policy: RetentionPolicy) -> 
 
 def test_without_a_policy_as_many_stay() -> None:
     """Where the policy is not known, the run is taken to keep as many as it has: one more is written."""
-    found = forecast(None, [One(2), One(1)], pinned={"1"}, size=CheckpointSize(MIB, 9 * MIB), free_bytes=MIB)
+    found = forecast(
+        None, [Fact(2, "d2"), Fact(1, "d1")], pinned={"d1"}, size=CheckpointSize(MIB, 9 * MIB), free_bytes=MIB
+    )
     assert found == Forecast(most=3, grows=False, own_bytes=MIB, needed_bytes=MIB, free_bytes=MIB)
     assert found.words == "1.0 MiB free, 1.0 MiB more needed: up to 3 checkpoints of 1.0 MiB at once"
     assert [gib(size) for size in (3 << 29, 5 << 20, 3 << 10)] == ["1.5 GiB", "5.0 MiB", "3 KiB"]

@@ -33,12 +33,3 @@ def test_one_usual_loss_of_the_last_is_enough(losses: list[float], older: list[f
     assert not is_spike(losses[1:])
     losses[-at] = sorted(losses[:WINDOW])[WINDOW // 2 - 1]
     assert not is_spike(losses)
-
-
-@given(st.lists(LOSSES, min_size=WINDOW, max_size=WINDOW), st.permutations(range(WINDOW)), LOSSES)
-def test_only_a_rise_counts_in_whichever_order_the_window_is(
-    before: list[float], order: list[int], loss: float
-) -> None:
-    """The order within the window changes nothing, and a fall is no spike."""
-    assert is_spike([*before, *[loss] * STREAK]) == is_spike([*(before[i] for i in order), *[loss] * STREAK])
-    assert not is_spike([*before, *[min(before)] * STREAK])

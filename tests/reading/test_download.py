@@ -104,18 +104,6 @@ def test_bytes_that_stay_wrong_leave_the_target_alone(saved: tuple[ObjectStore, 
     assert len({read for read in store.reads if "other" in read[0] and read[1]}) == 1
 
 
-def test_a_plain_value_and_an_empty_tensor_come_back(saved: tuple[ObjectStore, Checkpoint]) -> None:
-    """What has no bytes needs no request."""
-    url = f"memory://download/{secrets.token_hex(8)}"
-    tensors = {"empty": torch.empty(0, 3), "scalar": torch.tensor(3), "text": "words"}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=url, memory_dir=None)) as ckpt:
-        ckpt.save(1, {"extra": tensors})
-        target: dict[str, Any] = {"extra": {"empty": torch.ones(0, 3), "scalar": torch.tensor(0), "text": ""}}
-        ckpt.restore(target)
-    assert target["extra"]["text"] == "words"
-    assert target["extra"]["scalar"] == 3
-
-
 def test_a_reader_finds_everything_by_two_requests_and_one_each(saved: tuple[ObjectStore, Checkpoint]) -> None:
     """Opening a checkpoint takes its manifest and its index, whatever the number of tensors."""
     store = Recorded(saved[0])

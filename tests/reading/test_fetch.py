@@ -48,7 +48,7 @@ def _restored(run_dir: Path, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("size_bytes", [0, 1 * 8, 255 * 1024, 256 * 1024, 2 * MIB, 2 * MIB + 48, 16 * MIB + 48])
+@pytest.mark.parametrize("size_bytes", [0, 8, 256 * 1024, 2 * MIB + 48, 16 * MIB + 48])
 @pytest.mark.parametrize("fresh", [False, True], ids=["into live tensors", "into new ones"])
 def test_tensors_of_every_size_come_back(run_dir: Path, size_bytes: int, fresh: bool) -> None:
     """Whatever way a size takes (many in a read, one in several, several regions), every bit comes back."""

@@ -78,6 +78,8 @@ def test_a_new_layer_keeps_its_values(run_dir: Path, saved: State) -> None:
     """P50: with missing="keep" a layer that the checkpoint lacks, and its moments, stay; all else is restored."""
     state = make(adapter=True)
     before = bits(state)
+    with pytest.raises(StateMismatchError, match=r"restore\(state, only=\[…\], missing='keep'\)"):
+        restore(run_dir, state)  # strict is the default
     taken, left, new = restore(run_dir, state, missing="keep")
     assert left == ()
     assert new == tuple(
@@ -160,13 +162,6 @@ def test_nothing_at_all_is_no_restore(run_dir: Path, saved: State) -> None:
     other = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(StateMismatchError, match="none of its keys is in the checkpoint"):
         restore(run_dir, {"model": other, "seen": 0}, missing="keep")
-
-
-def test_strict_stays_the_default_and_names_the_other(run_dir: Path, saved: State) -> None:
-    """Without the arguments a restore is strict, and its error says how to take a part."""
-    state = make(adapter=True)
-    with pytest.raises(StateMismatchError, match=r"restore\(state, only=\[…\], missing='keep'\)"):
-        restore(run_dir, state)
 
 
 def test_all_or_nothing(run_dir: Path, saved: State) -> None:

@@ -17,7 +17,6 @@ from ckpt_tasks.copying.fork import plan_fork
 from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.reading.opening import Opened, SavedGroup, open_checkpoint
-from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.state.restoring import plan_restore
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
@@ -59,33 +58,19 @@ def test_a_malformed_tree_is_found_by_who_asks_for_it(run_dir: Path, tree: Any) 
         opened.check_trees()
 
 
-@pytest.fixture
-def run(run_dir: Path, tmp_path: Path) -> Run:
-    """A run whose newest checkpoint names a tensor that it lacks."""
+def test_nothing_is_made_of_a_checkpoint_that_lacks_a_tensor(run_dir: Path, tmp_path: Path) -> None:
+    """Verify names it, so that no older one is given up; a fork refuses it; a copy leaves it out and says so."""
     train(run_dir)
     spoiled = {"~tensor": "extra/nothing"}
     Hostile(run_dir, tmp_path).change_manifest(lambda body: body["groups"]["extra"].update(tree=spoiled))
-    return open_run(str(run_dir))
-
-
-def test_verify_names_it(run: Run) -> None:
-    """It is no good checkpoint, so no older one is given up for it."""
+    run = open_run(str(run_dir))
     (fault,) = verify_checkpoint(run.history.store, run.find(NEWEST))
     assert "extra/nothing" in fault
     assert verify_checkpoint(run.history.store, run.find(STEPS[0])) == []
-
-
-def test_nobody_forks_it(run: Run, tmp_path: Path) -> None:
-    """Nothing is begun with it."""
-    target = LocalStore(str(tmp_path / "fork"))
+    fork, copy = (LocalStore(str(tmp_path / name)) for name in ("fork", "copy"))
     with pytest.raises(IntegrityError, match="extra/nothing"):
-        plan_fork(run, run.find(NEWEST), target, {})
-    assert not [*target.names("")]
-
-
-def test_a_copy_leaves_it_out(run: Run, tmp_path: Path) -> None:
-    """The others are copied, and it is reported."""
-    target = LocalStore(str(tmp_path / "copy"))
-    report = run_sync(run, target, plan_sync(run, target))
+        plan_fork(run, run.find(NEWEST), fork, {})
+    assert not [*fork.names("")]
+    report = run_sync(run, copy, plan_sync(run, copy))
     assert any("extra/nothing" in str(row) for row in report.rows)
-    assert {checkpoint.step for checkpoint in open_run(target.url).checkpoints()} == {*STEPS} - {NEWEST}
+    assert {checkpoint.step for checkpoint in open_run(copy.url).checkpoints()} == {*STEPS} - {NEWEST}

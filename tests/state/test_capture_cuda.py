@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import StateMismatchError
+from ckpt_tasks.tensors.tensors import same_bits
 from tests.support.roundtrip import Saved, assert_same, restore, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -72,12 +75,13 @@ def test_a_state_moves_to_another_device(source: str, target: str, options: dict
 
 
 def test_the_streams_of_the_device_go_on() -> None:
-    """P74: the default stream of the device and a generator of the user's give the next numbers."""
+    """P11, P74: the device's stream and a generator of the user's give the next numbers; a capture draws none."""
     torch.rand(3, device="cuda")
     generator = torch.Generator("cuda").manual_seed(5)
     torch.rand(3, device="cuda", generator=generator)
     saved = on_host(save({"generator": generator}))
     assert "rng/cuda:0" in saved.stored
+    assert_same(on_host(save({"generator": generator})).tensors, saved.tensors)
 
     def draw() -> list[float]:
         drawn = torch.randn(4, device="cuda", generator=generator)
@@ -88,25 +92,6 @@ def test_the_streams_of_the_device_go_on() -> None:
     assert draw() == expected
     with pytest.raises(StateMismatchError, match=r"torch\.Generator on cpu here, torch\.Generator on cuda"):
         restore(saved, {"generator": torch.Generator()})
-
-
-class Drawing:
-    """A stateful that draws from the device while it is asked."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"drawn": torch.rand(3, device="cuda").sum().item()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.rand(3, device="cuda")
-
-
-def test_a_capture_draws_nothing_from_the_device() -> None:
-    """P11: an object that draws from the device while it is asked leaves its stream where it was."""
-    torch.rand(1, device="cuda")
-    before = torch.cuda.get_rng_state()
-    saved = on_host(save({"drawing": Drawing()}))
-    restore(saved, {"drawing": Drawing()}, partial=True)
-    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_values_come_back_on_the_device_of_the_present_ones() -> None:
@@ -128,3 +113,45 @@ def test_a_grad_scaler_on_a_device_goes_on() -> None:
     restore(on_host(save({"scaler": scaler})), {"scaler": fresh})
     fresh.scale(torch.ones(1, device="cuda"))
     assert fresh.state_dict() == scaler.state_dict()
+
+
+def large(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(8, 8, 3)
+    conv.weight.data = conv.weight.data.to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Linear(2048, 4096), conv).cuda()
+    model.register_buffer("turning", torch.randn(1 << 18, dtype=torch.complex128, device="cuda"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = dict(state["model"].state_dict())
+    for number, kept in state["optimizer"].state_dict()["state"].items():
+        found |= {f"{number}.{name}": value for name, value in kept.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["storage", "memory"])
+@pytest.mark.parametrize("stream", [False, True], ids=["default stream", "a stream of the program's"])
+def test_a_state_on_a_device_is_restored(run_dir: Path, tmp_path: Path, memory: bool, stream: bool) -> None:
+    """P2: bit by bit, though kernels of the program that write the same tensors are still queued."""
+    memory_dir = str(tmp_path) if memory else None
+    with (
+        Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=memory_dir)) as ckpt,
+        torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.default_stream()),  # type: ignore[no-untyped-call]
+    ):
+        saved, state = large(1), large(2)
+        wanted = tensors(saved)
+        ckpt.save(1, saved)
+        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+        for parameter in state["model"].parameters():
+            parameter.data.fill_(7.0)
+        ckpt.restore(state)
+        assert ckpt.last_restore is not None
+        assert ("ckpt-tasks-" in ckpt.last_restore.source) == memory
+        found = tensors(state)
+        assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []

@@ -134,17 +134,6 @@ def test_every_difference_is_listed_and_nothing_is_touched() -> None:
     assert all(t.eq(0).all() for t in fresh.buffers())
 
 
-def test_a_partial_restore_takes_the_groups_it_names() -> None:
-    """P50: an evaluator restores the model alone and needs no other tensor; a full restore refuses to leave one out."""
-    module, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
-    saved = save({"model": module, "ema": nn.Linear(2, 2)})
-    with pytest.raises(StateMismatchError) as caught:
-        restore(saved, {"model": fresh})
-    assert caught.value.unexpected == ("ema",)
-    assert restore(saved, {"model": fresh}, partial=True) == {"model/weight", "model/bias"}
-    same_module(module, fresh)
-
-
 def test_a_tree_that_names_an_absent_tensor_is_damaged() -> None:
     """P47: a tensor that the index lacks is an error of the checkpoint, before anything is touched."""
     saved = save({"model": nn.Linear(2, 2)})

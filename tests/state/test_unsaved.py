@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader, ResumableSampler
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 
@@ -148,6 +148,8 @@ CHANCES = WeightedRandomSampler([1.0] * 8, 8)
         ("WeightedRandomSampler", BatchSampler(CHANCES, 2, False), 0),
         ("shuffle=True", BatchSampler(RandomSampler(DATA), 2, False), None),
         ("", BatchSampler(SequentialSampler(DATA), 2, False), 0),
+        ("", ResumableSampler(8, 2), 0),
+        ("", None, 2),
     ],
 )
 def test_every_sampler_that_draws(

@@ -75,13 +75,3 @@ def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path, ranks: int) 
             kill(tmp_path / "killed", ranks, chance.uniform(0, 0.6))
     finish(tmp_path / "killed", ranks)
     assert at_the_end(tmp_path / "killed") == at_the_end(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two ranks are killed, three go on: no id is lost, and none comes twice."""
-    finish(tmp_path / "whole", 2)
-    kill(tmp_path / "killed", 2, 0.2)
-    finish(tmp_path / "killed", 3)
-    (users, *_), (expected, *_) = (at_the_end(tmp_path / name)[0] for name in ("killed", "whole"))
-    assert users.keys() == expected.keys()

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
-from ckpt_tasks.errors import IntegrityError, StateMismatchError, StoreError
+from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.tables.rules import SGD
-from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
+from ckpt_tasks.testing import die
 from tests.support.tables import about, rows_of, table, train
 
 
@@ -73,66 +73,6 @@ def test_deltas_end_in_a_new_base(tmp_path: Path) -> None:
     assert counts[9:] == [[100], [100, 1], [100]]
     assert len([*tmp_path.rglob("users-*.arrow")]) == 1, "a base that no checkpoint has is pruned"
     assert about(restored(tmp_path)) == about(users)
-
-
-def test_the_next_process_goes_on_with_the_files_of_the_last(tmp_path: Path) -> None:
-    """A restart writes a delta, no base, and trains on bit for bit."""
-    users, again = table(), table()
-    with Checkpointer(config(tmp_path)) as ckpt:
-        ckpt.restore({"users": users})
-        train(users, [*range(100)])
-        ckpt.save(1, {"users": users})
-    with Checkpointer(config(tmp_path)) as ckpt:
-        assert ckpt.restore({"users": again}) == 1
-        for one in (users, again):
-            train(one, [3, 500])
-        assert len(ckpt.save(2, {"users": again}).reuses) == 1
-    assert about(users) == about(again) == about(restored(tmp_path))
-
-
-def test_a_rollback_goes_on_from_the_older_files(tmp_path: Path) -> None:
-    """After a rollback the deltas of the abandoned line are not in the table, and all checkpoints stay whole."""
-    users = table()
-    state = {"users": users}
-    kept = {}
-    with Checkpointer(config(tmp_path, max_num_checkpoints=9)) as ckpt:
-        ckpt.restore(state)
-        train(users, [*range(100)])
-        for step in (1, 2, 3):
-            train(users, [step])
-            ckpt.save(step, state)
-            kept[step] = about(users)
-        ckpt.rollback(1)
-        assert ckpt.restore(state) == 1
-        assert about(users) == kept[1]
-        train(users, [50])
-        assert len(ckpt.save(4, state).reuses) == 1
-        kept[4] = about(users)
-    assert {step: about(restored(tmp_path, step=step)) for step in kept} == kept
-
-
-def test_a_save_that_fails_loses_no_row() -> None:
-    """A delta that storage refused is written by the next save, beside the next delta."""
-    store = FaultyStore(MemoryStore())
-    users = table()
-    state = {"users": users}
-    place = CheckpointConfig(checkpoint_dir=located(store), memory_dir=None)
-    with Checkpointer(place) as ckpt:
-        ckpt.restore(state)
-        train(users, [*range(100)])
-        ckpt.save(1, state)
-        train(users, [1])
-        rule = store.on("refused", verb="put", name=r".*users-.*arrow")
-        with pytest.raises(StoreError):
-            ckpt.save(2, state)
-        store.off(rule)
-        train(users, [2])
-        assert len(ckpt.save(3, state).reuses) == 1
-        assert [file.count for file in users.chain.files] == [100, 1, 1]
-    again = table()
-    with Checkpointer(place) as ckpt:
-        assert ckpt.restore({"users": again}) == 3
-    assert about(again) == about(users)
 
 
 def test_another_run_gets_a_base_of_its_own(tmp_path: Path) -> None:

@@ -40,19 +40,6 @@ def test_each_rule_is_the_optimizer_of_torch(rule: Rule, make: Callable[[Any], t
     torch.testing.assert_close(users.eval()(every), model.weight.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_only_the_rows_of_a_batch_change() -> None:
-    """Adam leaves the rows and the slots of other ids as they are, though their moments are not zero."""
-    users = LookupTable(4, slots=Adam(lr=0.1))
-    users(torch.arange(10)).sum().backward()
-    users.step()
-    before = [values.copy() for values in users.store.values]
-    users(torch.tensor([3, 3, 7])).sum().backward()
-    users.step()
-    places = users.store.find(torch.tensor([3, 7]).numpy())
-    for old, new in zip(before, users.store.values, strict=True):
-        assert sorted({*(old != new).any(axis=1).nonzero()[0].tolist()}) == sorted(places.tolist())
-
-
 def test_a_row_begins_with_what_its_id_and_the_seed_say() -> None:
     """The first row of an id does not depend on the order in which ids come, and another seed gives another one."""
     one, other = LookupTable(4, seed=1), LookupTable(4, seed=1)
@@ -86,19 +73,6 @@ def test_gradients_of_one_id_are_added_exactly() -> None:
         (users(torch.zeros(len(part), dtype=torch.int64)).squeeze(1) * part).sum().backward()
     users.step()
     assert users(torch.tensor([0])).item() == -3.0
-
-
-def test_ids_are_deleted_and_evicted() -> None:
-    """A deleted id begins anew when it comes again, and evict() takes the ids that were not used for so long."""
-    users = LookupTable(2, slots=SGD(lr=0.5))
-    first = users(torch.arange(4)).detach().clone()
-    for _ in range(3):
-        users(torch.tensor([0, 1])).sum().backward()
-        users.step()
-    assert users.delete(torch.tensor([1, 77])) == 1
-    assert torch.equal(users(torch.tensor([1]))[0], first[1])
-    assert users.evict(2) == 3
-    assert users.ids.tolist() == [0]
 
 
 @pytest.mark.parametrize(

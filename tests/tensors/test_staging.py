@@ -1,4 +1,4 @@
-"""What a restore brings onto CUDA devices, without one: see devices.py. With one: state/test_restored_cuda.py."""
+"""What a restore brings onto CUDA devices, without one: see devices.py. With one: state/test_capture_cuda.py."""
 
 from __future__ import annotations
 
