@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-# Measured: niceness 19 costs training no less than 0 does, and at 19 a copy may wait long on a busy machine.
+# Measured: niceness 19 slows training as much as 0 does, and may delay a copy for long on a busy machine.
 _NICER = 10
 _dice = random.SystemRandom()  # Python's own generator belongs to training and is saved with it.
 
@@ -34,7 +34,7 @@ class System:
         return time.time()
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that is never set."""
+        """Return the seconds of a clock that never jumps."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:

@@ -347,7 +347,7 @@ class Checkpointer(HeldRun):
         return None
 
     def _candidates(self, step: int | None) -> Tried:
-        """Return the live checkpoints, the candidates of a restore in order, and the last rollback."""
+        """Return three things: the live checkpoints, those to try in the order of trying, and the last rollback."""
         live = self._history.head().state
         known = lineage(live.live)
         if step is not None:

@@ -247,9 +247,9 @@ class _Steps:
 def _leave(
     ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
 ) -> None:
-    """End the loop as the end of a `with` block does.
+    """Do what the end of a `with` block of the Checkpointer does, since a loop has no block.
 
-    `over`: the epochs are over. If neither `over` nor `error` is set, a `break` or an exception has left the loop.
+    `over`: the epochs are over; `error` has ended them. If neither is set, a `break` or an exception has left the loop.
     """
     for hook in hooks:
         hook.remove()

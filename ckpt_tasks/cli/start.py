@@ -278,9 +278,9 @@ def check_example(config: CheckpointConfig) -> None:
 def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
     """Start a Prefect server, a worker and the deployments here.
 
-    What runs already stays as it is; the same command restarts what died. The deployments are those of prefect.yaml in
-    the working directory, or else the example's. Returns when all of it answers. The server asks for a password, in a
-    file that only you can read. A server that PREFECT_API_URL names is used, and never stopped.
+    What is up already is left alone; the same command restarts what died. The deployments are those of prefect.yaml in
+    the working directory, or else the example's. Returns when server and worker answer. The server asks for a password,
+    in a file that only you can read. A server that PREFECT_API_URL names is used, and never stopped.
     """
     with report_errors(as_json) as out:
         with importing_prefect():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_AT_ONCE = 1 << 20  # This many elements at once bound the memory for differences in float64.
+_AT_ONCE = 1 << 20  # Subtract so many elements at once, to bound the memory for differences in float64.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

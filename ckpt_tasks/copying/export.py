@@ -48,9 +48,9 @@ from ckpt_tasks.storage.port import Store
 MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub has the same limit.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# An export deletes such files of earlier exports and of huggingface_hub, which readers would take for its own weights.
+# An export deletes such files, of earlier exports and of huggingface_hub: readers would take them for its weights.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
-_METADATA = "__metadata__"  # safetensors uses it in a header for other data.
+_METADATA = "__metadata__"  # In a header of safetensors this name stands for texts, not for a tensor.
 _MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # These codes also hold views of other dtypes.
 
 
@@ -372,7 +372,7 @@ def shard(selection: _Selection, name: str) -> Shard:
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
     ours = json.dumps(selection.metadata(), separators=(",", ":"))  # A run's key need not be valid UTF-8.
-    # List ties as safetensors.torch.save_model does, and also in our own entry, which no tensor's name can resemble.
+    # List ties as safetensors.torch.save_model does, and also in our own field, whose name no tensor's can resemble.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     return header_of(entries)
 

@@ -96,7 +96,7 @@ class SyncReport:
 
 @checked
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
-    """Find the checkpoints of the run that the target lacks, or whether it lacks `only`; write nothing.
+    """Find out which of the run's checkpoints the target lacks, or whether it lacks `only`; write nothing.
 
     Raises RunMismatchError if the target has another run, or checkpoints that the source never had; StateError if the
     target has pruned `only`; ConfigError if source and target are the same.
@@ -284,7 +284,7 @@ def _contents(
 
 @contextmanager
 def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owner, SyncPlan]]:
-    """Own the target during the block, in an owner epoch above all in copied names; yield the owner and a new plan."""
+    """Own the target during the block, in an epoch above that of any copied name; yield the owner and a new plan."""
     history.check(plan.run_key)
     damage(history)
     state = plan.head.state
@@ -303,7 +303,7 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
-    """Append an owner entry with an epoch above those of the copied attempts, so that their leftovers are orphans.
+    """Append an owner entry whose epoch is above that of every copied save, so that leftovers of those are orphans.
 
     Does nothing if the owner's epoch is high enough. Raises ConfigError if a copied epoch is absurdly high.
     """

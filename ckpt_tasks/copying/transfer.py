@@ -28,7 +28,7 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-OnProgress = Callable[[int], None]  # Called with the size in bytes of every read.
+OnProgress = Callable[[int], None]  # It gets the size in bytes of every read.
 
 
 class Moved(NamedTuple):

@@ -21,9 +21,9 @@ def copy_of(stream: Any) -> Any:
     if hasattr(stream, "__copy__") or kind.__new__ is not object.__new__:
         return copy.copy(stream)
     new = object.__new__(kind)
-    vars(new).update(vars(stream))  # copy.copy would let two streams of datasets share one __dict__.
+    vars(new).update(vars(stream))  # copy.copy would let two streams of `datasets` share one __dict__.
     for name, value in vars(stream).items():
-        # A stream of datasets has its epoch in memory that all workers share, and set_epoch adds a difference to it:
+        # A stream of `datasets` has its epoch in memory that all workers share, and set_epoch adds a difference to it:
         # two workers that do so at once would add it twice.
         if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
             vars(new)[name] = value.clone()

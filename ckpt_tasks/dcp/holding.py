@@ -125,7 +125,7 @@ class HeldRun:
         return new
 
     def abandon(self) -> None:
-        """Delete the objects of a save that did not reach its commit; raise FencedError if the run is lost."""
+        """Delete the objects of a save that did not reach its commit; raise FencedError if another owns the run."""
         attempt, self._unfinished = self._unfinished, None
         if attempt is not None and self._tenure is not None and self._tenure.committer is not None:
             self._tenure.committer.abandon(attempt)

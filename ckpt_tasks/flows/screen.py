@@ -100,7 +100,7 @@ class _Line:
 
 
 class LiveLine(_Line):
-    """Shows the progress of flows in the block: one line that changes on a terminal, else one every 10 s."""
+    """Shows the progress of flows during the block: on a terminal one line that changes, elsewhere one every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
         super().__init__(out, watcher, "Preparing the first step …", stays=True)

@@ -27,7 +27,7 @@ STEPS_NAME = "steps.arrow"  # A snapshot in memory has the metrics of its steps 
 LEDGER_PREFIX = "ledger/"
 COMPILED_PREFIX = "compiled/"
 MAX_STEP = 10**12 - 1
-MAX_EPOCH = 10**9 - 1  # The highest owner epoch: an attempt's name has room for nine digits.
+MAX_EPOCH = 10**9 - 1  # The highest owner epoch: the name of a save has room for nine digits.
 MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)

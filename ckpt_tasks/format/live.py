@@ -120,7 +120,7 @@ def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
 
 
 def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """Return all live checkpoints: those of the segments, then the tail."""
+    """Return all live checkpoints: those of the segments, then those of the tail."""
     return tuple(chain(*(segment.checkpoints for segment in segments), tail))
 
 

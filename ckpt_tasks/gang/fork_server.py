@@ -102,9 +102,9 @@ class _Server:
 
 
 def main(descriptor: int, *, bound: bool) -> NoReturn:
-    """Import what ranks need, then serve the agent by a socket; if `bound`, end with the thread that started it.
+    """Import what ranks need, then serve the agent through a socket; if `bound`, end with our parent thread.
 
-    A thread may end before its process does, so only a thread that lasts can be the parent.
+    So a thread that ends before its process must not be the one that starts us.
     """
     if bound:
         dies_with_parent()

@@ -52,7 +52,7 @@ class Orders:
         self._over = threading.Event()
 
     def give(self, name: str, step: int = 0) -> None:
-        """Post the next order, in rank 0."""
+        """As rank 0, post the next order."""
         self._count += 1
         self._end_watch(name)
         self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())

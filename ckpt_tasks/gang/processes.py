@@ -151,7 +151,7 @@ class Gang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Return the messages of the next moments: a rank's end is reported before the failures that it causes."""
+        """Wait a moment, and return what came: the end of a rank is heard before the failures that it causes."""
         return self.hear(_CAUSES_S)
 
     def look(self) -> None:

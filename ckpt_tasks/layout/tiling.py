@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-MAX_CORNERS = 1 << 24  # All boxes together have at most this many; 10⁶ boxes cut along four dimensions reach it.
+MAX_CORNERS = 1 << 24  # All regions of a tensor may have so many; 10⁶ of them cut along four dimensions do.
 
 Numbers = npt.NDArray[np.int64]
 

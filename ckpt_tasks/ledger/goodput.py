@@ -114,10 +114,10 @@ class Course:
 
     @property
     def redone_steps(self) -> int:
-        """The steps that training had completed and repeated after a restore.
+        """The completed steps that training repeated after a restore.
 
-        The ledger shows this for commits, and for attempts that failed in a process that lived on; it does not show how
-        far a killed process had come since its last commit.
+        The ledger shows those before a commit, and those of an attempt that failed in a process that lived on; it does
+        not show how far a killed process had come since its last commit.
         """
         steps: dict[str | None, int] = {None: 0}
         redone = reached = 0

@@ -89,7 +89,7 @@ def summarize(events: Iterable[Moment]) -> Observed | None:
 def _trained(events: list[Moment]) -> Iterator[tuple[float, Moment, Moment]]:
     """Yield (seconds, from, to) for each stretch of training that ended with a commit or a recorded failure.
 
-    The ledger does not have the training between an owner's last commit and its death. So failures seem slightly more
+    The ledger does not record the training between an owner's last commit and its death. So failures seem slightly more
     frequent than they are, and saves become slightly more frequent.
     """
     for before, after in pairwise(events):

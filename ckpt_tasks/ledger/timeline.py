@@ -228,4 +228,4 @@ def _seconds(event: Mapping[str, Any], name: str) -> float | None:
     value = event.get(name)
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_S:
         return None  # NaN and infinity are written as strings.
-    return round(float(value), 6)  # Smaller numbers would lead to infinite rates.
+    return round(float(value), 6)  # Rates of a span below 1e-6 s could be infinite.

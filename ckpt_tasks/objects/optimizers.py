@@ -135,7 +135,7 @@ class OptimizerPart:
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
-        if lost and lacking:  # Options that only one side has come from another version of torch.
+        if lost and lacking:  # If only one side lacks options, their versions of torch differ.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
         if not any(self._optimizer.state.values()):  # Reading a missing state would create an empty one.

@@ -167,10 +167,10 @@ class PlainPart:
         differences.missing += [_text(place) for place in strict if place != top]
 
     def compare_rest(self, differences: Differences) -> None:
-        """Compare the tensors and arrays that `compare` skips: they keep their memory if the stored values fit.
+        """Compare the tensors and arrays that `compare` skips.
 
-        If they do not fit, `prepare` makes new ones. Records a difference if that is impossible, because a live object
-        such as a module owns the memory.
+        Those that fit the stored values keep their memory; `prepare` makes the others anew. Records a difference where
+        that is impossible, because a live object such as a module owns the memory.
         """
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not self._must_fit(place, live)}

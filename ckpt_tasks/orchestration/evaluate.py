@@ -40,7 +40,7 @@ evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
 )
 _ROUND = 16  # Before each round of this many checkpoints, look for new commits.
 _LOOK_S = 0.5
-_RELEASED_S = 120.0  # By then a preempted flow run has usually started again.
+_RELEASED_S = 120.0  # A preempted flow run has usually started again in this time.
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 # Random streams belong to the process, so only one thread evaluates at a time.

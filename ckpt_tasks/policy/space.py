@@ -44,7 +44,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the disk has room for the peak, or for a few more checkpoints of a run that grows."""
+        """Whether the disk has room for the most that the policy keeps at once, and for a few more if the run grows."""
         return self.free_bytes >= self.needed_bytes and not (self.grows and self.room_for < _FEW)
 
     @property

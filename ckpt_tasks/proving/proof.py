@@ -141,7 +141,7 @@ def _records(log: Path) -> list[dict[str, Any]]:
 
 
 def _where(logs: list[Path]) -> str:
-    """Return in which step a failed program was, and after which resume, from the records of its processes."""
+    """Return the step at which a program failed, and the resume before it, from its processes' records."""
     legs = [log.read_text(encoding="utf-8").splitlines() for log in logs if log.exists()]
     if not legs or not legs[-1]:
         return ""

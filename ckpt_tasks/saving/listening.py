@@ -55,7 +55,7 @@ class Listeners:
         self._tell("committed", checkpoint)
 
     def measured(self, steps: tuple[StepMetrics, ...]) -> None:
-        """Report the metrics of steps that a commit adds."""
+        """Report the metrics of the steps up to a commit, from the one after the last."""
         self._tell("measured", steps)
 
     def failed(self, step: int, why: BaseException) -> None:

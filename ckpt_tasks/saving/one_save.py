@@ -58,7 +58,7 @@ class OneSave:
             with self._ranks.meeting(topic, self._deadline_s) as ranks, snapshot.tenure.owning():
                 part, admitted = self._written(snapshot)
                 parts = ranks.gather(part, _part_to_bytes, _part_from_bytes)
-                if admitted is not None and all(parts):  # The first rank has all parts; none was replaced.
+                if admitted is not None and all(parts):  # Rank 0 has all parts, and none was replaced.
                     entry = self._commit(snapshot, admitted, parts)
                 done = ranks.publish(_checkpoint_of(entry), _to_bytes, _from_bytes)
         except CkptError as error:

@@ -59,8 +59,8 @@ class UnderWay(NamedTuple):
 class Saver:
     """Takes snapshots of the state and commits them in the background.
 
-    `tenure` is the current ownership, which is released when the interpreter exits. Every snapshot is committed in the
-    ownership in which it was taken.
+    `tenure` is the current one; it is released when the interpreter exits. Every snapshot is committed in the tenure in
+    which it was taken.
     """
 
     def __init__(

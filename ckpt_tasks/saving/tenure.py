@@ -66,7 +66,7 @@ class Line:
             try:
                 opened = open_checkpoint(store, self.parent)
             except CkptError:
-                return None  # Without reuse, everything is written.
+                return None  # Nothing that storage has is used again: everything is written.
             self.stored = self.parent.manifest_digest, Stored.of(opened.manifest.objects, opened.index)
         return self.stored[1]
 

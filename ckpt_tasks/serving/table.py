@@ -111,7 +111,7 @@ class RunTable:
 
     def pause_s(self, took_s: float) -> float:
         """Return how long to wait after a look that took so long: a store gets few requests a second."""
-        # The root is listed twice, and each run once; of an owner that may be alive, the heartbeat is read.
+        # The root is listed twice, each run once; the heartbeat is read if its owner may be alive.
         requests = 2 + sum(1 + (row.look.state.owner is not None) for row in [*self._rows.values()])
         return max(_EVERY_S, 0 if self.root.near else requests / _REQUESTS_PER_S, 3 * took_s)
 

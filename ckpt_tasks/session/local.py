@@ -132,7 +132,7 @@ class StateSession:
         """Restore the newest good checkpoint into the live state; without one, save the live state as the first."""
         step = self.ckpt.restore(self.state)
         if not self.ckpt.checkpoints():
-            self.ckpt.wait()  # It may be a snapshot from memory: then no rank saves another.
+            self.ckpt.wait()  # A snapshot from memory may be on its way to storage: it is the first checkpoint then.
             if not self.ckpt.checkpoints():
                 self.ckpt.save(step, self.state)
         self.clean = True
@@ -241,7 +241,7 @@ class LocalSession(StateSession):
         torch.cuda.empty_cache()
 
     def _change(self, before: Mapping[str, Any]) -> None:
-        """Apply the difference between the old parameters (`before`) and the current ones to the restored state."""
+        """Apply to the restored state what has changed in the program's parameters since `before`."""
         state, new = self.state, self._fresh
         assert new is not None
         old = self._settings_with(before)

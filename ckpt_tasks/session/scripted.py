@@ -164,7 +164,7 @@ def _packed(value: Any) -> Any:
 
 
 def _filled(value: Any, saved: Any) -> Any:
-    """Return a saved value; change a value in place to which others may refer."""
+    """Return a saved value; a live value to which others may refer is changed in place."""
     if isinstance(value, _VALUES) and not isinstance(value, _CONTAINERS):
         return saved
     _fill(value, saved)

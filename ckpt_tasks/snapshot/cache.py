@@ -145,7 +145,7 @@ class SnapshotCache:
         return MemoryDirectory(self._root, self._name(rank), self.store.url)
 
     def has_room(self, size_bytes: int) -> bool:
-        """Return True if two snapshots of this size have room; the user's own directory is not checked."""
+        """Return True if two snapshots of this size fit; a memory directory that the user named is not checked."""
         return self._memory_dir != "auto" or default_directory(size_bytes) is not None
 
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:

@@ -40,7 +40,7 @@ class Samples:
     _copy: DeviceCopy | None = None
 
     def digests(self) -> dict[str, str]:
-        """Wait for devices; return the digests by name; ranks that hold the same part use the same names."""
+        """Wait for devices; return the digests by name. Ranks that hold the same bytes use the same names."""
         if self._copy is not None:
             self._copy.wait()
         return self._digests | {name: _digest(copied) for name, copied in self._copied}

@@ -94,7 +94,7 @@ class ObjectStore:
 
     @property
     def gap_bytes(self) -> int:
-        """Latency × bandwidth, as measured by earlier requests: reading so many unneeded bytes costs one request."""
+        """Latency × bandwidth of earlier requests: reading so many unneeded bytes takes as long as one more request."""
         return self._measured.gap_bytes
 
     @property

@@ -68,9 +68,9 @@ class Staging:
 
     @contextmanager
     def piece(self, into: torch.Tensor) -> Iterator[memoryview]:
-        """Yield a buffer for a tensor of at most STAGED_BYTES bytes on a device; the end of the block sends it.
+        """Yield a buffer on the host for the bytes of `into`; the end of the block copies it to their device.
 
-        A block that raises sends nothing. Raises StateError if the device failed.
+        `into` has at most STAGED_BYTES. A block that raises copies nothing. Raises StateError if the device failed.
         """
         buffer, copy = self._free.get()
         try:

@@ -94,7 +94,7 @@ class Pruner:
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted, named=self.named)
-        except CkptError:  # Ignore a failed listing, for example: the prune after the commit meets it too, and logs it.
+        except CkptError:  # A failed listing, say: the prune after the commit meets it too, and logs it.
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
