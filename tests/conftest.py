@@ -191,7 +191,7 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each `python -m …` be a fork of a process that has imported torch, which takes seconds."""
-    from tests.support.children import Forked
+    from tests.support.interpreters import Forked
 
     monkeypatch.setattr(subprocess, "Popen", Forked)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
-import runpy
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 _PR_SET_PDEATHSIG = 1
 # One for all: a second list of modules would replace the first.
@@ -91,57 +86,6 @@ class Child:
             assert time.monotonic() < deadline, "what is waited for does not happen"
             time.sleep(0.002)
         return True
-
-
-class Forked(subprocess.Popen[Any]):
-    """`python -m MODULE …` as a fork of a process that has imported torch, instead of a start that takes seconds.
-
-    Every other command is started. What a fork prints is its `stderr`; its hash seed is not that of its environment.
-    """
-
-    def __init__(self, command: Any, **options: Any):
-        self._child: Child | None = None
-        if [*command[:2]] != [sys.executable, "-m"]:
-            super().__init__(command, **options)
-            return
-        self._folder = tempfile.TemporaryDirectory(prefix="forked-")
-        words = [json.dumps(dict(options["env"])), *command[2:]]
-        self._child = Child(_be_module, words, Path(self._folder.name, "said"))
-        self.args, self.pid, self.returncode = command, self._child.pid, None
-        self._into: Any = options.get("stderr")
-        self.stdin = self.stdout = self.stderr = None
-
-    def poll(self) -> int | None:
-        if self._child is None:
-            return super().poll()
-        if self.returncode is None and not self._child.alive:
-            self.returncode, self._said = self._child.wait(), self._child.said()
-            self._folder.cleanup()
-            if hasattr(self._into, "name"):
-                Path(self._into.name).write_text(self._said)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self._child is None:
-            return super().wait(timeout)
-        with suppress(AssertionError):
-            self._child.wait(600 if timeout is None else timeout)
-        if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 600)
-        return status
-
-    def communicate(self, *given: Any, **more: Any) -> tuple[Any, Any]:
-        if self._child is None:
-            return super().communicate(*given, **more)
-        self.wait()
-        return "", self._said
-
-
-def _be_module(arguments: Sequence[str]) -> None:
-    environment, module, *words = arguments
-    os.environ |= json.loads(environment)
-    sys.argv[1:] = words
-    runpy.run_module(module, run_name="__main__")
 
 
 def _run(main: Callable[[Sequence[str]], None], arguments: list[str], output: Path) -> None:

@@ -25,26 +25,30 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 _IMPORTED = ("torch.utils.data", "ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing")
 _PR_SET_PDEATHSIG = 1
+_started = subprocess.Popen  # for which a test may put Forked
 
 
 class Python:
-    """`python -c CODE …` or `python -m MODULE …` in a session of its own; a `with` leaves no process behind."""
+    """`python -c CODE …` or `python -m MODULE …` in a session of its own; a `with` leaves no process behind.
 
-    def __init__(self, *arguments: object, environment: Mapping[str, str] | None = None):
+    What it prints comes from `stdout`; or all of it goes to the file `said`, if there is one.
+    """
+
+    def __init__(self, *arguments: object, environment: Mapping[str, str] | None = None, said: IO[Any] | None = None):
         out, into = os.pipe()
-        ended, ends = os.pipe()
+        self.ended, ends = os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
-        self._ended = ended
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
         self.returncode: int | None = None
         asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ)]
         line = _nursery(os.getpid())
-        socket.send_fds(line, [json.dumps(asked).encode()], [into, self._stderr.fileno(), ends])
+        given = [into, self._stderr.fileno()] if said is None else [said.fileno(), said.fileno()]
+        socket.send_fds(line, [json.dumps(asked).encode()], [*given, ends])
         os.close(into)
         os.close(ends)
         self.pid = int(line.recv(64))
@@ -67,8 +71,8 @@ class Python:
     def wait(self) -> int:
         """Return the exit status, negative for a signal's number."""
         if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
-            os.close(self._ended)
+            self.returncode = os.waitstatus_to_exitcode(int(os.read(self.ended, 64)))
+            os.close(self.ended)
         return self.returncode
 
     def ends(self, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
@@ -88,13 +92,56 @@ def python(*arguments: object, environment: Mapping[str, str] | None = None) -> 
         return program.ends()
 
 
+class Forked(subprocess.Popen[Any]):
+    """What stands for Popen: `python -m MODULE …` is a fork. Every other command is started.
+
+    Its hash seed is not that of its environment, and what it prints goes to the file that is given for its errors.
+    """
+
+    def __init__(self, command: Any, **options: Any):
+        self._program: Python | None = None
+        if [*command[:2]] != [sys.executable, "-m"]:
+            super().__init__(command, **options)
+            return
+        given = options.get("stderr")
+        self._said = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in wait)
+        self._program = Python(*command[1:], environment=options.get("env"), said=self._said)
+        self.args, self.pid, self.returncode = command, self._program.pid, None
+        self.stdin = self.stdout = self.stderr = None
+
+    def poll(self) -> int | None:
+        if self._program is None:
+            return super().poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._program is None:
+            return super().wait(timeout)
+        if self.returncode is None:
+            if not select.select([self._program.ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            with self._program as ended:
+                self.returncode = ended.wait()
+        return self.returncode
+
+    def communicate(self, *given: Any, **more: Any) -> tuple[Any, Any]:
+        if self._program is None:
+            return super().communicate(*given, **more)
+        self.wait()
+        with self._said:
+            self._said.seek(0)
+            return "", self._said.read()
+
+
 @cache
 def _nursery(_: int) -> socket.socket:
     """Return the line to this process's nursery, which ends with it."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", __name__, str(there.fileno())]
     null = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=null, stdout=null)
+    process = _started(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=null, stdout=null)
     there.close()
     atexit.register(process.wait)
     atexit.register(here.close)  # which is called first, and ends it
