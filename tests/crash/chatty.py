@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,70 +24,63 @@ class Chatty(Tiny):
 
     def _interfere(self, step: int) -> None:
         if step == BREAKS:
-            break_output(self._way)
+            WAYS[self._way]()
         logging.getLogger("ckpt_tasks").warning("step %d", step)
 
 
-def break_output(way: str) -> None:
-    """Let standard output and error be of no use: `way` says how."""
-    if way == "its reader left":
-        reading, writing = os.pipe()
-        for descriptor in (1, 2):
-            os.dup2(writing, descriptor)
-        os.close(reading)
-    elif way == "its disk is full":
-        for descriptor in (1, 2):
-            os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
-    elif way == "its descriptor is closed":
-        os.close(1)
-        os.close(2)
-    elif way == "it is closed":
-        sys.stdout.close()
-        sys.stderr.close()
-    else:
-        sys.stdout = sys.stderr = None
+def become(end: int) -> None:
+    os.dup2(end, 1)
+    os.dup2(end, 2)
 
 
-def train(ckpt: Checkpointer, way: str) -> None:
-    """Train in a plain loop."""
-    state = {"weights": torch.zeros(64), "step": 0}
-    for step in range(ckpt.restore(state) + 1, STEPS + 1):
-        if step == BREAKS:
-            break_output(way)
-        state["step"] = step
-        ckpt.step(step, state)
-        logging.getLogger("ckpt_tasks").warning("step %d", step)
+def leave() -> None:
+    reading, writing = os.pipe()
+    become(writing)
+    os.close(reading)
+
+
+def close() -> None:
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def have_none() -> None:
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+
+# How standard output and error become of no use.
+WAYS: dict[str, Callable[[], object]] = {
+    "its reader left": leave,
+    "its disk is full": lambda: become(os.open("/dev/full", os.O_WRONLY)),
+    "its descriptor is closed": lambda: (os.close(1), os.close(2)),
+    "it is closed": close,
+    "there is none": have_none,
+}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train as `entry` says, logging to `log`."""
-    run_dir, way, entry, log = arguments
-    if log == "rich":
-        from rich.console import Console
-        from rich.logging import RichHandler
-
-        logging.basicConfig(level=logging.INFO, handlers=[RichHandler(console=Console(stderr=True))])
-    elif log == "stderr":
-        logging.basicConfig(level=logging.INFO)
+    """Train as a flow, or in a loop of a program that logs with rich, and leaves the Checkpointer open or not."""
+    run_dir, way, entry = arguments
     config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, memory_dir=None)
     if entry == "flow":
         from ckpt_tasks.flows.train import train as flow
 
-        flow(
-            run_key="chatty",
-            total_steps=STEPS,
-            checkpoint=config,
-            program="tests.crash.chatty:Chatty",
-            params={"way": way},
-            batch_steps=3,
-        )
+        given = {"program": "tests.crash.chatty:Chatty", "params": {"way": way}, "batch_steps": 3}
+        flow(run_key="chatty", total_steps=STEPS, checkpoint=config, **given)
         return
+    if entry == "close":
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        logging.basicConfig(level=logging.INFO, handlers=[RichHandler(console=Console(stderr=True))])
     ckpt = Checkpointer(config)
-    if entry == "with":
-        with ckpt:
-            train(ckpt, way)
-        return
-    train(ckpt, way)
+    state = {"weights": torch.zeros(64), "step": 0}
+    for step in range(ckpt.restore(state) + 1, STEPS + 1):
+        if step == BREAKS:
+            WAYS[way]()
+        state["step"] = step
+        ckpt.step(step, state)
+        logging.getLogger("ckpt_tasks").warning("step %d", step)
     if entry == "close":
         ckpt.close()
 

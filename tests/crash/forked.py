@@ -141,8 +141,8 @@ def check_child(said: dict[str, Any], pid: int) -> None:
     }
 
 
-def check_run(run_dir: Path, steps: list[int]) -> None:
-    """Compare every checkpoint with its step, and the history with that of one owner which nothing disturbed."""
+def check_run(run_dir: Path, steps: list[int], owners: int = 1) -> None:
+    """Compare every checkpoint with its step, and the history with that of owners which nothing disturbed."""
     run = open_run(str(run_dir))
     assert [checkpoint.step for checkpoint in reversed(run.checkpoints())] == steps
     for checkpoint in run.checkpoints():
@@ -153,7 +153,7 @@ def check_run(run_dir: Path, steps: list[int]) -> None:
         assert all(map(same_bits, state["small"], expected["small"])), checkpoint.step
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
     owned = [(event["kind"], event.get("pid")) for event in events if event["kind"] in ("owner", "release", "note")]
-    assert owned == [("owner", os.getpid()), ("release", None)]
+    assert owned == [("owner", os.getpid()), ("release", None)] * owners
 
 
 class Forking:

@@ -1,21 +1,27 @@
 """Fail the n-th call that changes the disk, or be killed at it, for n = 1, 2, 3 … until an operation never comes to it.
 
-What is swept are the operations of victim.py, each a whole life of a process.
+What is swept are the operations of victim.py, each a whole life of a process. The same for reads, which fail once or
+from the n-th on.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.errors import CkptError, CommitUncertainError
-from tests.crash.victim import OPERATIONS, fork, newest, prepare
-from tests.support.calls import Mode, WatchedCalls
-from tests.support.runs import UNTOUCHED, check_run, opened, state_of
+from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
+from ckpt_tasks.ledger.history import History
+from ckpt_tasks.storage.local import LocalStore
+from tests.crash.victim import OPERATIONS, READERS, fork, newest, prepare
+from tests.support.calls import FailingReads, Mode, WatchedCalls
+from tests.support.runs import UNTOUCHED, check_run, faults_of, head_of, opened, state_of
 from tests.support.sweeps import Victim, failing_calls, victim_of
+from tests.support.systems import Sleepless, running_on
 
 # The quick form strikes every so many calls of these, the long one each call of all.
 QUICK = {
@@ -113,3 +119,76 @@ def test_names_are_durable_before_the_entry(directory: Path) -> None:
     assert [calls.log[i + 2] for i, _ in made] == [("fsync", str(Path(path).parent)) for _, path in made]
     assert "/ledger/" in made[-1][1]
     assert sum("/ledger/" in path for _, path in made) == 1
+
+
+# ── reads ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def entries_of(root: Path) -> list[tuple[str, object]]:
+    """List what the ledger says has happened, oldest first."""
+    history = History(LocalStore(root))
+    events = [history.read_entry(n)[0].event for n in range(history.head().next_n)]
+    return [(event["kind"], event.get("step")) for event in events]
+
+
+def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]]:
+    """Give n = 1, 1 + stride … each with a copy of the run; it and what stands beside it is removed afterwards."""
+    for n in count(1, stride):
+        root = directory / f"{name}-{n}"
+        shutil.copytree(directory / "base", root)
+        with running_on(Sleepless()):  # read again at once: thousands of reads fail here
+            yield n, root
+        for beside in directory.glob(f"{root.name}*"):
+            shutil.rmtree(beside)
+
+
+EVERY = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@EVERY
+@pytest.mark.parametrize("name", READERS)
+def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stride: int) -> None:
+    """P35, P49: after one EIO at any read the run is as it would be without it: no error, no older step, no damage.
+
+    An I/O error says nothing about what was written.
+    """
+    whole = directory / f"{name}-whole"
+    shutil.copytree(directory / "base", whole)
+    READERS[name](directory, whole, os)
+    expected = entries_of(whole)
+    for beside in directory.glob(f"{whole.name}*"):
+        shutil.rmtree(beside)
+    for n, root in copies(directory, f"once-{name}", stride):
+        calls = FailingReads(n)
+        READERS[name](directory, root, calls)
+        assert entries_of(root) == expected, calls.where
+        assert faults_of(root) == {}, calls.where
+        if not calls.reached:
+            break
+    assert n > 20
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("save", "sync") else ()) for name in READERS]
+)
+def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(directory: Path, name: str, stride: int) -> None:
+    """P35, P49: where reads fail from the n-th on, StoreError says so, and what was committed is live and whole."""
+    for n, root in copies(directory, f"forever-{name}", stride):
+        calls = FailingReads(n, forever=True)
+        error: CkptError | None = None
+        try:
+            READERS[name](directory, root, calls)
+        except CkptError as caught:
+            error = caught
+        assert error is None or isinstance(error, StoreError | CommitUncertainError), (calls.where, error)
+        assert not isinstance(error, IntegrityError), (calls.where, error)
+        live = sorted(checkpoint.step for checkpoint in head_of(root).live)
+        assert live in ([2, 3], [2, 3, 4], [3, 4]), calls.where
+        assert faults_of(root) == {}, calls.where
+        if not calls.reached:
+            assert error is None
+            break
+        if name == "save":
+            check_run(root, live[-1])
+    assert n > 20

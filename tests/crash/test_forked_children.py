@@ -69,77 +69,55 @@ def _no_child_left() -> Iterator[None]:
 # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-KEPT = [(phase, kept) for phase in SAVING for kept in ("memory directory", "private memory")]
-KEPT.remove(("seal", "private memory"))  # which has no seal
-PRIVATE = ("copy", "commit")  # of the quick form: what is forked in the other phases is as with a directory
+RESTORING: dict[str, Phase] = {"a restore from memory": (MappedTensors, "fetch")}
+RESTORING["a restore from storage"] = (StoredTensors, "fetch")
+BETWEEN = ("before the first save", "between saves", "after close")
+PRIVATE = ("copy", "commit", "a restore from storage")  # what is forked in other phases is as with a directory
+MOMENTS = [(moment, True) for moment in (*SAVING, "a restore from memory", *BETWEEN)]
+MOMENTS += [(moment, False) for moment in PRIVATE]
 
 
-@pytest.mark.parametrize(
-    ("phase", "kept"),
-    [
-        pytest.param(*one, marks=() if one[1] == "memory directory" or one[0] in PRIVATE else pytest.mark.slow)
-        for one in KEPT
-    ],
-)
-def test_a_child_forked_within_a_save_changes_nothing(
-    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, phase: str, kept: str
+@pytest.mark.parametrize(("moment", "kept"), MOMENTS)
+def test_a_child_that_is_forked_changes_nothing(
+    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, moment: str, kept: bool
 ) -> None:
-    """P76: at every phase of a save the child has no image, no ownership and no handler; the parent's saves are its."""
-    used = memory if kept == "memory directory" else None
+    """P76: at every phase of a save or a restore, before, between and after saves, with a memory directory or without.
+
+    The child has no image, no ownership and no handler, and the parent's saves are its own.
+    """
+    used = memory if kept else None
     before = signal.getsignal(signal.SIGTERM)
+    restores = moment in RESTORING
+    if restores:
+        with suppress(ZeroDivisionError), training(run_dir, used) as ckpt:
+            ckpt.save(1, state_at(1.0))
+            raise ZeroDivisionError  # an error keeps the snapshots for the next process
+
+    def check(now: str) -> None:
+        if now == moment:
+            check_child(forked(lambda: child_of(ckpt, used, before))(), os.getpid())
+
     with training(run_dir, used) as ckpt:
-        forking = Forking(monkeypatch, SAVING[phase], lambda: child_of(ckpt, used, before))
-        for step in range(1, LAST + 1):
-            forking.armed = step == LAST - 1  # both slots have been used, and are used again
+        phase = {**SAVING, **RESTORING}.get(moment)
+        forking = Forking(monkeypatch, phase, lambda: child_of(ckpt, used, before)) if phase else None
+        check("before the first save")
+        if restores:
+            assert forking is not None
+            forking.armed = True
+            state = state_at(0.0)
+            assert ckpt.restore(state) == 1
+            assert same_bits(state["large"], torch.ones(SIZE))
+        for step in range(1 + restores, LAST + 1):
+            if forking and not restores:
+                forking.armed = step == LAST - 1  # both slots have been used, and are used again
             ckpt.step(step, state_at(float(step)))
             if step == LAST - 1:
                 ckpt.wait()
-        check_child(forking.answer(), os.getpid())
-    check_run(run_dir, [*range(1, LAST + 1)])
-
-
-RESTORING: dict[str, Phase] = {"memory": (MappedTensors, "fetch"), "storage": (StoredTensors, "fetch")}
-
-
-@pytest.mark.parametrize("source", RESTORING)
-def test_a_child_forked_within_a_restore_changes_nothing(
-    run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """P76: while a restore reads, from memory or storage, a child keeps nothing of it, and training goes on from it."""
-    used = memory if source == "memory" else None
-    with suppress(ZeroDivisionError), training(run_dir, used) as ckpt:
-        ckpt.save(1, state_at(1.0))
-        raise ZeroDivisionError  # an error keeps the snapshots for the next process
-    before = signal.getsignal(signal.SIGTERM)
-    with training(run_dir, used) as ckpt:
-        forking = Forking(monkeypatch, RESTORING[source], lambda: child_of(ckpt, used, before))
-        forking.armed = True
-        state = state_at(0.0)
-        assert ckpt.restore(state) == 1
-        assert same_bits(state["large"], torch.ones(SIZE))
-        check_child(forking.answer(), os.getpid())
-        ckpt.step(2, state_at(2.0))
-    assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [2, 1]
-
-
-@pytest.mark.parametrize("moment", ["before the first save", "between saves", "after close"])
-def test_a_child_forked_between_saves_changes_nothing(run_dir: Path, memory: Path, moment: str) -> None:
-    """P76: forked by the thread that trains, before, between and after saves."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def check() -> None:
-        check_child(forked(lambda: child_of(ckpt, memory, before))(), os.getpid())
-
-    with training(run_dir, memory) as ckpt:
-        if moment == "before the first save":
-            check()
-        for step in range(1, LAST + 1):
-            ckpt.step(step, state_at(float(step)))
-            if moment == "between saves":
-                check()
-    if moment == "after close":
-        check()
-    check_run(run_dir, [*range(1, LAST + 1)])
+            check("between saves")
+        if forking:
+            check_child(forking.answer(), os.getpid())
+    check("after close")
+    check_run(run_dir, [*range(1, LAST + 1)], owners=1 + restores)
 
 
 def test_children_forked_at_any_moment_change_nothing(run_dir: Path, memory: Path) -> None:

@@ -22,13 +22,15 @@ import torch
 
 from ckpt_tasks.checkpoint.importing import ImportedRun
 from ckpt_tasks.copying.fork import plan_fork, run_fork
-from ckpt_tasks.errors import CkptError, NoGoodCheckpointError
+from ckpt_tasks.copying.syncing import plan_sync, run_sync
+from ckpt_tasks.errors import CkptError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.importing.plan import plan_import
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.testing import die, located
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingCalls, Mode
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, fingerprint, head_of, opened, options, state_of, train
 
@@ -63,6 +65,11 @@ class Operation:
         """Make `root` as it is before."""
         root = directory / "-".join(map(str, names)).replace(" ", "-")
         return shutil.copytree(directory / self.base, root) if self.base else root
+
+
+def run_at(root: Path, calls: Calls) -> Run:
+    history = History(LocalStore(root, calls=calls))
+    return Run(history, history.check(None))
 
 
 def newest(root: Path) -> int:
@@ -108,8 +115,7 @@ class WithoutLinks:
 def fork(directory: Path, root: Path, calls: Calls, *, linked: bool = True) -> None:
     """Fork step 3 of the base; what is not linked is sent."""
     calls = calls if linked else cast("Calls", WithoutLinks(calls))
-    history = History(LocalStore(directory / "base", calls=calls))
-    run, store = Run(history, history.check(None)), LocalStore(root, calls=calls)
+    run, store = run_at(directory / "base", calls), LocalStore(root, calls=calls)
     run_fork(run, store, plan_fork(run, run.find(3), store, CHANGED))
 
 
@@ -147,6 +153,41 @@ def finish_import(directory: Path, root: Path) -> None:
         import_file(directory, root, os)
     check_run(root, 2)
 
+
+def evaluate(directory: Path, root: Path, calls: Calls) -> None:
+    """Lease the newest checkpoint, restore a part of it, and record an evaluation."""
+    run = run_at(root, calls)
+    newest = run.find("latest")
+    with run.lease(newest, "evaluator"):
+        assert run.restore(newest, {"model": state_of(UNTOUCHED)["model"]}, partial=True).step == 3
+    assert run.record_evaluation(newest, "quick", {"loss": 0.5})
+
+
+def verify(directory: Path, root: Path, calls: Calls) -> None:
+    """Verify every byte."""
+    faults = verify_run_directory(run_at(root, calls).history)
+    unread = [fault for _, found in faults.checkpoints.values() for fault in found] + list(faults.damaged)
+    if unread:  # a person is shown all that cannot be read, and that it could not be read
+        raise StoreError("; ".join(unread))
+
+
+def sync(directory: Path, root: Path, calls: Calls) -> None:
+    """Copy the run to a directory beside."""
+    run, target = run_at(root, calls), LocalStore(root.with_name(root.name + "-copy"), calls=calls)
+    report = run_sync(run, target, plan_sync(run, target))
+    assert [row.outcome for row in report.rows] == ["copied"] * 2
+
+
+def fork_beside(directory: Path, root: Path, calls: Calls) -> None:
+    """Fork the newest checkpoint to a directory beside."""
+    run, target = run_at(root, calls), LocalStore(root.with_name(root.name + "-fork"), calls=calls)
+    run_fork(run, target, plan_fork(run, run.find("latest"), target, {}))
+
+
+# What reads a run; a call that changes something is swept above, or by the tests of copies.
+READERS: dict[str, Callable[[Path, Path, Calls], None]] = {
+    "save": save, "evaluate": evaluate, "verify": verify, "fork": fork_beside, "sync": sync,
+}  # fmt: skip
 
 _SAVE = Operation(
     save, lambda root: newest(root) == 4, old_or_new, lambda _, root: check_run(root, newest(root)), 70, "base"
