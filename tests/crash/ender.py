@@ -40,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         thread.start()
         while ckpt.position < STEPS:
             time.sleep(0.001)
-        if options.style == "close":
-            ckpt.close()
         return
     if options.style == "with":
         with ckpt:

@@ -8,8 +8,9 @@ import signal
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.storage.locations import Location
-from tests.crash.ender import SIZE, STEPS
-from tests.servers.s3 import S3Server
+from tests.crash.ender import SIZE
 from tests.support.interpreters import Python, python
 
 ORDERLY = ("return", "exception", "sys.exit")
@@ -42,41 +42,29 @@ class Case:
 
     location: Location
     config: dict[str, Any]
-    hosts: tuple[str, ...] = field(default=())
+    hosts: tuple[str, ...]
 
 
 @pytest.fixture
 def case(request: pytest.FixtureRequest, tmp_path: Path, memory: Path) -> Iterator[Case]:
-    with _case(request, request.param, tmp_path, memory) as made:
-        yield made
-
-
-@contextmanager
-def _case(request: pytest.FixtureRequest, store: str, tmp_path: Path, memory: Path) -> Iterator[Case]:
+    store: str = request.param
     kept: dict[str, Any] = {"memory_dir": None if "no memory" in store else str(memory)}
-    hosts = () if "no memory" in store else (str(memory),)
+    if "local_dir" in store:
+        kept = {"local_dir": str(tmp_path / "copies"), "memory_dir": None}
+    hosts = tuple(place for place in kept.values() if place)
     if store.startswith("local"):
         yield Case(Location(str(tmp_path / "run")), kept, hosts)
-    elif store.startswith("s3") or store == "ceph":
-        server: S3Server = request.getfixturevalue("ceph" if store == "ceph" else "ministack")
-        with server.fresh_bucket() as bucket:
-            location = Location(
-                f"s3://{bucket}/run",
-                storage_options=server.storage_options,
-                single_writer="single_writer" in store,
-            )
-            if "local_dir" in store:
-                kept = {"local_dir": str(tmp_path / "copies"), "memory_dir": None}
-                hosts = (str(tmp_path / "copies"),)
-            yield Case(location, kept, hosts)
-    elif store == "azurite":
-        azure = request.getfixturevalue("azurite")
-        with azure.fresh_container() as container:
-            yield Case(Location(f"az://{container}/run", storage_options=azure.storage_options), kept, hosts)
-    else:  # its emulator ignores the condition of a write
-        google = request.getfixturevalue("gcs")
-        url = f"gs://{google.fresh_bucket()}/run"
-        yield Case(Location(url, storage_options=google.storage_options, single_writer=True), kept, hosts)
+        return
+    server = request.getfixturevalue({"s3": "ministack"}.get(store[:2], store))
+    alone = "single_writer" in store
+    with ExitStack() as stack:
+        if store == "azurite":
+            url = f"az://{stack.enter_context(server.fresh_container())}/run"
+        elif store == "gcs":  # its emulator ignores the condition of a write
+            url, alone = f"gs://{server.fresh_bucket()}/run", True
+        else:
+            url = f"s3://{stack.enter_context(server.fresh_bucket())}/run"
+        yield Case(Location(url, storage_options=server.storage_options, single_writer=alone), kept, hosts)
 
 
 def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
@@ -121,19 +109,15 @@ def check(case: Case, way: str, style: str) -> None:
     cut_short = way == "SIGINT twice" and style == "alone" and "is not committed" in err
     orderly = style == "close" or not (cut_off or cut_short)
     assert owner is not None
-    if way == "daemon thread" and style != "close":
+    if way == "daemon thread":
         assert live[0] in (reported, reported + 1)
         last = live[0]
-    elif way == "daemon thread":
-        assert live[0] >= STEPS  # it trains on, and takes the directory again
-        last = max(live[0], reported)
     elif orderly:
         assert live[0] == last, err
     else:
         assert live == [] or live[0] <= last
-    if way != "daemon thread" or style != "close":  # its thread may take a snapshot while close() releases, and says so
-        assert owner.released is orderly
-        assert ("is not committed" in err) is cut_short
+    assert owner.released is orderly
+    assert ("is not committed" in err) is cut_short
 
     with Checkpointer(CheckpointConfig(checkpoint_dir=case.location, **case.config)) as ckpt:
         state: dict[str, Any] = {"weights": torch.zeros(SIZE), "step": 0}
@@ -149,9 +133,8 @@ def check(case: Case, way: str, style: str) -> None:
     assert torch.equal(state["weights"], torch.full((SIZE,), float(restored)))
     # In order, nothing is left in memory; copies in a local directory stay.
     clean = "local_dir" not in case.config and (style == "close" or (style == "with" and way == "return"))
-    beside = bool(case.hosts) and not clean
-    if restored and not (way == "daemon thread" and style == "close"):  # its thread may have saved once more
-        assert source.startswith(case.hosts if beside else case.location.url), source
+    if restored:
+        assert source.startswith(case.hosts if case.hosts and not clean else case.location.url), source
 
 
 # Ends that tests/saving/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
@@ -163,18 +146,20 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("case", "way", "style"), QUICK, indirect=["case"])
+# A thread that goes on after close() takes the directory again.
+ALL = [ends for ends in product((*STORES, *SLOW_STORES), WAYS, STYLES) if ends[1:] != ("daemon thread", "close")]
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "style"),
+    [pytest.param(*ends, marks=() if ends in QUICK else pytest.mark.slow) for ends in ALL],
+    indirect=["case"],
+)
 def test_what_a_process_leaves_at_its_end(case: Case, way: str, style: str) -> None:
-    """P69, P72: the last step is committed and the run released, or the next start has it from memory."""
-    check(case, way, style)
+    """P69, P72: the last step is committed and the run released, or the next start has it from memory.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", [*STORES, *SLOW_STORES], indirect=True)
-def test_every_way_to_end_on_every_store(case: Case, way: str, style: str) -> None:
-    """P69, P72: the same for each way of ending, with a block, with close() and with neither, on each store."""
+    The same for each way of ending, with a block, with close() and with neither, on each store.
+    """
     check(case, way, style)
 
 

@@ -20,7 +20,6 @@ from ckpt_tasks.snapshot.memory import default_directory
 from tests.crash.lives import state_of, step_of
 
 MIB = 1 << 20
-SIZE = 1 << 14
 
 
 @pytest.fixture
@@ -76,20 +75,27 @@ def test_shared_memory_is_not_used_where_the_machine_has_less(shared: Path, monk
     assert {size: default_directory(size * MIB) for size in (15, 20)} == {15: shared, 20: None}
 
 
+@pytest.mark.parametrize("missing", [False, True])
 def test_a_state_without_room_leaves_shared_memory_alone(
-    run_dir: Path, shared: Path, warned: pytest.LogCaptureFixture
+    run_dir: Path, shared: Path, warned: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: bool
 ) -> None:
-    """Two states of 40 MiB in 64: it is said once that they die with the process, nothing stays there, all commits."""
+    """Two states of 40 MiB in 64, or no shared memory: it is said once that they die with the process; all commits."""
+    if missing:
+        monkeypatch.setattr("ckpt_tasks.snapshot.memory._SHARED_MEMORY", shared / "missing")
     with _opened(run_dir) as ckpt:
-        ckpt.save(1, _state(40 * MIB, 1))
-        assert _left(shared) == []
-        ckpt.save(2, _state(40 * MIB, 2))
-        assert _left(shared) == []
+        for step in (1, 2):
+            ckpt.save(step, _state(40 * MIB, step))
+            assert _left(shared) == []
     assert warned.text.count("Snapshots are kept in this process's own memory") == 1
-    assert "bytes have no room in shared memory" in warned.text
+    assert warned.text.count("after a crash, training goes on from storage") == 1
     run, found = open_run(str(run_dir)), _state(40 * MIB, 0)
     assert run.restore(run.find("latest"), found).step == 2
     assert bool((found["x"] == 2).all())
+    with _opened(run_dir) as ckpt:
+        ckpt.acquire()
+        ckpt.prune()  # who saves nothing has nothing to lose
+    assert warned.text.count("Snapshots are kept") == 1
+    assert not (shared / "missing").exists()
 
 
 def test_a_states_own_slots_are_room_for_it(run_dir: Path, shared: Path, warned: pytest.LogCaptureFixture) -> None:
@@ -122,18 +128,18 @@ def test_a_snapshot_that_cannot_be_sealed_is_committed(
 
     monkeypatch.setattr(os, "open", opening)
     with suppress(ZeroDivisionError), _opened(run_dir, memory) as ckpt:
-        ckpt.save(1, state_of(1, SIZE))
+        ckpt.save(1, state_of(1))
         assert _seals(memory) == []
         assert "Step 1 will not survive this process in memory" in warned.text
         assert "cannot be sealed: No space left on device" in warned.text
-        run, found = open_run(str(run_dir)), state_of(0, SIZE)
+        run, found = open_run(str(run_dir)), state_of(0)
         assert run.restore(run.find("latest"), found).step == step_of(found) == 1
         full = False
-        ckpt.save(2, state_of(2, SIZE))
+        ckpt.save(2, state_of(2))
         assert len(_seals(memory)) == 1
         raise ZeroDivisionError
     assert "Step 2 will not" not in warned.text
     with _opened(run_dir, memory) as ckpt:
-        assert ckpt.restore(found := state_of(0, SIZE)) == step_of(found) == 2
+        assert ckpt.restore(found := state_of(0)) == step_of(found) == 2
         assert ckpt.last_restore is not None
         assert ckpt.last_restore.source.startswith(str(memory))
