@@ -113,7 +113,7 @@ def test_a_failed_push_of_weights_is_no_commit(hub: Hub, run_dir: Path) -> None:
 _LOAD = """
 import sys, torch
 from peft import PeftModel
-from tests.integrations.test_finetuning import base
+from tests.integrations.finetuning_checks import base
 loaded = PeftModel.from_pretrained(base(), "org/adapter").eval()
 torch.save(loaded(input_ids=torch.arange(12)[None]).logits, sys.argv[1])
 """
@@ -125,7 +125,7 @@ def test_from_pretrained_loads_an_adapter_by_its_name(hub: Hub, run_dir: Path, t
     """`PeftModel.from_pretrained(base, "org/adapter")` of another process gives the logits of the trained model."""
     peft = pytest.importorskip("peft")
     from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
-    from tests.integrations.test_finetuning import KINDS, base, scattered
+    from tests.integrations.finetuning_checks import KINDS, base, scattered
 
     model = scattered(peft.get_peft_model(base(), KINDS["lora"]())).eval()
     with Checkpointer(config(run_dir, memory_dir=None)) as own:

@@ -1,4 +1,4 @@
-"""JAX's pytrees as a state. Its threads make a fork a hazard: test_jax.py runs this file in a process of its own."""
+"""JAX's pytrees as a state. Its threads make a fork a hazard: test_checks.py runs this file in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restore into a Keras model refuses and takes. test_keras.py runs this file in a process of its own."""
+"""What a restore into a Keras model refuses and takes. test_checks.py runs this file in a process of its own."""
 
 from __future__ import annotations
 

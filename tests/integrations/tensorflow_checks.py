@@ -1,4 +1,4 @@
-"""What a TfState holds, takes and refuses. test_tensorflow.py runs this file in a process of its own."""
+"""What a TfState holds, takes and refuses. test_checks.py runs this file in a process of its own."""
 
 from __future__ import annotations
 

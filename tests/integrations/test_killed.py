@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.legs import Lines, assert_equal, begins, compared, random_moments, within
+from ckpt_tasks import open_run
+from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from tests.support.legs import Lines, Moment, assert_equal, begins, compared, random_moments, within
 
-LIGHTNING = "tests.integrations.lightning_job:train"
-TRAINER = "tests.integrations.huggingface_job:train"
-ACCELERATE = "tests.integrations.huggingface_job:loop"
-LOADERS = "tests.integrations.loaders_job:train"
-Row = tuple[str, dict[str, Any], list[int]]
+JOBS = "tests.integrations"
+LIGHTNING = f"{JOBS}.lightning_job:train"
+OWN = f"{JOBS}.lightning_job:own"
+TRAINER = f"{JOBS}.huggingface_job:train"
+ACCELERATE = f"{JOBS}.huggingface_job:loop"
+LOADERS = f"{JOBS}.loaders_job:train"
+LOOP, TUNED, ACCELERATED = (f"{JOBS}.finetuning_job:{name}" for name in ("loop", "trainer", "accelerated"))
+Row = tuple[str, dict[str, Any], list[Moment]]
 
 # What warnings of a program and its state say; others are of a store or a machine that is slow.
 OF_PROGRAMS = {"position", "state", "DataLoader", "differ", "settings", "range(N)"}
@@ -23,40 +29,68 @@ OF_PROGRAMS |= {"left to train", "not saved", "seed"}
 
 QUICK: list[Row] = [
     # A schedule that needs a metric steps at the end of the epoch in which a training was resumed.
-    (LIGHTNING, {"plateau": True}, [5, 17]),
+    (LIGHTNING, {"module": "pairs", "loader": "pairs", "plateau": True}, within([5, 17])),
     # A resumed epoch keeps its unfrozen layers, its accumulation and the sums of its torchmetrics.
-    (LIGHTNING, {"metric": True, "unfreezing": True}, [5, 14]),
+    (LIGHTNING, {"module": "accumulating", "metric": True, "unfreezing": True}, within([5, 14])),
     # What touches the loaders or draws numbers before the first batch is trained, and what a step leaves behind.
-    (LIGHTNING, {"module": "drawing", "loader": "stateful", "workers": 2, "estimates": True}, [1, 28]),
-    (LIGHTNING, {"module": "pairs", "loader": "pairs"}, [1, 28]),
-    (LIGHTNING, {"module": "fetching"}, [12, 28]),
-    (LIGHTNING, {"module": "manual", "late": True, "workers": 2}, [1, 28]),
-    (LIGHTNING, {"module": "accumulating"}, [1, 28]),
+    (LIGHTNING, {"module": "drawing", "loader": "stateful", "workers": 2, "estimates": True}, within([1, 28])),
+    (LIGHTNING, {"module": "fetching"}, within([12, 28])),
+    (LIGHTNING, {"module": "manual", "late": True, "workers": 2}, within([1, 28])),
     # A stream of datasets, in the first epoch and in the last one.
-    (LOADERS, {"over": "stream"}, [5, 29]),
+    (LOADERS, {"over": "stream"}, within([5, 29])),
 ]
 SLOW: list[Row] = [
-    (LIGHTNING, {"accumulates": True}, [5, 14]),
-    (LIGHTNING, {"estimates": True}, [1, 12, 28]),
-    (LIGHTNING, {"estimates": True, "loader": "stateful", "workers": 2}, [1, 12, 28]),
-    (LIGHTNING, {"module": "drawing", "workers": 2, "estimates": True}, [1, 12, 28]),
-    (LIGHTNING, {"module": "pairs", "loader": "pairs"}, [1, 12, 28]),
-    (LIGHTNING, {"module": "manual", "late": True, "workers": 2}, [1, 12, 28]),
-    (LIGHTNING, {"module": "accumulating"}, [1, 12, 28]),
-    (LIGHTNING, {"module": "drawing"}, [1, 12, 28]),
-    (LIGHTNING, {"module": "drawing", "loader": "stateful"}, [1, 12, 28]),
-    (LIGHTNING, {"module": "pairs", "loader": "pairs", "workers": 2, "estimates": True}, [1, 12, 28]),
-    (LIGHTNING, {"module": "manual"}, [1, 12, 28]),
-    (LIGHTNING, {"late": True}, [1, 12, 28]),
-    (ACCELERATE, {}, [3, 12, 20]),
+    (LIGHTNING, {"accumulates": True}, within([5, 14])),
+    *((LIGHTNING, options, within([1, 12, 28])) for options in (
+        {"estimates": True},
+        {"module": "drawing", "workers": 2, "estimates": True},
+        {"module": "pairs", "loader": "pairs", "workers": 2, "estimates": True},
+        {"module": "accumulating"},
+        {"module": "drawing", "loader": "stateful"},
+        {"late": True},
+    )),
+    (ACCELERATE, {}, within([3, 12, 20])),
     # Workers begin with the restore, before the loop can tell the stream its epoch; the second epoch goes on.
-    (LOADERS, {"over": "stream", "workers": 2}, [5, 15, 20, 29]),
-]
+    (LOADERS, {"over": "stream", "workers": 2}, within([5, 15, 20, 29])),
+]  # fmt: skip
 # Ends of epochs and their first batches too. With workers torchdata 0.11 and datasets 5.2 by themselves begin an epoch
 # again that is resumed twice in its last batches, and do not resume a shuffled stream.
 for _over, _workers in (("dataset", 0), ("dataset", 2), ("stream", 0), ("shards", 0)):
     _drawn = random.Random(_over).sample(range(36), 4)
-    SLOW.append((LOADERS, {"over": _over, "workers": _workers}, sorted({0, 11, 12, 24, *_drawn})))
+    SLOW.append((LOADERS, {"over": _over, "workers": _workers}, within(sorted({0, 11, 12, 24, *_drawn}))))
+
+TUNING: list[tuple[str, dict[str, Any]]] = [
+    (LOOP, {"adapter": "lora"}),
+    (TUNED, {"trainer": "sft", "adapter": "lora"}),
+    *((ACCELERATED, {"scaled": scaled}) for scaled in (False, True)),
+    *((LOOP, {"adapter": kind}) for kind in ("dora", "ia3", "adalora", "prompt", "two")),
+    *((TUNED, {"trainer": "trainer", "adapter": kind}) for kind in ("lora", "dora", "ia3", "prompt")),
+    (LOOP, {"adapter": "two", "base": "a/base@1"}),
+    (TUNED, {"trainer": "sft", "adapter": "lora", "base": "a/base@1"}),
+    (TUNED, {"trainer": "sft"}),
+    (TUNED, {"trainer": "sft", "args": {"gradient_accumulation_steps": 2, "max_steps": 9}}),
+    (TUNED, {"trainer": "dpo", "adapter": "lora"}),
+    (TUNED, {"trainer": "dpo"}),
+    (TUNED, {"trainer": "dpo", "args": {"sync_ref_model": True, "ref_model_sync_steps": 2}}),
+    (TUNED, {"trainer": "dpo", "args": {"precompute_ref_log_probs": True}}),
+    (TUNED, {"trainer": "grpo", "args": {"steps_per_generation": 4}}),
+    (TUNED, {"trainer": "grpo", "adapter": "lora", "args": {"num_iterations": 2, "steps_per_generation": 2}}),
+    *((LOOP, {"optimizer": f"{kind}schedulefree", "order": order})
+      for kind in ("", "radam_", "sgd_") for order in ("before", "after")),
+    *((LOOP, {"optimizer": f"bnb_{kind}"}) for kind in ("adamw8bit", "paged", "lion8bit")),
+    *((LOOP, {"optimizer": f"ao_{kind}", "environment": {"TORCHDYNAMO_DISABLE": "1"}})
+      for kind in ("8bit", "4bit", "fp8")),
+]  # fmt: skip
+
+
+def tuning(number: int, job: str, options: dict[str, Any]) -> Any:
+    """Draw two moments: in a step whose predecessors are committed, and in a step or in a save as they come."""
+    chance = random.Random(str((job, options)))
+    second: list[Moment] = [("steps", chance.randint(1, 4)), ("files", chance.randint(60, 140))]
+    moments = [("step", chance.randint(3, 6)), chance.choice(second)]
+    lacking = [name for name in ("peft", "trl", "bitsandbytes", "schedulefree", "torchao") if find_spec(name) is None]
+    marks = [pytest.mark.skipif(lacking != [], reason=f"there is no {lacking}"), *([pytest.mark.slow] * (number > 1))]
+    return pytest.param(job, options, moments, marks=marks)
 
 
 def warned(leg: Lines) -> list[str]:
@@ -65,18 +99,25 @@ def warned(leg: Lines) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("job", "options", "stops"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)], ids=str
+    ("job", "options", "moments"),
+    [
+        *QUICK,
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW),
+        *(tuning(number, *case) for number, case in enumerate(TUNING)),
+    ],
+    ids=str,
 )
-def test_killed_in_some_steps(job: str, options: dict[str, Any], stops: list[int], tmp_path: Path) -> None:
-    """P16, P19, P23, P25, P73: each start begins exactly where the last one was killed, and no bit differs.
+def test_killed_in_some_steps(job: str, options: dict[str, Any], moments: list[Moment], tmp_path: Path) -> None:
+    """P16, P19, P23, P25, P73: a start begins exactly where the last one was killed in a step, and no bit differs.
 
     No line of a program that goes on is a warning.
     """
-    reference, legs, statuses = compared(job, tmp_path, options, within(stops))
-    assert statuses == [0, *[-9] * len(stops), 0]
-    assert begins(legs)[1:] == stops
+    reference, legs, statuses = compared(job, tmp_path, options, moments)
+    assert statuses == [0, *[-9] * len(moments), 0]
+    for (kind, at), begin in zip(moments, begins(legs)[1:], strict=True):
+        assert kind != "step" or begin == at
     assert_equal(reference, legs)
-    assert [warned(leg) for leg in (reference, *legs)] == [[]] * (len(stops) + 2)
+    assert [warned(leg) for leg in (reference, *legs)] == [[]] * len(statuses)
 
 
 PLATEAU = {
@@ -103,42 +144,128 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     (LIGHTNING, {"val": 0.25, "plateau": True}),
     (LIGHTNING, {"val": 5}),
     (LIGHTNING, {"early": True, "plateau": True}),
-    (LIGHTNING, {"ema": True}),
     (LIGHTNING, {"precision": "bf16-mixed"}),
     (LIGHTNING, {"scaled": True, "accumulate": 2}),
-    (LIGHTNING, {"loader": "stateful"}),
     (LIGHTNING, {"loader": "stateful", "workers": 2, "accumulate": 2}),
-    (LIGHTNING, {"loader": "stream"}),
     (LIGHTNING, {"loader": "stream", "workers": 2}),
     (LIGHTNING, {"interval": 4}),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("job", "options"), VARIANTS, ids=str)
-def test_killed_in_every_other_step(job: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """P14, P16, P19, P20, P73: schedules, scaler, accumulation, averages, early stop and loaders go on exactly."""
+def odd(job: str, options: dict[str, Any]) -> list[Moment]:
     few = "accumulate" in options or "gradient_accumulation_steps" in options.get("args", {})
-    last = 9 if few else 36 if job == LIGHTNING else 30
-    reference, legs, statuses = compared(job, tmp_path, options, within(range(1, last, 2)))
-    assert statuses[0] == statuses[-1] == 0
-    assert_equal(reference, legs)
+    return within(range(1, 9 if few else 36 if job == LIGHTNING else 30, 2))
+
+
+def of_seed(job: str, seed: int) -> Row:
+    own = {"val": 0.5, "ema": seed % 2 == 1} if job == LIGHTNING else {"logging": 1 + seed % 5}
+    return job, {"scaled": True, **own}, random_moments(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("job", [LIGHTNING, TRAINER, ACCELERATE])
-def test_killed_at_random(job: str, seed: int, tmp_path: Path) -> None:
-    """P16, P73: kills in steps, in saves and anywhere, in a framework's start too, change no bit.
+@pytest.mark.parametrize(
+    ("job", "options", "moments"),
+    [
+        *((*variant, odd(*variant)) for variant in VARIANTS),
+        *(of_seed(job, seed) for job in (LIGHTNING, TRAINER, ACCELERATE) for seed in range(20)),
+        *((OWN, {"epochs": 3, "async": seed == 1}, random_moments(seed, 12)) for seed in range(2)),
+    ],
+)
+def test_killed_in_every_other_step(job: str, options: dict[str, Any], moments: list[Moment], tmp_path: Path) -> None:
+    """P14, P16, P19, P20, P73: schedules, scaler, accumulation, averages, early stop and loaders go on exactly.
 
-    Schedule, scaler, averages of weights (the framework's and one's own), means of epochs, position in the data and
-    random streams are in the state.
+    Killed at random too: in steps, in saves and anywhere, in a framework's start, and in a removal of ModelCheckpoint.
     """
-    own = {"val": 0.5, "ema": seed % 2 == 1} if job == LIGHTNING else {"logging": 1 + seed % 5}
-    reference, legs, statuses = compared(job, tmp_path, {"scaled": True, **own}, random_moments(seed))
-    assert statuses[-1] == 0
+    reference, legs, statuses = compared(job, tmp_path, options, moments)
+    assert statuses[0] == statuses[-1] == 0
     assert -9 in statuses
+    assert_equal(*([x for x in reference if x[0] != "held"], [[x for x in leg if x[0] != "held"] for leg in legs]))
+
+
+def test_lightning_killed_in_a_save_ends_as_without_a_stop(tmp_path: Path) -> None:
+    """P16, P73: SIGKILL in an epoch, in a save and in an epoch's first step: scaler, averages and streams are equal.
+
+    A training that has ended ends the same when it is started again.
+    """
+    moments: list[Moment] = [("step", 5), ("files", 200), ("step", 24), ("steps", 36)]
+    reference, legs, statuses = compared(LIGHTNING, tmp_path, {"scaled": True, "ema": True}, moments)
+    assert statuses == [0, -9, -9, -9, 0, 0]
+    *legs, ended = legs
+    first, second, third, last = begins(legs)
+    assert (first, second, last) == (0, 5, 24)
+    assert 5 <= third < 24
     assert_equal(reference, legs)
+    assert [line for line in ended if line[0] != "warned"] == reference[-2:]
+    assert set(open_run(str(tmp_path / "killed/run")).find("latest").metrics) >= {"loss", "loss_epoch", "val"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 6, "estimates": True}, pytest.param({"epochs": 3}, marks=pytest.mark.slow)], ids=str
+)
+def test_lightnings_own_checkpoints_are_ours(options: dict[str, Any], tmp_path: Path) -> None:
+    """P73: ModelCheckpoint and `ckpt_path="last"` alone, killed twice: weights and moments are equal; all verifies."""
+    # Not an epoch's last batch: resumed there, Lightning 2.6 trains other batches, with files of its own too.
+    stops = [6, 9] if "every" in options else [2, 7, 14, 29]
+    reference, legs, statuses = compared(OWN, tmp_path, options, within(stops))
+    assert statuses == [0, *[-9] * len(stops), 0]
+    assert begins(legs) == ([0, 6, 6] if "every" in options else [0, *stops])
+    assert_equal(reference, legs)
+    for one in (tmp_path / "killed/own").iterdir():
+        faults = verify_run_directory(open_run(str(one)).history)
+        assert (faults.good, faults.orphans) == (True, ())
+
+
+def test_lightnings_switches_read_a_run_of_the_callback(tmp_path: Path) -> None:
+    """`test(ckpt_path=run)`, `run@6` and `fit(ckpt_path=run)` work as with a file; what cannot be stored is named."""
+    reference, _, _ = compared(f"{JOBS}.lightning_job:evaluated", tmp_path, {}, [])
+    found = {(what, step): value for what, step, value in reference}
+    assert found["test", 12] == found["test of the live one", 12] != found["test", 6]
+    assert found["trained", 12] == ""
+    assert [found["moments", n] for n in range(6)] == ["True"] * 6
+    assert "cannot be stored (at lightning/hyper_parameters/make)" in found["refused", 0]
+    # A path has its name once it has its checkpoint: Lightning goes on from what it finds.
+    assert found["left", 0] == "[]"
+    assert "WeightAveraging or EMAWeightAveraging" in found["averaging", 0]
+    assert "not saved by CkptCheckpointIO" in found["kept", 0]
+
+
+def test_a_trainer_and_a_loop_killed_in_a_save_end_as_without_a_stop(tmp_path: Path) -> None:
+    """P16, P73: SIGKILL in a step, in a save and in a loop with accelerate: losses, scaler and streams are equal.
+
+    A step that the scaler skips is not one that diverges. A training that has ended ends the same when it is started
+    again, for the loop that follows it was killed, and says that nothing was left; no other line is a warning.
+    """
+    options = {"logging": 5, "scaled": True, "epochs": 2, "args": {"logging_first_step": True}}
+    moments: list[Moment] = [("step", 7), ("files", 250), ("step", 30)]
+    reference, legs, statuses = compared(f"{JOBS}.huggingface_job:both", tmp_path, options, moments)
+    assert statuses == [0, -9, -9, -9, 0]
+    first, second, third, last = begins(legs)
+    assert (first, second, last) == (0, 7, 24)
+    assert 7 <= third < 24
+    (norm,) = (value for what, step, value in reference if (what, step) == ("grad_norm", 1))
+    assert norm in {"inf", "nan"}
+    assert [step for what, step, _ in legs[-1] if what == "begin of the loop"] == [30]
+    assert_equal(reference, legs)
+    metrics = open_run(str(tmp_path / "killed/run")).find("latest").metrics
+    assert metrics.keys() == {"loss", "grad_norm", "learning_rate", "eval_loss"}
+    *going_on, again = (warned(leg) for leg in (reference, *legs))
+    assert going_on == [[]] * 4
+    assert ["left to train" in told for told in again] == [True]
+
+
+def test_trainers_own_switch_counts_until_the_run_has_a_checkpoint(tmp_path: Path) -> None:
+    """`resume_from_checkpoint`: its path is where a new run goes on; later the run wins over torn and missing ones."""
+    options = {"their_saves": "steps", "args": {"save_steps": 10}, "logging": 5}
+    job = f"{JOBS}.huggingface_job:switched"
+    reference, legs, statuses = compared(job, tmp_path, options, within([15, 22]))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs) == [10, 15, 22]
+    compared_names = {"loss", "eval_loss", "grad_norm", "learning_rate", "end"}  # its train_loss is that of one call
+    (refused, *values), lines = reference, [line for leg in legs for line in leg if line[0] in compared_names]
+    assert "has a checkpoint to resume from" in refused[2]
+    assert [line for line in lines if line not in values] == []
+    assert {step for what, step, _ in lines if what == "loss"} == {15, 20, 25, 30, 35}
+    assert lines[-1][0] == "end"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +285,6 @@ def test_sigterm_ends_after_the_step_with_a_commit(job: str, status: int, tmp_pa
     [
         ("lightning_job", {"killed": 0}, (3, 8)),  # with Lightning's own checkpoints
         ("lightning_job", {"killed": 1, "callback": True}, (3, 8)),
-        ("huggingface_job", {"killed": 0}, (4, 9)),
         ("huggingface_job", {"killed": 1, "logging": 4}, (4, 9)),
         ("huggingface_job", {"killed": 1, "loop": True}, (4, 9)),  # with accelerate
     ],
@@ -166,38 +292,8 @@ def test_sigterm_ends_after_the_step_with_a_commit(job: str, status: int, tmp_pa
 )
 def test_two_ranks_go_on(module: str, options: dict[str, Any], stops: tuple[int, int], tmp_path: Path) -> None:
     """P73: under DDP a rank is killed, and both go on bit for bit."""
-    reference, legs, statuses = compared(f"tests.integrations.{module}:ranks", tmp_path, options, within(stops))
+    reference, legs, statuses = compared(f"{JOBS}.{module}:ranks", tmp_path, options, within(stops))
     assert statuses == [0, -9, -9, 0]
     assert begins(legs)[0] == 0 < begins(legs)[1] <= stops[0] < begins(legs)[2] <= stops[1]
     assert_equal(reference, legs)
     assert module == "lightning_job" or {"end", "end of rank 1"} <= {what for what, _, _ in reference}
-
-
-QUIET: list[tuple[str, dict[str, Any]]] = [
-    (TRAINER, {"epochs": 2}),
-    (LOADERS, {"over": "ours"}),
-    (LIGHTNING, {"ema": True}),
-    (LOADERS, {"over": "dataset"}),
-    (LIGHTNING, {"loader": "stateful"}),
-]
-# Programs that are killed in some steps, above, are warned of nothing either.
-QUIETLY = [
-    pytest.param(*row, workers, marks=[] if n < 1 and workers else pytest.mark.slow)
-    for n, row in enumerate(QUIET)
-    for workers in (0, 2)
-]
-
-
-@pytest.mark.parametrize(("job", "options", "workers"), QUIETLY, ids=str)
-def test_a_right_program_is_warned_of_nothing(job: str, options: dict[str, Any], workers: int, tmp_path: Path) -> None:
-    """Killed and resumed with and without workers, in each framework, no line of a program that goes on is a warning.
-
-    Started once more, the finished ones of Lightning and Hugging Face are told that nothing was left.
-    """
-    options = {**options, "workers": workers, "args": {"dataloader_num_workers": workers}}
-    reference, legs, statuses = compared(job, tmp_path, options, [("step", 5), ("step", 17), ("step", 100)])
-    assert statuses == [0, -9, -9, 0, 0]
-    *going_on, again = (warned(leg) for leg in (reference, *legs))
-    assert going_on == [[]] * 4
-    assert all("left to train" in told for told in again)
-    assert len(again) == (job != LOADERS)

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pytest
 import torch
 
 from tests.support.children import forking
@@ -174,14 +173,6 @@ def assert_page_goes_on(name: str, module: str, folder: Path, dying: Callable[[s
     options = {**options, "block": dying(block)}
     _, _, statuses = compared("tests.support.legs:page", folder, options, [("steps", 13)], module=module)
     assert statuses == [0, -9, 0]
-
-
-def check(arguments: Sequence[str]) -> None:
-    """Run a file of tests."""
-    os.chdir(ROOT)
-    file, place = arguments
-    imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # with what this process has imported
-    raise SystemExit(pytest.main([file, "-q", "-W", imported, "-p", "no:cacheprovider", f"--basetemp={place}"]))
 
 
 def within(steps: Iterable[int]) -> list[Moment]:

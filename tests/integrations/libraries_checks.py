@@ -30,13 +30,6 @@ from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks
 from ckpt_tasks.tensors.kinds import build
 from tests.golden.kinds import OF_TORCHAO, flattened, wrapped
 
-REUSES = [
-    {"steps_per_generation": 4},
-    {"num_iterations": 3},
-    {"steps_per_generation": 2, "num_iterations": 2, "logging_steps": 4},
-    {"gradient_accumulation_steps": 2, "num_iterations": 2},
-]
-
 
 class Stop(Exception):  # noqa: N818 (no error)
     """Ends a training as a kill does."""
@@ -81,10 +74,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL
-@pytest.mark.parametrize(
-    "reuse", [REUSES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in REUSES[1:])], ids=str
-)
-def test_generations_that_are_used_again_are_state(reuse: dict[str, Any], tmp_path: Path) -> None:
+def test_generations_that_are_used_again_are_state(tmp_path: Path) -> None:
     """TRL's GRPO, stopped while generations are reused, goes on with the same ones: losses and weights are equal."""
     trl = pytest.importorskip("trl")
 
@@ -94,7 +84,12 @@ def test_generations_that_are_used_again_are_state(reuse: dict[str, Any], tmp_pa
     def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
         set_seed(1)
         shape = GPT2Config(vocab_size=10, n_positions=32, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
-        options = {"per_device_train_batch_size": 2, "num_generations": 2, "logging_steps": 1, **reuse}
+        options = {
+            "per_device_train_batch_size": 2,
+            "num_generations": 2,
+            "logging_steps": 1,
+            "steps_per_generation": 4,
+        }
         args = trl.GRPOConfig(
             str(tmp_path / "out"), max_steps=8, max_completion_length=4, save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=True, bf16=False, learning_rate=0.01, **options,
@@ -222,24 +217,6 @@ def test_an_adapter_that_training_chooses_stays_chosen(tmp_path: Path) -> None:
     legs = [train("run", last) for last in (3, 5, 6, 8)]
     assert [one for _, one in legs] == [("first", ["first"]), chosen, chosen, ("second", ["second"])]
     assert all(map(torch.equal, whole, legs[-1][0]))
-
-
-def test_an_optimizer_in_train_mode_has_taken_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`optimizer.train()` of schedulefree before the first restore is no training; a step is."""
-    schedulefree = pytest.importorskip("schedulefree")
-    model = torch.nn.Linear(2, 1)
-    optimizer = schedulefree.AdamWScheduleFree(model.parameters())
-    optimizer.eval()
-    optimizer.train()
-    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
-        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "new", memory_dir=None)) as ckpt:
-            ckpt.restore({"model": model, "optimizer": optimizer})
-        assert caplog.messages == []
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "trained", memory_dir=None)) as ckpt:
-            ckpt.restore({"model": model, "optimizer": optimizer})
-    assert "optimizer has taken steps" in caplog.text
 
 
 @pytest.mark.parametrize("bits", OF_TORCHAO)

@@ -69,38 +69,27 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_pretrained_loads_an_exported_adapter(kind: str, tmp_path: Path) -> None:
-    """An exported adapter has PEFT's names and configuration, its values bit for bit, and 1.2 x its size at most."""
-    model = scattered(peft.get_peft_model(base(), KINDS[kind]()))
+    """`ckpt export RUN@STEP DIR --format peft`: PEFT's names and configuration, its values, 1.2 x its size at most."""
+    model = scattered(peft.get_peft_model(base(), KINDS[kind]())).eval()
     saved(tmp_path / "run", model=model, adapters=AdapterConfigs(model))
-    report = export(tmp_path / "run", tmp_path / "out")
+    answer = ckpt("export", f"{tmp_path / 'run'}@1", tmp_path / "out", "--format", "peft", "--json")
+    assert answer.status == 0, answer.err
+    names = ["adapter_model.safetensors", "adapter_config.json"]
+    assert [Path(file["path"]).name for file in answer.data["files"]] == names
+    assert all(key.startswith("model/") for key in answer.data["left_out"])
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
 
-    name = "adapter_model.safetensors"
-    assert equal(load_file(tmp_path / "out" / name), load_file(tmp_path / "theirs" / name))
-    configs = [json.loads((tmp_path / one / "adapter_config.json").read_text()) for one in ("out", "theirs")]
+    ours, theirs = (tmp_path / one / names[0] for one in ("out", "theirs"))
+    assert equal(load_file(ours), load_file(theirs))
+    assert ours.stat().st_size <= 1.2 * theirs.stat().st_size + HEADER_BYTES
+    configs = [json.loads((tmp_path / one / names[1]).read_text()) for one in ("out", "theirs")]
     for config in configs:
         config["target_modules"].sort()  # a set, which PEFT does not sort
     assert configs[0] == configs[1]
-    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "out"))
+    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "out")).eval()
     assert equal(loaded.state_dict(), model.state_dict())
-    assert all(key.startswith("model/") for key in report.left_out)
-    assert (tmp_path / "out" / name).stat().st_size <= 1.2 * (tmp_path / "theirs" / name).stat().st_size + HEADER_BYTES
-
-
-def test_the_command_exports_an_adapter_for_from_pretrained(tmp_path: Path) -> None:
-    """`ckpt export RUN@STEP DIR --format peft` makes a directory whose adapter gives equal logits on its base."""
-    model = scattered(peft.get_peft_model(base(), KINDS["lora"]())).eval()
-    saved(tmp_path / "run", model=model, adapters=AdapterConfigs(model))
-    answer = ckpt("export", f"{tmp_path / 'run'}@1", tmp_path / "adapter", "--format", "peft", "--json")
-    assert answer.status == 0, answer.err
-    assert [Path(file["path"]).name for file in answer.data["files"]] == [
-        "adapter_model.safetensors",
-        "adapter_config.json",
-    ]
-    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter")).eval()
     ids = torch.arange(12)[None]
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
-    assert not torch.equal(base().eval()(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_an_adapter_that_cannot_be_exported_is_refused(tmp_path: Path) -> None:
@@ -169,18 +158,6 @@ def test_a_base_that_is_named_is_not_stored(tmp_path: Path) -> None:
     export(tmp_path / "run", tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     assert equal(loaded.state_dict(), model.state_dict())
-
-
-def test_a_trainer_refuses_another_base(tmp_path: Path) -> None:
-    """With `base=` CkptTrainer stores no frozen tensor, and takes no step on another base than the run's."""
-    trainer(peft.get_peft_model(base(), KINDS["lora"]()), tmp_path, 1, base="a/base@1").train()
-    assert max(path.stat().st_size for path in stored(tmp_path / "run")) < 1 << 18
-    model = peft.get_peft_model(base(), KINDS["lora"]())
-    with torch.no_grad():
-        model.base_model.model.lm_head.weight[0, 0] += 1
-    with pytest.raises(StateMismatchError, match=r"b/base@2.*a/base@1"):
-        trainer(model, tmp_path, 2, base="b/base@2").train()
-    assert [one.step for one in open_run(tmp_path / "run").checkpoints()] == [1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -257,17 +234,30 @@ def test_each_layer_of_bitsandbytes_comes_back_or_is_refused(
                 assert torch.equal(into(given), layer(given))
 
 
-def test_another_base_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [False, True], ids=["in a loop", "by CkptTrainer"])
+def test_another_base_is_refused(trained: bool, tmp_path: Path) -> None:
     """A restore onto another base raises before anything changes, and names the run's; so does a base that changes."""
-    saved(tmp_path / "run", **without_base(scattered(peft.get_peft_model(base(), KINDS["lora"]())), "a/base@1"))
-    model = peft.get_peft_model(base(), KINDS["lora"]())
-    with torch.no_grad():
-        model.base_model.model.lm_head.weight[0, 0] += 1
+
+    def made(change: float = 0.0) -> Any:
+        model = peft.get_peft_model(base(), KINDS["lora"]())
+        with torch.no_grad():
+            model.base_model.model.lm_head.weight[0, 0] += change
+        return model
+
+    model = made(1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as own:
+    if trained:
+        trainer(made(), tmp_path, 1, base="a/base@1").train()
         with pytest.raises(StateMismatchError, match=r"b/base@2.*a/base@1"):
+            trainer(model, tmp_path, 2, base="b/base@2").train()
+        assert [one.step for one in open_run(tmp_path / "run").checkpoints()] == [1]
+    else:
+        saved(tmp_path / "run", **without_base(scattered(made()), "a/base@1"))
+        config = CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)
+        with Checkpointer(config) as own, pytest.raises(StateMismatchError, match=r"b/base@2.*a/base@1"):
             own.restore(without_base(model, "b/base@2"))
-        assert equal(before, model.state_dict())
+    assert max(path.stat().st_size for path in stored(tmp_path / "run")) < 1 << 18
+    assert equal(before, model.state_dict())
     state = without_base(model, "b/base@2")
     with torch.no_grad():
         model.base_model.model.lm_head.weight[0, 0] += 1

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: killed, resumed, killed and resumed again, a training ends bit for bit as without a stop."""
+"""accelerate: what it has prepared goes on exactly, or is refused; and what depends on the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,48 +10,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
+from ckpt_tasks.integrations.attached import own_of_ranks
 from ckpt_tasks.integrations.huggingface import state_of
-from tests.support.legs import assert_equal, begins, compared, within
-
-COMPARED = {"loss", "eval_loss", "grad_norm", "learning_rate", "end"}  # Trainer's train_loss is that of one call
-SWITCHED = "tests.integrations.huggingface_job:switched"
-BOTH = "tests.integrations.huggingface_job:both"
-
-
-def test_killed_twice_it_ends_as_without_a_stop(tmp_path: Path) -> None:
-    """P16, P73: SIGKILL in a step, in a save and in a loop with accelerate: losses, scaler and streams are equal.
-
-    A step that the scaler skips is not one that diverges. A training that has ended ends the same when it is started
-    again, for the loop that follows it was killed.
-    """
-    options = {"logging": 5, "scaled": True, "epochs": 2, "args": {"logging_first_step": True}}
-    reference, legs, statuses = compared(BOTH, tmp_path, options, [("step", 7), ("files", 250), ("step", 30)])
-    assert statuses == [0, -9, -9, -9, 0]
-    first, second, third, last = begins(legs)
-    assert (first, second, last) == (0, 7, 24)
-    assert 7 <= third < 24
-    (norm,) = (value for what, step, value in reference if (what, step) == ("grad_norm", 1))
-    assert norm in {"inf", "nan"}
-    assert [step for what, step, _ in legs[-1] if what == "begin of the loop"] == [30]
-    assert_equal(reference, legs)
-    assert set(open_run(str(tmp_path / "killed/run")).find("latest").metrics) == {
-        *("loss", "grad_norm", "learning_rate", "eval_loss")
-    }
-
-
-def test_trainers_own_switch_counts_until_the_run_has_a_checkpoint(tmp_path: Path) -> None:
-    """`resume_from_checkpoint`: its path is where a new run goes on; later the run wins over torn and missing ones."""
-    options = {"their_saves": "steps", "args": {"save_steps": 10}, "logging": 5}
-    reference, legs, statuses = compared(SWITCHED, tmp_path, options, within([15, 22]))
-    assert statuses == [0, -9, -9, 0]
-    assert begins(legs) == [10, 15, 22]
-    (refused, *values), lines = reference, [line for leg in legs for line in leg if line[0] in COMPARED]
-    assert "has a checkpoint to resume from" in refused[2]
-    assert [line for line in lines if line not in values] == []
-    assert {step for what, step, _ in lines if what == "loss"} == {15, 20, 25, 30, 35}
-    assert lines[-1][0] == "end"
 
 
 def accumulating() -> Accelerator:
@@ -149,3 +111,10 @@ def test_gradients_of_one_rank_do_not_stand_for_all(monkeypatch: pytest.MonkeyPa
         accumulation.state_dict()
     accelerator.step = 6
     assert accumulation.state_dict() == {"batches": 0}
+
+
+def test_another_number_of_ranks_is_told_both_numbers_and_a_way_on() -> None:
+    """Two ranks' sums do not make one rank's: the error says how many to start, and how to go on without them."""
+    assert own_of_ranks(["first", "second"], 1, 2) == "second"
+    with pytest.raises(ConfigError, match=r"was 2 and is now 1.*Start 2.*ckpt export"):
+        own_of_ranks(["first", "second"], 0, 1)
