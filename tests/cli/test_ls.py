@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-import torch
-
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.layout.regions import Box
-from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.reading import open_run
-from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import ckpt, config, flip, save_steps, some_state
-from tests.support.exports import parts
 
 
 def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
@@ -32,6 +23,7 @@ def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
     with run.lease(run.find(2), "evaluate"):
         rows = {row["step"]: row for row in ckpt("ls", run_dir, "--json").data["checkpoints"]}
         shown = ckpt("ls", run_dir).out
+    assert [ckpt("show", f"{run_dir}{at}", "--json").data["step"] for at in ("", "@latest", "@best")] == [3, 3, 1]
     assert rows[2]["evaluations"] == {"quick": {"odd": "nan"}}
     assert rows[3]["kept_because"] == ["newest"]
     assert rows[1]["kept_because"] == ["best loss"]
@@ -65,23 +57,6 @@ def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:
     assert ckpt("ls", run_dir, "--json").data["ledger"]["damaged"] == [f"ledger/{newest.name}"]
 
 
-def test_show_sums_up_the_objects_of_many_ranks(tmp_path: Path) -> None:
-    """Of many objects each group has a row and the ten largest are listed; --all and --json have every one."""
-    boxes = [Box((n,), (1 + n // 15,)) for n in range(16)]  # sixteen ranks, the last one with two elements
-    store = LocalStore(tmp_path / "run")
-    checkpoint = parts(store, torch.arange(17.0), boxes)
-    history = History(store)
-    history.create("r")
-    history.append({"kind": "commit"}, lambda state, n: replace(state, live=(replace(checkpoint, n=n),)), owner=None)
-    objects = ckpt("show", tmp_path / "run", "--json").data["objects"]
-    shown, every = ckpt("show", tmp_path / "run").out, ckpt("show", tmp_path / "run", "--all").out
-    assert sum(record["name"] in every for record in objects) == 16  # and the index, by its short name
-    assert sum(record["name"] in shown for record in objects) == 9
-    assert "… and 7 smaller ones (--all)" in shown
-    assert re.search(r"x +of older checkpoints +16 +132 B +8 B +12 B", shown)
-    assert "of older checkpoints" not in every
-
-
 def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
     """The checkpoint that training went on from is named by its step; notes are shown, long ones in part."""
     save_steps(run_dir, 1, 2)
@@ -97,33 +72,3 @@ def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
     assert "1, 2, 3" in shown
     assert "299, 300" not in shown
     assert "\x1b" not in shown
-
-
-def test_show_finds_latest_and_best(run_dir: Path) -> None:
-    """@latest is the newest commit and the default, @best what the run calls best, an error without a metric."""
-    save_steps(run_dir, 1, 2, best_metric="loss", best_mode="max")
-    assert ckpt("show", f"{run_dir}@latest", "--json").data["step"] == ckpt("show", run_dir, "--json").data["step"] == 2
-    assert ckpt("show", f"{run_dir}@best", "--json").data["step"] == 1
-    nameless = save_steps(run_dir.with_name("nameless"), 1)
-    assert ckpt("show", f"{nameless}@best", "--json").data["error"]["type"] == "ConfigError"
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_no_word_is_broken_on_a_narrow_screen(run_dir: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics that have no room are left out, training's loss last, and named; ages, names and headings stay whole."""
-    with Checkpointer(config(run_dir, best_metric="heldout_loss")) as made:
-        made.save(100, some_state(), metrics={"grad_norm": 0.5, "learning_rate": 0.1, "loss": 1.25})
-    run = open_run(str(run_dir))
-    for suite in ("quick", "full"):
-        run.record_evaluation(run.find("latest"), suite, {"heldout_bytes": 87420.0, "heldout_loss": 1.5})
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = ckpt("ls", run_dir).out.splitlines()
-    assert max(map(len, lines)) <= max(columns, len(lines[0]))
-    table, _, left_out = " ".join(" ".join(lines[1:]).split()).partition("No room for ")
-    for whole in ("step", "saved", "kept because", "size", "cost", "newest", "now", "KiB"):
-        assert whole in table
-    shown = [name for name in ("loss", "heldout_loss", "grad_norm", "heldout_bytes") if f" {name} " in table]
-    assert shown == ["loss", "heldout_loss"]
-    assert table.count("heldout_loss") == {60: 1, 80: 2, 120: 3}[columns]  # one of them says why it is kept
-    named = "quick/heldout_loss, full/heldout_loss: --metrics NAME,NAME chooses."
-    assert left_out.split(" No process")[0] == {60: named, 80: named.partition(" ")[2], 120: ""}[columns]

@@ -38,23 +38,16 @@ def rows(root: Path, *options: str) -> dict[str, Any]:
 
 
 def test_metrics_are_chosen_and_sorted_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--metrics names the columns, also of one run's checkpoints; --sort orders by any; a wrong name is told."""
+    """--metrics names the columns; --sort orders by any, which is shown, however narrow the screen."""
     save_steps(tmp_path / "long", 90)
     save_steps(tmp_path / "short", 1)
-    shown = ckpt("ls", tmp_path, "--metrics", "loss", "--sort", "loss").out
-    assert shown.index("long") < shown.index("short")
     assert [*rows(tmp_path, "--sort=-loss")] == ["short", "long"]
+    assert [*rows(tmp_path, "--metrics", "loss", "--sort", "loss")] == ["long", "short"]
     with monkeypatch.context() as narrow, Checkpointer(config(tmp_path / "many")) as many:
         many.save(1, {"x": 1}, metrics=dict.fromkeys(("accuracy", "bits_per_byte", "calibration", "zebra"), 0.123456))
-        narrow.setenv("COLUMNS", "80")  # what it is sorted by is shown, however narrow the screen
+        narrow.setenv("COLUMNS", "80")
         assert ["zebra" in ckpt("ls", tmp_path, *sort).out for sort in ([], ["--sort", "zebra"])] == [False, True]
-    assert ckpt("ls", tmp_path / "long", "--metrics", "loss").status == 0
-    for wrong in (["--metrics", "acc"], ["--sort", "acc"]):
-        answer = ckpt("ls", tmp_path, *wrong)
-        assert answer.status == 1
-        assert "loss" in answer.err
     assert "no checkpoint has the metric 'acc'" in ckpt("ls", tmp_path / "long", "--metrics", "acc").err
-    assert "many runs" in ckpt("ls", tmp_path / "long", "--sort", "loss").err
 
 
 @pytest.mark.parametrize(

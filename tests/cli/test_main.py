@@ -37,51 +37,26 @@ def test_a_verb_waits_only_for_what_it_needs(run_dir: Path) -> None:
     assert done.stderr.splitlines() == [f"{line} []" for line, _ in VERBS]
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "verify", "prune", "watch", "plan", "report"])
-def test_an_error_is_one_line_or_one_object(tmp_path: Path, verb: str) -> None:
-    """An error of ours is a line on stderr with what to do, or with --json an object on stdout; nothing is made."""
-    people, programs = ckpt(verb, tmp_path / "nothing"), ckpt(verb, tmp_path / "nothing", "--json")
-    assert (people.status, people.out, programs.status, programs.err) == (1, "", 1, "")
-    said = f"there is no run at {tmp_path / 'nothing'}: nothing is there"
-    do = "A training makes its run when it starts. Check the name."
-    assert people.err == f"error: {said}. {do}\n"
-    error = {"type": "CheckpointNotFoundError", "message": said, "key": None, "step": None}
-    assert programs.data == {"error": {**error, "hint": do}}
-    assert [*tmp_path.iterdir()] == []
+@pytest.fixture(scope="module")
+def run(fast_dir: Path) -> Path:
+    """Return a run, named as a user names it."""
+    return save_steps(fast_dir / "main" / "run", 1, 3)
 
 
-def test_a_run_with_a_similar_name_is_named(tmp_path: Path) -> None:
-    """A mistyped run is not there, and the error names the runs beside it that have nearly this name."""
-    for name in ("nets", "other"):
-        save_steps(tmp_path / name, 1)
-    assert f"Did you mean {tmp_path / 'nets'}?" in ckpt("ls", tmp_path / "net").err
-    assert "Did you mean" not in ckpt("ls", tmp_path / "lm").err
+def said(command: str, **how: Any) -> tuple[int, str, str]:
+    """Call the program `ckpt`, as it is installed, from a shell."""
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
+    line = command.replace("ckpt ", f"{Path(sys.executable).with_name('ckpt')} ")
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], text=True, check=False, **how)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_a_call_that_is_wrong_exits_with_2() -> None:
-    """A missing argument is neither success nor a difference found: exit status 2, with the usage on stderr."""
-    answer = ckpt("ls")
-    assert answer.status == 2
-    assert "Usage" in answer.err
-
-
-def test_the_console_script_is_main(run_dir: Path) -> None:
-    """`ckpt`, as it is installed, exits with the status of its verb."""
-    script = Path(sys.executable).with_name("ckpt")
-    good = subprocess.run([script, "ls", save_steps(run_dir, 3), "--json"], capture_output=True, text=True, check=False)
-    bad = subprocess.run([script, "show", f"{run_dir}@4"], capture_output=True, text=True, check=False)
-    assert (good.returncode, bad.returncode) == (0, 1)
-    assert '"step": 3' in good.stdout
-    assert "It has steps 3." in bad.stderr
-
-
-def test_a_reader_that_leaves_is_no_crash(run_dir: Path) -> None:
-    """`ckpt ls DIR | head -1` ends quietly."""
-    script = Path(sys.executable).with_name("ckpt")
-    save_steps(run_dir, 1)
-    command = f"set -o pipefail; {script} ls {run_dir} | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+def test_the_console_script_is_main(run: Path) -> None:
+    """`ckpt` exits with the status of its verb; a reader that leaves, as `head -1` does, is no crash."""
+    status, out, _ = said(f"ckpt ls {run} --json")
+    assert (status, '"step": 3' in out) == (0, True)
+    assert said(f"ckpt show {run}@4")[0] == 1
+    assert "Traceback" not in said(f"ckpt ls {run} | true")[2]
 
 
 def test_a_verb_without_standard_descriptors() -> None:
@@ -94,47 +69,32 @@ def test_a_verb_without_standard_descriptors() -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_an_old_terminal_gets_escapes(run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "verb"), [("ascii", "report RUN --out RUN.html"), ("latin-1", "sync RUN RUN-läuft")]
+)
+def test_an_old_terminal_gets_escapes(run: Path, encoding: str, verb: str) -> None:
     """Where stdout has no sign for a bar, an arrow or a name, an escape stands in its place, and the verb ends well."""
-    save_steps(run_dir, 1, 2)
-    verbs = {"ascii": f"report {run_dir} --out {run_dir}.html", "latin-1": f"sync {run_dir} {run_dir}-läuft"}
-    for encoding, verb in verbs.items():
-        script = Path(sys.executable).with_name("ckpt")
-        env = {**os.environ, "PYTHONIOENCODING": encoding}
-        done = subprocess.run([script, *verb.split()], env=env, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert rb"\u" in done.stdout
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    status, out, err = said(f"ckpt {verb.replace('RUN', str(run))}", env=env, encoding="latin-1")
+    assert (status, err) == (0, "")
+    assert r"\u" in out
 
 
 def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     """In a shell whose directory is gone a verb says so in one line, and exits with 1."""
     (tmp_path / "gone").mkdir()
-    command = (
-        f"cd {tmp_path}/gone && rmdir ../gone && exec {Path(sys.executable).with_name('ckpt')} init {tmp_path}/new"
-    )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: the working directory has been removed. Change to another one.\n"
+    answer = said(f"cd {tmp_path}/gone && rmdir ../gone && exec ckpt init {tmp_path}/new")
+    assert answer == (1, "", "error: the working directory has been removed. Change to another one.\n")
 
 
 @pytest.mark.parametrize("form", ["", "--json"])
-def test_an_answer_on_a_full_disk_is_an_error(run_dir: Path, form: str) -> None:
+def test_an_answer_on_a_full_disk_is_an_error(run: Path, form: str) -> None:
     """`ckpt ls DIR > file` on a full disk says so on stderr, in the form that was asked for, and exits with 1."""
-    script = Path(sys.executable).with_name("ckpt")
-    save_steps(run_dir, 1)
     with open("/dev/full", "w") as full:
-        command = [str(script), "ls", str(run_dir), *form.split()]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "the answer cannot be written: No space left on device"
-    assert done.returncode == 1
-    assert (json.loads(done.stderr)["error"]["message"] if form else done.stderr) == (
-        said if form else f"error: {said}. Send it elsewhere.\n"
-    )
-
-
-def test_the_first_screen_has_whole_sentences() -> None:
-    """At 80 columns no verb's line ends in three dots."""
-    assert not [line for line in ckpt("--help").out.splitlines() if line.startswith("  ") and line.endswith("...")]
+        status, _, err = said(f"ckpt ls {run} {form}", stdout=full)
+    message = "the answer cannot be written: No space left on device"
+    assert status == 1
+    assert json.loads(err)["error"]["message"] == message if form else err == f"error: {message}. Send it elsewhere.\n"
 
 
 def test_every_option_says_what_it_takes() -> None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
-from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.errors import CheckpointNotFoundError
-from ckpt_tasks.storage.local import LocalStore
-from tests.support.cli_runs import ckpt, config, flip, only, save_steps, tree
+from ckpt_tasks import open_run
+from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
 from tests.support.owner_child import OwnerChild
 
 
@@ -33,29 +29,6 @@ def test_a_pin_by_another_process_outlives_the_owners_commits(run_dir: Path) -> 
     assert 1 in steps(run_dir)
     assert len(steps(run_dir)) < 7  # the rule has removed others
     assert [*open_run(run_dir).head().state.pins.values()] == ["the paper"]
-
-
-def test_a_checkpoint_that_is_pruned_meanwhile_is_not_pinned(run_dir: Path) -> None:
-    """A pin of a checkpoint that is gone is an error, and no entry names it."""
-    save_steps(run_dir, 1, 2)
-    run = open_run(run_dir)
-    found = run.find(1)
-    assert ckpt("rm", f"{run_dir}@1").status == 0
-    with pytest.raises(CheckpointNotFoundError, match="just been pruned"):
-        run.pin(found, "too late")
-    assert open_run(run_dir).head().state.pins == {}
-
-
-@pytest.mark.parametrize("verb", ["pin", "unpin", "rm"])
-def test_a_verb_that_changes_wants_a_step(run_dir: Path, verb: str) -> None:
-    """A directory alone names no checkpoint: nothing is guessed, and nothing is written."""
-    before = tree(save_steps(run_dir, 1))
-    answer = ckpt(verb, run_dir)
-    assert (answer.status, answer.err) == (
-        1,
-        f"error: '{run_dir}' names no checkpoint. Write DIR@500, DIR@latest or DIR@best.\n",
-    )
-    assert tree(run_dir) == before
 
 
 def test_rm_removes_what_somebody_has_deleted_by_hand(run_dir: Path) -> None:
@@ -108,26 +81,4 @@ def test_rm_keeps_away_from_a_run_in_use(run_dir: Path) -> None:
     assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
     assert "Only the process that trains a run removes its checkpoints" in answer.data["error"]["hint"]
     owner.kill()
-    assert steps(run_dir) == [2, 1]
-
-
-def test_a_pin_between_the_plan_and_the_entry_counts(run_dir: Path) -> None:
-    """P64: what is pinned while `remove` works stays, and the verdict says so."""
-    save_steps(run_dir, 1, 2)
-    with Checkpointer(config(run_dir)) as mine:
-        mine.acquire()
-        victim = mine.run.find(1)
-        put_if_absent = LocalStore.put_if_absent
-        pinned: list[str] = []
-
-        class Pinning(LocalStore):
-            def put_if_absent(self, name: str, body: bytes) -> None:
-                if not pinned:
-                    pinned.append(name)
-                    open_run(run_dir).pin(victim, "just now")
-                put_if_absent(self, name, body)
-
-        mine.run.history.store = Pinning(str(run_dir))
-        verdict = mine.remove(victim)
-    assert (verdict.keep, verdict.reasons) == (True, ("pinned: just now",))
     assert steps(run_dir) == [2, 1]

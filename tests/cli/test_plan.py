@@ -41,37 +41,6 @@ def test_plan_recommends_what_the_policy_says(light: Path) -> None:
     assert found["svg"] is None
 
 
-def test_the_cap_and_the_flush_are_named_where_they_decide(run_dir: Path) -> None:
-    """Where the interval is longer than the optimum it says why, and what the cap costs."""
-    trained(Told(run_dir).taken(), 5, every_s=1200.0, steps=2400, **BLOCKING)
-    shown = ckpt("plan", run_dir, "--mtbf-s", "600").out
-    assert "of the overhead cap of 3 %; without it every 2.8 min, at 32 % in all" in shown
-    assert "970 s (16 min), 1,940 steps" in shown
-    lifted = ckpt("plan", run_dir, "--mtbf-s", "600", "--overhead-cap", "0.5", "--json").data
-    assert lifted["recommended"]["decided_by"] == "optimum"
-    other = run_dir.with_name("other")
-    trained(Told(other).taken(), 5, every_s=1200.0, steps=2400, **HEAVY)
-    shown = ckpt("plan", other, "--mtbf-s", "600", "--overhead-cap", "0.5").out
-    assert "a flush takes that long; the optimum would be 48 s" in shown
-
-
-def test_a_run_without_a_checkpoint_has_nothing_to_plan_from(run_dir: Path) -> None:
-    """Before the first commit nothing has been measured: an error that says so, and exit status 1."""
-    Told(run_dir).taken()
-    answer = ckpt("plan", run_dir)
-    assert answer.status == 1
-    assert "nothing has been measured" in answer.err
-    assert ckpt("plan", run_dir.with_name("nothing"), "--json").data["error"]["type"] == "CheckpointNotFoundError"
-
-
-@pytest.mark.parametrize("option", [("--overhead-cap", "0"), ("--overhead-cap", "3"), ("--mtbf-s", "0")])
-def test_options_that_mean_nothing_are_one_line(light: Path, option: tuple[str, str]) -> None:
-    """A cap of 3 (it is a part, not a percentage) and an MTBF of 0 are errors of one line."""
-    answer = ckpt("plan", light, *option)
-    assert (answer.status, answer.out) == (1, "")
-    assert answer.err.count("\n") == 1
-
-
 # ── the picture ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -113,10 +82,3 @@ def test_a_name_cannot_break_the_picture(run_dir: Path, tmp_path: Path) -> None:
     at = trade_off_at(found.interval_s, observed, found.mtbf_s)
     drawn = draw_curve(trade_off(observed, found), at, found.least_s, heading='<b>&"', about="a < b")
     assert '<b>&"' in texts(ET.fromstring(drawn))
-
-
-def test_a_picture_that_cannot_be_written_is_an_error(light: Path, tmp_path: Path) -> None:
-    """A folder that is not there is an error of one line, not a traceback."""
-    answer = ckpt("plan", light, "--svg", tmp_path / "no" / "curve.svg")
-    assert (answer.status, answer.out) == (1, "")
-    assert "the picture cannot be written" in answer.err

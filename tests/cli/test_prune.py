@@ -49,16 +49,6 @@ def test_without_a_rule_only_orphans_go(run_dir: Path) -> None:
     assert "There is nothing to remove." in ckpt("prune", run_dir).out
 
 
-@pytest.mark.parametrize("rule", [("--keep-best", "1"), ("--keep-every-n-steps", "10")])
-def test_a_rule_that_would_say_nothing_is_refused(run_dir: Path, rule: tuple[str, str]) -> None:
-    """A rule that only adds to --max-num-checkpoints is an error without it, before anything is done."""
-    before = tree(save_steps(run_dir, 1))
-    answer = ckpt("prune", run_dir, *rule)
-    assert answer.status == 1
-    assert "--max-num-checkpoints" in answer.err
-    assert tree(run_dir) == before
-
-
 def test_a_run_in_use_is_refused(run_dir: Path) -> None:
     """P33, P64: while another process holds the run nothing is pruned; a dry run still answers."""
     owner = OwnerChild(run_dir)

@@ -9,7 +9,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.doctor.host import check_place
 from ckpt_tasks.session.local import LocalSession
-from tests.support.cli_runs import Answer, ckpt, flip
+from tests.support.cli_runs import ckpt, flip
 
 PROGRAM = "tests.support.tiny:Tiny"
 
@@ -90,15 +90,6 @@ def test_a_program_that_does_not_fit_fails_the_drill(run: Path) -> None:
     assert len(open_run(str(run)).notes()) == before
 
 
-def test_a_run_without_a_program_asks_for_one(run_dir: Path) -> None:
-    """A run of a plain loop names none; nothing is recorded."""
-    with Checkpointer(config(run_dir)) as opened:
-        opened.save(1, {"value": 1})
-    done: Answer = ckpt("restore-drill", run_dir)
-    assert done.status != 0
-    assert "--program" in done.err
-
-
 @pytest.mark.usefixtures("forked")
 def test_a_drill_owns_nothing_and_disturbs_no_training(run: Path) -> None:
     """Training that is under way keeps the run through a drill: same owner, no warning, and its next commits follow."""
@@ -116,9 +107,3 @@ def test_a_drill_owns_nothing_and_disturbs_no_training(run: Path) -> None:
         assert [one.step for one in opened.checkpoints()] == [6, 4, 3, 0]
         assert [one.step for one in state.drills] == [4]
         assert state.leases == ()
-
-
-def test_a_run_that_was_never_drilled_has_no_field_for_it(run: Path) -> None:
-    """Its entries have the bytes that they had before there were drills."""
-    data = [path.read_bytes() for path in (run / "ledger").iterdir()]
-    assert not any(b'"drills"' in one for one in data)

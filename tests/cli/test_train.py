@@ -14,7 +14,6 @@ from ckpt_tasks.cli.arguments import config_of, params_of, repeated_command
 from ckpt_tasks.cli.start import check_example
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt
-from tests.support.forks import train
 
 GIVEN = {
     "checkpoint_dir": ("somewhere", "somewhere"),
@@ -49,15 +48,6 @@ def test_every_option_of_the_config_is_one_of_the_command() -> None:
     assert {option.name: getattr(config, option.name) for option in fields(config)} == {
         name: value for name, (_, value) in GIVEN.items()
     }
-
-
-def test_an_evaluation_without_a_program_names_the_one_that_is_trained(run_dir: Path) -> None:
-    """The example is not restored into another program's run, which would only list tensors that do not fit."""
-    train(run_dir, 2)
-    answer = ckpt("evaluate", "--run-key", "run", "--checkpoint-dir", run_dir)
-    assert answer.status == 1
-    assert "Name it: ckpt evaluate tests.support.forks:Scheduled" in answer.err
-    assert "Starting" not in answer.out
 
 
 def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_dir: Path) -> None:

@@ -8,12 +8,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckpt_tasks.doctor.host import check_place
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.reading.reading import open_run
-from tests.support.cli_runs import ckpt, flip, only, save, save_steps, tree
+from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
 
 
 def halve(path: Path) -> None:
@@ -141,14 +140,3 @@ def measured(run_dir: Path) -> dict[str, float]:
         for one in samples
         if one["name"] in names or "damaged" in one["name"]
     }
-
-
-@pytest.mark.parametrize("gone", [8, 9])
-def test_many_faults_are_cut(run_dir: Path, gone: int) -> None:
-    """Eight faults of a checkpoint are shown, and of more it is said how many are left."""
-    save(run_dir, {f"g{n}": {"w": torch.ones(3)} for n in range(9)})
-    for n in range(gone):
-        only(run_dir, f"checkpoint_*/*/g{n}-*").unlink()
-    answer = ckpt("verify", run_dir)
-    assert answer.status == 1
-    assert ("more (--json)" in answer.out) == (gone > 8)

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ckpt_tasks.cli import app
-from ckpt_tasks.cli.watch import sparkline
 from tests.support.children import Child
 from tests.support.cli_runs import ckpt, save_steps, tree
 from tests.support.owner_child import OwnerChild
@@ -83,18 +80,3 @@ def save_steps_again(run_dir: Path) -> None:
         state = some_state()
         mine.restore(state)
         mine.save(2, state, metrics={"loss": 0.25})
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "drawn"),
-    [
-        ([], 4, ""),
-        ([1.0], 4, "▁"),
-        ([0.0, 1.0], 4, "▁█"),
-        ([9.0, 0.0, 0.5, 1.0], 3, "▁▅█"),
-        ([0.0, float("nan"), 1.0, float("inf")], 4, "▁ █ "),
-    ],
-)
-def test_a_curve_in_one_line(values: list[float], width: int, drawn: str) -> None:
-    """The newest values are drawn between the lowest and the highest of them; what is not finite is a gap."""
-    assert sparkline(values, width) == drawn
