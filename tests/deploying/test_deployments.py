@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
@@ -148,21 +146,3 @@ def test_the_page_works_as_it_stands(tmp_path: Path) -> None:
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)  # with the worker
         subprocess.run([PREFECT, "server", "stop"], env=environment, capture_output=True, check=False)
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """A server that ends before it answers, and a port of another program, are errors with the reason."""
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
-
-    def start(*options: str) -> str:
-        command = [sys.executable, "-m", "deployments.server", *options]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        return done.stderr
-
-    assert "--no-such-option" in start("--port", str(free_port()), "--no-such-option")
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
-        Thread(target=other.serve_forever, daemon=True).start()
-        assert "another program listens there" in start("--port", str(other.server_port))
-        other.shutdown()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from prefect.workers.base import BaseJobConfiguration
 
 ROOT = Path(__file__).parents[2]
 POOLS = sorted((ROOT / "deployments" / "pools").glob("*.json"))
-PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 ENVIRONMENT = {
     "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -76,25 +73,3 @@ def test_the_workers_own_models_accept_it(name: str) -> None:
         assert (made.image, made.container_create_kwargs["shm_size"]) == (values["image"], "8g")
     else:
         assert made.job_manifest["spec"]["template"]["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] == "16Gi"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", POOLS, ids=lambda path: path.stem)
-def test_a_server_makes_such_a_pool(path: Path, server: dict[str, str]) -> None:
-    """`prefect work-pool create --base-job-template` takes the file, and the pool has its variables."""
-    command = [
-        PREFECT,
-        "work-pool",
-        "create",
-        f"our-{path.stem}",
-        "--type",
-        path.stem,
-        "--base-job-template",
-        str(path),
-    ]
-    done = subprocess.run(command, env=server, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    inspected = subprocess.run(
-        [PREFECT, "work-pool", "inspect", f"our-{path.stem}"], env=server, capture_output=True, check=False
-    )
-    assert b"reschedule" in inspected.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -42,25 +41,6 @@ def run(place: Path, *command: str | Path) -> str:
     done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-def test_the_wheel_trains_from_an_empty_directory(tmp_path: Path) -> None:
-    """From nothing but the wheel: the example trains, and a project is written, trained and evaluated."""
-    programs = install(sys.executable, tmp_path)
-    where = "import ckpt_tasks, importlib.util; print(ckpt_tasks.__file__, importlib.util.find_spec('flows'))"
-    found, _, flows = run(tmp_path, programs / "python", "-c", where).strip().rpartition(" ")
-    assert Path(found).is_relative_to(tmp_path)
-    assert flows == "None"  # no package of that name in an installation
-    ckpt = programs / "ckpt"
-    said = run(tmp_path, ckpt, "train", "--steps", "4", "--step-interval", "2", "--param", "max_bytes=1000000")
-    assert "step 4/4" in said
-    assert "  ckpt ls runs/byte-lm" in said
-    run(tmp_path, ckpt, "init", "nets")
-    os.rename(tmp_path / "empty" / "nets" / "training.py", tmp_path / "empty" / "training.py")
-    trained = json.loads(run(tmp_path, ckpt, "train", "training:Training", "--steps", "200", "--json"))
-    assert (trained["status"], trained["step"]) == (0, 200)
-    assert "heldout accuracy" in run(tmp_path, ckpt, "evaluate", "training:Training", "--suite", "full")
 
 
 @pytest.mark.slow

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from prefect import flow
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled, Crashed, Running
 
+from ckpt_tasks.deploying import TAG
 from tests.e2e.site import Site
 
 
@@ -68,3 +72,22 @@ def test_they_are_made_once_and_told_of_the_end(site: Site) -> None:
     taken_back = site.python("-m", "deployments.automations", "apply")
     assert (taken_back.count("removed"), names(site)) == (1, ours)
     assert site.python("-m", "deployments.automations", "show").count("enabled") == 2
+
+
+def test_who_is_cancelled_after_a_crash_stays_so(site: Site) -> None:
+    """A person who cancels a crashed run before it is resumed has the last word; one that is left alone is resumed."""
+    with site.client() as client:
+        deployment = client.create_deployment(client.create_flow(nothing), "cancelled-after-a-crash")
+        cancelled, crashed = (client.create_flow_run_from_deployment(deployment, tags=[TAG]).id for _ in range(2))
+        for run in (cancelled, crashed):
+            client.set_flow_run_state(run, Running(), force=True)
+            client.set_flow_run_state(run, Crashed(), force=True)
+        client.set_flow_run_state(cancelled, Cancelled(), force=True)
+    site.until(lambda: "AwaitingRetry" in site.states(crashed), 120, "the crashed run is resumed")
+    time.sleep(6)  # whatever was late with the other one has come by now
+    assert site.states(cancelled)[-2:] == ["Crashed", "Cancelled"]
+
+
+@flow
+def nothing() -> None:
+    """Stand for a flow whose runs are only records here."""

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.cli import app
-from ckpt_tasks.cli.arguments import default_key
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import acquire, identify
 from ckpt_tasks.orchestration.config import position_of_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
-from tests.flows.test_train import assert_equal, run
 from tests.servers.process import free_port
 from tests.support.waiting import until
 
@@ -38,18 +36,18 @@ PATIENCE_S = 300.0  # nothing here is about speed
 class Runs:
     """Start `python -m flows.…` in processes of their own, and see to it that none is left."""
 
-    def __init__(self, place: Path, environment: Mapping[str, str]):
+    def __init__(self, place: Path):
         self.run_dir = place / "run"
         own = {"PYTHONPATH": str(Path(__file__).parents[2]), "PREFECT_HOME": str(place), "OMP_DISPLAY_ENV": "verbose"}
-        self._environment = {**environment, **own}
+        self._environment = {**os.environ, **own}
         self._environment.pop("OMP_WAIT_POLICY", None)  # a shell has none
         self._place = place
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str, module: str = "flows.train") -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         usual = ("--run-key", "tiny", "--checkpoint-dir", str(self.run_dir), "--program", "tests.support.tiny:Tiny")
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *usual, *arguments],
+            [sys.executable, "-m", "flows.train", *usual, *arguments],
             cwd=self._place,
             env=self._environment,
             stdout=subprocess.PIPE,
@@ -60,8 +58,8 @@ class Runs:
         self._started.append(process)
         return process
 
-    def finish(self, *arguments: str, module: str = "flows.train") -> tuple[int, str]:
-        process = self.start(*arguments, module=module)
+    def finish(self, *arguments: str) -> tuple[int, str]:
+        process = self.start(*arguments)
         said, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
 
@@ -106,18 +104,10 @@ class Runs:
 
 
 @pytest.fixture
-def served(tmp_path: Path, server: dict[str, str]) -> Iterator[Runs]:
-    """Return runs that use the session's server."""
-    runs = Runs(tmp_path, server)
-    yield runs
-    runs.end()
-
-
-@pytest.fixture
 def embedded(tmp_path: Path, prefect_home: Path) -> Iterator[Runs]:
     """Return runs without a configured server."""
     shutil.copytree(prefect_home, tmp_path, dirs_exist_ok=True)
-    runs = Runs(tmp_path, os.environ)
+    runs = Runs(tmp_path)
     yield runs
     runs.end()
 
@@ -149,6 +139,7 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     assert embedded.steps()[0] == 60
     assert "heldout loss" in said
     assert "--steps 120" in said
+    assert "GOMP_SPINCOUNT = '0'" in said  # started from a shell that sets nothing, no thread of OpenMP spins
     assert "INFO" not in said
     assert embedded.servers() == []
 
@@ -169,16 +160,10 @@ def test_killed_while_the_server_starts_nothing_is_left(embedded: Runs) -> None:
     until(lambda: embedded.servers() == [])
 
 
-@pytest.mark.slow
-def test_threads_do_not_spin(embedded: Runs) -> None:
-    """Started from a shell that sets nothing, the OpenMP of both commands says itself that no thread spins."""
-    for module in ("flows.train", "flows.evaluate"):
-        status, said = embedded.finish("--help", module=module)
-        assert status == 0
-        assert "GOMP_SPINCOUNT = '0'" in said
-
-
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 143)])
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("SIGINT", 130), *(pytest.param(name, 143, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGHUP"))],
+)
 def test_a_signal_to_the_whole_group_ends_at_a_step_with_a_commit(embedded: Runs, name: str, status: int) -> None:
     """P69: Ctrl-C, `timeout` and a closed terminal signal our whole process group: it commits the step, and we end.
 
@@ -196,36 +181,6 @@ def test_a_signal_to_the_whole_group_ends_at_a_step_with_a_commit(embedded: Runs
     assert owner is not None
     assert owner.released
     until(lambda: embedded.servers() == [])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("harness")
-def test_sigterm_in_a_step_commits_that_step(served: Runs, tmp_path: Path) -> None:
-    """P69: a SIGTERM within step 7 ends the process after it, with 143 and a checkpoint; it goes on bit-equal."""
-    arguments = ("--steps", "12", "--batch-steps", "5")
-    status, said = served.finish(*arguments, "--params", '{"signal_at": 7, "seed": 3}')
-    assert status == 143, said
-    assert served.steps()[0] == 7
-    assert "Stopped; step 7 is committed" in said
-    status, said = served.finish(*arguments, "--seed", "3")
-    assert status == 0, said
-    run(tmp_path / "whole", 12, params={"seed": 3})
-    assert_equal(served.run_dir, tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_run_that_another_process_holds_is_left_alone(served: Runs) -> None:
-    """P33: a second process ends with one line and 1, and the first one trains on preserved_rng."""
-    first = served.start("--steps", "9999", "--step-interval", "10", "--params", '{"step_s": 0.05}')
-    served.wait_for_step(10)
-    status, said = served.finish("--steps", "9999")
-    assert status == 1
-    assert "error: the run directory is held by process" in said
-    assert "Traceback" not in said
-    served.wait_for_step(served.steps()[0] + 10)
-    first.terminate()
-    first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == 143
 
 
 def here(flow: str, run_dir: Path, *arguments: str) -> int:
@@ -313,46 +268,25 @@ def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
 
 
 @pytest.mark.usefixtures("harness")
-def test_a_failed_attempt_is_one_yellow_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A retry shows why the last attempt failed, in one line, and nothing else of Prefect's log."""
-    params = {"fail_at": 2, "failures": str(run_dir.parent / "failures")}
-    assert here("train", run_dir, "--steps", "3", "--params", json.dumps(params)) == 0
-    said = "".join(capfd.readouterr())
-    assert "Attempt 1 failed at step 1: RuntimeError: injected in step 2\n" in said
-    assert "Traceback" not in said
-    assert "INFO" not in said
-    assert "step 3/3 · loss" in said
+def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A retry shows why the last attempt failed, in one line, and nothing else of Prefect's log.
 
+    An evaluation is recorded once, and says when it was recorded before. Another program with the same key and
+    directory is an error that names both, not "complete".
+    """
 
-@pytest.mark.usefixtures("harness")
-def test_evaluate_from_the_command_line(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`python -m flows.evaluate` evaluates a checkpoint once, and says when it was evaluated before."""
-    assert here("train", run_dir, "--steps", "4", "--step-interval", "2") == 0
-    for says in ("Step 2, suite full: recorded.", "Step 2, suite full: recorded before"):
-        assert here("evaluate", run_dir, "--which", "2", "--suite", "full") == 0
-        assert says in capfd.readouterr().out
+    def said(flow: str, *arguments: str, status: int = 0) -> str:
+        assert here(flow, run_dir, *arguments) == status
+        return "".join(capfd.readouterr())
 
-
-@pytest.mark.usefixtures("harness")
-def test_a_complete_run_is_not_another_programs(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Another program with the same key and directory is an error that names both, not "complete"."""
-    assert here("train", run_dir, "--steps", "2") == 0
-    capfd.readouterr()
-    assert here("train", run_dir, "--steps", "2", "--program", "tests.support.forks:Scheduled") == 1
-    said = "".join(capfd.readouterr())
-    assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in said
-    assert "complete" not in said
-
-
-@pytest.mark.parametrize(
-    ("program", "key"),
-    [
-        ("ckpt_tasks.programs.byte_lm:ByteLM", "byte-lm"),
-        ("my.module:MyModel2", "my-model2"),
-        ("m:GPT", "gpt"),
-        ("m:make_net", "make_net"),
-    ],
-)
-def test_the_default_key_is_the_programs_name(program: str, key: str) -> None:
-    """Without --run-key each program has a run of its own."""
-    assert default_key(program) == key
+    params = json.dumps({"fail_at": 2, "failures": str(run_dir.parent / "failures")})
+    trained = said("train", "--steps", "3", "--params", params)
+    assert "Attempt 1 failed at step 1: RuntimeError: injected in step 2\n" in trained
+    assert "Traceback" not in trained
+    assert "INFO" not in trained
+    assert "step 3/3 · loss" in trained
+    for says in ("Step 3, suite full: recorded.", "Step 3, suite full: recorded before"):
+        assert says in said("evaluate", "--which", "3", "--suite", "full")
+    other = said("train", "--steps", "3", "--program", "tests.support.forks:Scheduled", status=1)
+    assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in other
+    assert "complete" not in other

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -22,8 +20,9 @@ from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.locations import Location
-from tests.support.cli_runs import ckpt, flip
+from tests.support.cli_runs import flip
 from tests.support.tiny import Tiny
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("harness")
 TINY = "tests.support.tiny:Tiny"
@@ -44,17 +43,19 @@ def trained(run_dir: Path) -> Path:
     return run_dir
 
 
-def evaluated(run_dir: Path, **options: Any) -> EvaluationResult:
+def evaluated(run_dir: Path, **options: Any) -> dict[int, EvaluationResult]:
+    """Evaluate the newest checkpoint, or what the options choose; return the results by step."""
     defaults = {"run_key": "tiny", "checkpoint_dir": str(run_dir), "program": TINY, "retries": 0}
     results: list[EvaluationResult] = evaluate(**{**defaults, **options})
-    [result] = results
-    return result
+    return {one.step: one for one in results}
 
 
 def pending(run_dir: Path, **options: Any) -> dict[int, EvaluationResult]:
-    defaults = {"run_key": "tiny", "checkpoint_dir": str(run_dir), "program": TINY, "which": "pending", "retries": 0}
-    results: list[EvaluationResult] = evaluate(**{**defaults, **options})
-    return {one.step: one for one in results}
+    return evaluated(run_dir, which="pending", **options)
+
+
+def evaluator(run_dir: Path, holder: str = "test") -> Evaluator:
+    return Evaluator(run_key="tiny", location=Location(str(run_dir)), program=TINY, suite="quick", holder=holder)
 
 
 def damage(run_dir: Path, step: int) -> None:
@@ -63,36 +64,24 @@ def damage(run_dir: Path, step: int) -> None:
     flip(shard, -1)
 
 
-def test_an_evaluation_restores_the_model_only_and_is_recorded(trained: Path) -> None:
-    """The model is the checkpoint's, the rest is as the program is built; the result lies beside the checkpoint."""
-    result = evaluated(trained)
-    same = Tiny(seed=5)
-    at = open_run(str(trained))
-    at.restore(at.find(6), {"model": same.model}, partial=True)
-    assert result.step == 6
-    assert result.new
-    assert result.metrics["heldout_loss"] == same.evaluate("quick")["heldout_loss"]
-    assert result.metrics["built_with_steps"] == 0
-    recorded = at.evaluations()
-    assert [(one.step, one.suite, one.metrics) for one in recorded] == [(6, "quick", result.metrics)]
-    assert recorded[0].manifest_digest == at.find(6).manifest_digest
-
-
 def test_an_evaluation_happens_once_per_checkpoint_and_suite(trained: Path) -> None:
-    """P75: a second flow run returns what is recorded, builds no program, and writes nothing; another suite is new."""
-    first = evaluated(trained)
-    before = open_run(str(trained)).head().next_n
-    second = evaluated(trained, program="nowhere:Tiny")
-    assert (second.metrics, second.new) == (first.metrics, False)
-    assert open_run(str(trained)).head().next_n == before
-    assert evaluated(trained, suite="full").new
-    assert evaluated(trained, which=4).new
+    """P75: the model alone is restored, the result lies beside the checkpoint, and a second flow run returns it.
 
-
-@pytest.mark.parametrize(("which", "step"), [("latest", 6), ("best", 4), (2, 2), ("2", 2)])
-def test_any_checkpoint_can_be_named(trained: Path, which: int | str, step: int) -> None:
-    """`latest`, `best` by the metrics saved, and a step, also as the text that a command line sends."""
-    assert evaluated(trained, which=which).step == step
+    It builds no program, and writes nothing; another suite, or another checkpoint by any name, is new.
+    """
+    first = evaluated(trained)[6]
+    same, at = Tiny(seed=5), open_run(str(trained))
+    at.restore(at.find(6), {"model": same.model}, partial=True)
+    assert first.new
+    assert first.metrics == {"built_with_steps": 0, "heldout_loss": same.evaluate("quick")["heldout_loss"]}
+    [recorded] = at.evaluations()
+    assert (recorded.step, recorded.suite, recorded.metrics) == (6, "quick", first.metrics)
+    assert recorded.manifest_digest == at.find(6).manifest_digest
+    before = at.head().next_n
+    second = evaluated(trained, program="nowhere:Tiny")[6]
+    assert (second.metrics, second.new, at.head().next_n) == (first.metrics, False, before)
+    for which, suite, step in (("latest", "full", 6), ("best", "quick", 4), ("2", "quick", 2), (2, "full", 2)):
+        assert evaluated(trained, which=which, suite=suite)[step].new
 
 
 def test_the_lease_ends_with_the_evaluation(trained: Path) -> None:
@@ -103,8 +92,7 @@ def test_the_lease_ends_with_the_evaluation(trained: Path) -> None:
         evaluated(trained, suite="broken")
     assert run.head().state.leases == ()
     events = [run.history.read_entry(n)[0].event for n in range(run.head().next_n)]
-    leases = [event for event in events if event["kind"] == "lease"]
-    assert [bool(event.get("ended")) for event in leases] == [False, True, False, True]
+    assert [bool(one.get("ended")) for one in events if one["kind"] == "lease"] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +105,15 @@ def test_the_lease_ends_with_the_evaluation(trained: Path) -> None:
         ({"run_key": "other"}, RunMismatchError),
         ({"checkpoint_dir": "/nowhere/{run_key}"}, CheckpointNotFoundError),
         ({"suite": "no/suite"}, ConfigError),
+        ({"which": "pending", "limit": 0}, ConfigError),
+        ({"which": "pending", "follow_s": -1.0}, ConfigError),
+        ({"which": "pending", "promote": "promoted"}, ConfigError),
+        ({"which": "pending", "promote": "nowhere:promoted"}, ConfigError),
+        ({"which": "pending", "promote": "tests.flows.test_evaluate:missing"}, ConfigError),
     ],
 )
 def test_bad_input_is_refused(trained: Path, options: dict[str, Any], error: type[Exception]) -> None:
-    """A wrong checkpoint, program, run or suite is an error of our tree, and nothing is recorded."""
+    """A wrong checkpoint, program, run, suite, bound or promotion is an error of our tree, and nothing is recorded."""
     with pytest.raises(error):
         evaluated(trained, **options)
     assert open_run(str(trained)).evaluations() == []
@@ -130,17 +123,6 @@ class Untested(Tiny):
     """A program without an evaluation."""
 
     evaluate = None  # type: ignore[assignment]
-
-
-def test_an_evaluation_draws_nothing_from_the_training_stream(trained: Path) -> None:
-    """P11: building and evaluating a program seeds the global stream; a training that goes on restores its own."""
-    program = Tiny()
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny")) as ckpt:
-        ckpt.restore(program.state)
-        expected = torch.rand(3)
-        evaluated(trained)
-        ckpt.restore(program.state)
-        assert torch.equal(torch.rand(3), expected)
 
 
 def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
@@ -157,59 +139,40 @@ def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
 def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow run that follows takes what comes as soon as it is committed, and ends soon after the run's owner has."""
     monkeypatch.setattr("ckpt_tasks.orchestration.evaluate._RELEASED_S", 3.0)
-    saved_s: list[float] = []
 
     def train_on() -> None:
-        while not open_run(str(trained)).evaluations():  # the other one is at work
-            time.sleep(0.05)
+        until(lambda: open_run(str(trained)).evaluations() != [])  # the other one is at work
         program = Tiny()
         kept = CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=None)
         with Checkpointer(kept) as ckpt:  # else it may prune what is not evaluated yet
             ckpt.restore(program.state)
             ckpt.save(8, program.state)
-            saved_s.append(time.time())
 
-    thread = Thread(target=train_on)
-    thread.start()
-    found = pending(trained, follow_s=600.0)
-    assert time.time() - saved_s[0] < 300  # it did not wait for follow_s
-    thread.join()
-    assert found.keys() == {2, 4, 6, 8}
-    assert moment(open_run(str(trained)).evaluations()[-1].evaluated_at) - saved_s[0] < 5
+    with ThreadPoolExecutor(1) as beside:
+        other = beside.submit(train_on)
+        assert pending(trained, follow_s=600.0).keys() == {2, 4, 6, 8}
+        other.result()
 
 
-@pytest.mark.slow
-def test_a_run_that_begins_later_is_waited_for(run_dir: Path) -> None:
-    """A flow run that follows may be there before the run; what it cannot follow is nothing, at once."""
-
-    def begin() -> None:
-        time.sleep(2)
-        with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
-            ckpt.save(1, Tiny().state)
-
-    assert pending(run_dir) == {}
-    thread = Thread(target=begin)
-    thread.start()
-    found = pending(run_dir, follow_s=6.0)
-    thread.join()
-    assert found.keys() == {1}
-
-
-@pytest.mark.parametrize("options", [{"limit": 0}, {"follow_s": -1.0}])
-def test_bounds_that_mean_nothing_are_refused(trained: Path, options: dict[str, Any]) -> None:
-    """A limit of nothing, or a time before now, is an error by its name."""
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        pending(trained, **options)
-
-
-def test_side_by_side_is_as_alone(trained: Path) -> None:
-    """P11: evaluations in threads of one process measure what each measures alone, and leave its streams alone."""
-    suites = ("drawing", "drawn_again")
-    alone = {step: evaluated(trained, which=step, suite=suites[0], program=DRAWING).metrics for step in (2, 4, 6)}
-    state = torch.get_rng_state()
-    together = pending(trained, suite=suites[1], program=DRAWING)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert {step: one.metrics for step, one in together.items()} == alone
+@pytest.mark.parametrize("runner", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_side_by_side_is_as_alone(trained: Path, runner: str) -> None:
+    """P11: evaluations in threads or processes measure what each measures alone, and leave training's streams alone."""
+    program = Tiny()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny")) as ckpt:
+        ckpt.restore(program.state)
+        expected = torch.rand(3)
+        alone = {
+            step: evaluated(trained, which=step, suite="drawing", program=DRAWING)[step].metrics for step in (2, 4, 6)
+        }
+        ckpt.restore(program.state)
+        state = torch.get_rng_state()
+        pool: Any = {} if runner == "threads" else {"task_runner": ProcessPoolTaskRunner(max_workers=2)}
+        together = evaluate.with_options(**pool)(
+            run_key="tiny", checkpoint_dir=str(trained), program=DRAWING, which="pending", suite="drawn_again"
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(torch.rand(3), expected)
+    assert {one.step: one.metrics for one in together} == alone
 
 
 def test_one_that_fails_does_not_stop_the_others(trained: Path) -> None:
@@ -222,35 +185,26 @@ def test_one_that_fails_does_not_stop_the_others(trained: Path) -> None:
 
 
 def test_a_checkpoint_is_not_pruned_under_its_evaluator(trained: Path) -> None:
-    """P64: retention that runs meanwhile spares what is being evaluated, and takes what is not."""
-    result = evaluated(trained, which=2, program=PRUNING, params={"run_dir": str(trained)})
-    assert result.new
-    assert [one.step for one in open_run(str(trained)).checkpoints()] == [6, 2]
+    """P64: retention that runs meanwhile spares what is being evaluated, and takes what is not.
 
-
-def test_a_checkpoint_that_was_pruned_meanwhile_is_skipped(trained: Path) -> None:
-    """P64: between the look and the lease it may go; that is not a failure, and nothing is recorded of it."""
+    What it has taken between the look and the lease is skipped: that is no failure, and nothing is recorded of it.
+    """
     run = open_run(str(trained))
-    gone = run.find(2)
-    with Checkpointer(CheckpointConfig(checkpoint_dir=str(trained), run_key="tiny", max_num_checkpoints=1)) as ckpt:
-        ckpt.acquire()
-        ckpt.prune()
-    evaluator = Evaluator(run_key="tiny", location=Location(str(trained)), program=TINY, suite="quick", holder="test")
-    assert evaluator.evaluate(gone).outcome == "pruned"
-    named = evaluate(run_key="tiny", checkpoint_dir=str(trained), program=TINY, which=gone.manifest_digest)
-    assert named == []  # an event may name it so
-    assert run.evaluations() == []
+    gone = run.find(4)
+    assert evaluated(trained, which=2, program=PRUNING, params={"run_dir": str(trained)})[2].new
+    assert [one.step for one in run.checkpoints()] == [6, 2]
+    assert evaluator(trained).evaluate(gone).outcome == "pruned"
+    assert evaluated(trained, which=gone.manifest_digest) == {}  # an event may name it so
+    assert [one.step for one in run.evaluations()] == [2]
 
 
 def test_two_evaluators_at_once_record_one(trained: Path) -> None:
     """P75: of two that evaluate the same checkpoint at the same time one records, and both say the same."""
-    run = open_run(str(trained))
-    both = Barrier(2)
+    run, both = open_run(str(trained)), Barrier(2)
 
     def one(name: str) -> EvaluationResult:
         both.wait()
-        evaluator = Evaluator(run_key="tiny", location=Location(str(trained)), program=TINY, suite="quick", holder=name)
-        return evaluator.evaluate(run.find(6))
+        return evaluator(trained, name).evaluate(run.find(6))
 
     with ThreadPoolExecutor(2) as threads:
         results = [*threads.map(one, ("one", "other"))]
@@ -265,77 +219,41 @@ def test_a_promotion_is_called_with_a_new_best_one(trained: Path, tmp_path: Path
     hook = {"promote": "tests.flows.test_evaluate:promoted", "promote_params": {"out": str(tmp_path / "said")}}
     evaluated(trained, which=6, **hook)
     assert not (tmp_path / "said").exists()
-    pending(trained, **hook)
-    assert (tmp_path / "said").read_text() == "4 quick leased\n"
-    pending(trained, **hook)
-    assert (tmp_path / "said").read_text() == "4 quick leased\n"
+    for _ in range(2):
+        pending(trained, **hook)
+        assert (tmp_path / "said").read_text() == "4 quick leased\n"
     evaluated(trained, which="best", **hook)  # by name it is called again: what a killed process did not do is made up
     assert (tmp_path / "said").read_text() == "4 quick leased\n" * 2
 
 
 def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path, tmp_path: Path) -> None:
-    """Its own error ends the flow after its retries; what was measured is recorded all the same."""
+    """Its own error ends the flow after its retries; what was measured is recorded, and the next one exports the best.
+
+    The hook that comes along writes the weights as one file that safetensors opens.
+    """
     out = tmp_path / "no folder" / "said"
     with pytest.raises(ExceptionGroup, match="promotion: ") as failed:
         pending(trained, promote="tests.flows.test_evaluate:promoted", promote_params={"out": str(out)})
     assert [type(error) for error in failed.value.exceptions] == [FileNotFoundError]
-    assert {one.step for one in open_run(str(trained)).evaluations()} == {2, 4, 6}
-
-
-def test_the_best_one_is_exported(trained: Path, tmp_path: Path) -> None:
-    """The hook that comes along writes the best checkpoint's weights as one file that safetensors opens."""
-    hook = "ckpt_tasks.orchestration.evaluate:export_best"
-    pending(trained, promote=hook, promote_params={"out": str(tmp_path / "best" / "{run_key}.safetensors")})
-    found = load_file(tmp_path / "best" / "tiny.safetensors")
-    best = Tiny(seed=3)
     at = open_run(str(trained))
+    assert {one.step for one in at.evaluations()} == {2, 4, 6}
+    hook = {"promote": "ckpt_tasks.orchestration.evaluate:export_best"}
+    evaluated(trained, which="best", **hook, promote_params={"out": str(tmp_path / "best" / "{run_key}.safetensors")})
+    found, best = load_file(tmp_path / "best" / "tiny.safetensors"), Tiny(seed=3)
     at.restore(at.find(4), {"model": best.model}, partial=True)
     assert all(torch.equal(found[name], value) for name, value in best.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["promoted", "nowhere:promoted", "tests.flows.test_evaluate:missing"])
-def test_a_promotion_that_cannot_be_found_is_refused_first(trained: Path, name: str) -> None:
-    """A wrong name is an error before anything is evaluated."""
-    with pytest.raises(ConfigError):
-        pending(trained, promote=name)
-    assert open_run(str(trained)).evaluations() == []
-
-
 def test_promotion_needs_to_know_what_the_best_is(run_dir: Path) -> None:
-    """A run that does not say by which metric a checkpoint is the best is refused before anything is evaluated."""
+    """A run that does not say by which metric a checkpoint is the best is refused before anything is evaluated.
+
+    Where no run is yet there is nothing to evaluate, and nothing fails.
+    """
+    assert pending(run_dir) == {}
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
         ckpt.save(1, Tiny().state)
     with pytest.raises(ConfigError, match="best_metric"):
         pending(run_dir, promote="tests.flows.test_evaluate:promoted")
-
-
-@pytest.mark.slow
-def test_processes_measure_the_same(trained: Path) -> None:
-    """Another task runner, here Prefect's process pool, evaluates the same, and at the same time."""
-    alone = {step: evaluated(trained, which=step, suite="drawing", program=DRAWING).metrics for step in (2, 4, 6)}
-    in_processes = evaluate.with_options(task_runner=ProcessPoolTaskRunner(max_workers=2))  # type: ignore[arg-type]
-    results = in_processes(
-        run_key="tiny", checkpoint_dir=str(trained), program=DRAWING, which="pending", suite="drawn_again"
-    )
-    assert {one.step: one.metrics for one in results} == alone
-
-
-@pytest.mark.slow
-def test_pending_on_a_terminal(trained: Path) -> None:
-    """The command shows what was evaluated, then that nothing is left, and ends with 1 where something failed."""
-    command = ("evaluate", TINY, "--run-key", "tiny", "--checkpoint-dir", trained, "--which", "pending")
-    some = ckpt(*command, "--limit", "2")
-    assert some.status == 0
-    assert "Evaluations by quick" in some.out
-    assert re.findall(r"^.\s+(\d+) .* recorded", some.out, re.MULTILINE) == ["4", "6"]
-    assert ckpt(*command).status == 0
-    again = ckpt(*command)
-    assert again.status == 0
-    assert "Nothing to evaluate by quick." in again.out
-    damage(trained, 4)
-    failed = ckpt(*command, "--suite", "full")
-    assert failed.status == 1
-    assert "step 4: " in failed.err
 
 
 def promoted(run: Run, checkpoint: Checkpoint, result: EvaluationResult, out: str) -> None:
@@ -343,10 +261,6 @@ def promoted(run: Run, checkpoint: Checkpoint, result: EvaluationResult, out: st
     leased = any(lease.manifest_digest == checkpoint.manifest_digest for lease in run.head().state.leases)
     with Path(out).open("a") as said:
         said.write(f"{result.step} {result.suite} {'leased' if leased else 'free'}\n")
-
-
-def moment(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 class Drawing(Tiny):

@@ -134,19 +134,6 @@ def two_agents(run_dir: Path, server: dict[str, str], **params: Any) -> Iterator
 
 
 @pytest.mark.slow
-def test_two_agents_restart_their_ranks_together(run_dir: Path, server: dict[str, str], whole: tuple[Any, ...]) -> None:
-    """With an agent for each host a rank of either is killed: both restart theirs, and one flow run goes on."""
-    plan = [(7, 1, "kill"), (12, 0, "kill")]
-    with two_agents(run_dir, server, plan=plan, folder=str(run_dir.parent)) as agents:
-        ends = [agent.end() for agent in agents]
-    assert [status for status, _ in ends] == [0, 0], ends
-    assert trained(run_dir) == whole[:3]
-    [(run, states)] = flow_runs(run_dir)
-    assert (run.run_count, states[-1]) == (3, "Completed")
-    until_nothing_is_left(run_dir)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_agents_end_and_the_next_ones_go_on(
     run_dir: Path, server: dict[str, str], whole: tuple[Any, ...], number: signal.Signals

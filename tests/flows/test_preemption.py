@@ -15,9 +15,8 @@ from typing import Any, Protocol
 import pytest
 import torch
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import TerminationSignal
-from prefect.states import AwaitingRetry, Cancelling, Suspended
+from prefect.states import Cancelling, Suspended
 from prefect.utilities import engine
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
@@ -29,48 +28,26 @@ ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 HEARD_S = 15.0  # Prefect's engine asks every 10 s whether its flow run is suspended; the batches here take milliseconds
 AT, STEPS, TOTAL = 3, 6, 12  # where a process is acted upon; the end of its batch; the end of the run
-PLACES = [  # where it is then, and the step that is committed when it ends in order
-    pytest.param("step", AT, id="in a step"),
-    pytest.param("save", AT, id="in a save", marks=pytest.mark.slow),
-    pytest.param("retry", 0, id="before a retry", marks=pytest.mark.slow),
-    pytest.param("build", 0, id="before the first step", marks=pytest.mark.slow),
-    pytest.param("rank", AT, id="in a step of one of two ranks", marks=pytest.mark.slow),
-]
+PLACES = {"step": AT, "save": AT, "retry": 0, "build": 0, "rank": AT}  # where it is, and the step that it commits
 
 
 class Attempt:
     """A flow run with the program Gated, and the process that executes it."""
 
-    def __init__(
-        self,
-        client: SyncPrefectClient,
-        server: dict[str, str],
-        folder: Path,
-        place: str,
-        *,
-        flow: Any = train,
-        pool: str | None = None,
-        retry_delay_seconds: float = 600.0,
-    ):
+    def __init__(self, client: SyncPrefectClient, server: dict[str, str], folder: Path, place: str, **options: Any):
         self.client, self.folder, self.place = client, folder, place
-        preempted = {"PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule", "OMP_NUM_THREADS": "1"}
         self.environment = {
             **server,
-            **preempted,
+            "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
+            "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "ckpt_tasks.orchestration.console_log.UnreadConsole",
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
+        flow = options.pop("flow", train)
         entrypoint = "flows/train.py:train" if flow is train else "tests/flows/gated.py:timed"
-        jobs = {"command": "prefect flow-run execute", "env": preempted} if pool else {}
         deployment = client.create_deployment(
-            client.create_flow(flow),
-            folder.name,
-            entrypoint=entrypoint,
-            pull_steps=[here],
-            work_pool_name=pool,
-            job_variables=jobs,
+            client.create_flow(flow), folder.name, entrypoint=entrypoint, pull_steps=[here]
         )
         parameters = {
             "run_key": "gated",
@@ -79,26 +56,23 @@ class Attempt:
             "ranks": 2 if place == "rank" else 1,
             "params": {"folder": str(folder), "place": place, "at": AT},
             "batch_steps": STEPS,
-            "retry_delay_seconds": retry_delay_seconds,
+            "retry_delay_seconds": 600.0,
+            **options,
             "checkpoint": {"checkpoint_dir": str(folder / "run"), "step_interval": AT if place == "save" else 100},
         }
         self.run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
         self.process: subprocess.Popen[bytes] | None = None
         self._started = 0
 
-    def start(self, *command: str, unread: bool = False) -> None:
+    def start(self, *, unread: bool = False) -> None:
         """Start the process; it and what it starts are a session of its own. `unread`: a pipe has what it prints."""
         self._started += 1
         self._reader, writing = os.pipe()
         with (self.folder / f"{self._started}.log").open("wb") as file, os.fdopen(writing, "wb") as pipe:
             log = pipe if unread else file
+            command = [PREFECT, "flow-run", "execute", str(self.run)]
             self.process = subprocess.Popen(
-                [PREFECT, *(command or ("flow-run", "execute", str(self.run)))],
-                cwd=ROOT,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def until_there(self) -> None:
@@ -237,35 +211,41 @@ def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
     assert engine._prefect_sigterm_handler is prefects
 
 
-@pytest.mark.slow  # `make test` runs the form in which nobody reads the output
-@pytest.mark.parametrize(("place", "step"), PLACES)
-def test_sigterm_to_flow_run_execute(start: Start, place: str, step: int) -> None:
-    """P69: the step ends and is committed, the directory is released, and the flow run is scheduled again."""
-    run = start(place)
-    run.terminate()
-    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
-    run.go()
-    assert run.ended() == 0
-    run.check_saved(step)
-    assert run.states()[-2:] == ["Running", "AwaitingRetry"]
-
-
-@pytest.mark.parametrize(("place", "step"), [one for one in PLACES if one.id != "before a retry"])
-def test_sigterm_when_nobody_reads_the_output(start: Start, place: str, step: int) -> None:
-    """P69: the same below a worker that was killed, which read what the flow run prints."""
-    run = start(place, unread=True)
+def test_sigterm_when_nobody_reads_the_output(start: Start) -> None:
+    """P69: below a worker that was killed, which read what the flow run prints, a step is committed all the same."""
+    run = start("step", unread=True)
     run.stop_reading()
     run.terminate()
     run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
     run.go()
     run.ended()
-    run.check_saved(step)
+    run.check_saved(AT)
     assert run.states()[-1] in {"AwaitingRetry", "Crashed"}  # the automations resume that, too
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "step"), PLACES)
-def test_cancel(start: Start, place: str, step: int) -> None:
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("place", PLACES)
+def test_sigterm_to_flow_run_execute(start: Start, place: str, twice: bool) -> None:
+    """P69: the step ends and is committed, the directory is released, and the flow run is scheduled again.
+
+    Schedulers send several, to a process and all that it started: the first one's work is done all the same.
+    """
+    run = start(place)
+    run.terminate()
+    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
+    for pid in run.engines() if twice else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    run.go()
+    assert run.ended() == 0
+    run.check_saved(PLACES[place])
+    assert run.states()[-2:] == ["Running", "AwaitingRetry"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_cancel(start: Start, place: str) -> None:
     """P69: the step ends and is committed, the directory is released, and nothing comes back."""
     run = start(place)
     run.client.set_flow_run_state(run.run, Cancelling())
@@ -275,27 +255,11 @@ def test_cancel(start: Start, place: str, step: int) -> None:
     assert not {"Crashed", "Failed", "AwaitingRetry"} & set(run.states())
     saved = max((one.step for one in open_run(str(run.folder / "run")).checkpoints()), default=0)
     run.check_saved(saved)  # the order comes by a websocket, at any step from this one on
-    assert saved == max(run.trained, default=0) if place in {"step", "save", "rank"} else saved == step
+    assert saved == max(run.trained, default=0) if place in {"step", "save", "rank"} else saved == PLACES[place]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "step"), PLACES)
-def test_a_second_sigterm(start: Start, place: str, step: int) -> None:
-    """Schedulers send several, to a process and all that it started: the first one's work is done all the same."""
-    run = start(place)
-    run.terminate()
-    run.until(lambda: "AwaitingRetry" in run.states(), "the flow run is scheduled again")
-    for pid in run.engines():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    run.go()
-    assert run.ended() == 0
-    run.check_saved(step)
-    assert run.states()[-1] == "AwaitingRetry"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["step", "save", "retry", "build", "rank"])
+@pytest.mark.parametrize("place", PLACES)
 def test_suspend(start: Start, place: str) -> None:
     """The batch ends and is committed, the directory is released, and a person resumes the run."""
     run = start(place, retry_delay_seconds=3.0)
@@ -313,38 +277,13 @@ def test_suspend(start: Start, place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "step"), PLACES)
-def test_a_flows_timeout(start: Start, place: str, step: int) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_flows_timeout(start: Start, place: str) -> None:
     """The step ends and is committed, the directory is released, and the flow run ends as timed out."""
     run = start(place, flow=timed)
     if place != "retry":
         run.until((run.folder / "alarm").exists, "the time is over")
         run.go()
     assert run.ended() == 0
-    run.check_saved(step)
+    run.check_saved(PLACES[place])
     assert run.states()[-1] == "TimedOut"
-
-
-@pytest.mark.slow
-def test_sigterm_to_the_worker(client: SyncPrefectClient, server: dict[str, str], tmp_path: Path) -> None:
-    """A flow run whose process worker is ended completes, or the next start completes it; what is committed stays."""
-    client.create_work_pool(WorkPoolCreate(name="preempted", type="process"))
-    run = Attempt(client, server, tmp_path, "step", pool="preempted")
-    run.start("worker", "start", "--pool", "preempted")
-    try:
-        run.until_there()
-        run.terminate()
-        run.go()
-        assert run.ended() == 0
-        committed = [one.step for one in open_run(str(tmp_path / "run")).checkpoints()]
-        if run.states()[-1] != "Completed":  # nobody reads what it logs, which does not end it, but the worker may
-            assert run.states()[-1] in {"Crashed", "Running"}  # the automations resume the one, and mark the other
-            client.set_flow_run_state(run.run, AwaitingRetry(), force=True)
-            run.start()
-            assert run.ended() == 0
-        assert run.states()[-1] == "Completed"
-        assert set(run.trained) == {*range(1, TOTAL + 1)}
-        run.check_saved(TOTAL)
-        assert set(committed) <= {one.step for one in open_run(str(tmp_path / "run")).checkpoints()}
-    finally:
-        run.kill()

@@ -88,26 +88,3 @@ def test_a_lost_node_is_a_retry_with_the_ranks_that_are_left(
     assert rows[1]["ended by"].startswith("the node 127.0.0.3 of rank 2, 3 is lost: ")
     plain(tmp_path / "plain", (4, 5), (2, 15))
     assert trained(run_dir) == trained(tmp_path / "plain")
-
-
-def test_a_lost_head_ends_the_flow_and_the_next_one_goes_on(
-    run_dir: Path, tmp_path: Path, server: dict[str, str]
-) -> None:
-    """The cluster's head is killed: Ray ends the flow's process and every rank; a start before it is back says so.
-
-    Once there is a cluster again the next start goes on from the last commit, to a bit-equal end.
-    """
-    with Nodes(2, 3, mark=f"{MARK}={tmp_path}") as nodes:
-        with flow(run_dir, server, nodes, 15, stops_at=7, folder=str(tmp_path)) as process:
-            until((tmp_path / "stopped").exists)
-            nodes.kill_head()
-            assert process.wait(300) == 1
-        until(lambda: nodes.ranks() == [])
-        with flow(run_dir, server, nodes, 15, folder=str(tmp_path)) as process:
-            assert process.wait(300) == 1
-        assert f"no Ray cluster answers at {nodes.address}" in run_dir.with_name("flow.log").read_text()
-    with Nodes(2, 3, mark=f"{MARK}={tmp_path}") as nodes, flow(run_dir, server, nodes, 15) as process:
-        assert process.wait(300) == 0, run_dir.with_name("flow.log").read_text()
-    assert pages(run_dir)[0][-1] == "Completed"
-    plain(tmp_path / "plain", (4, 15))
-    assert trained(run_dir) == trained(tmp_path / "plain")

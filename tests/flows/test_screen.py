@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
-from dataclasses import replace
 
 import pytest
 
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError
 from ckpt_tasks.flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.config import config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult
 from ckpt_tasks.session.session import Progress
-from ckpt_tasks.storage.locations import Location
-from tests.support.ledgers import made
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
 
@@ -35,36 +29,21 @@ def test_the_line_says_where_training_is() -> None:
     assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
 
 
-@pytest.mark.parametrize(("width", "end"), [(80, "committed 560"), (90, "committed 560 in 1.4 ms")])
-def test_the_line_ends_with_a_whole_word(width: int, end: str) -> None:
-    """A terminal of 80 columns has no room for the wait of a commit: it is left out, and no unit is cut."""
-    line = LiveLine(Screen(file=io.StringIO(), width=width, color_system=None), 600)
-    commit = replace(made(560, 1), cost_s=0.0014)
-    metrics = {"loss": 0.5121}
-    progress = Progress(step=571, step_s=0.002, metrics=metrics, amount=32.0, unit="points", commit=commit)
-    line(progress)
-    shown = line.text(progress, width)
-    assert shown.startswith("step 571/600 · loss 0.5121 · ")
-    assert shown.endswith(end)
-    assert len(shown) <= width
-
-
 def test_a_reader_that_leaves_ends_no_training() -> None:
-    """What follows `ckpt train | head -1` is shown to nobody, the program's own prints too, and is no error."""
+    """What follows `ckpt train | head -1` is shown to nobody, the program's own prints too, and is no error.
+
+    `ckpt train > /full/log` trains as well, and what has no room is left out.
+    """
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as file:
         for _ in range(2):
             Screen(file=file).print("step 1")
         print("the program's own", file=file, flush=True)
-
-
-def test_a_full_disk_below_the_output_ends_no_training() -> None:
-    """`ckpt train > /full/log` trains, and what has no room is left out."""
-    file = open("/dev/full", "w")  # noqa: SIM115 (what is left in it has no room either when it is closed)
-    Screen(file=file).print("step 1")
+    full = open("/dev/full", "w")  # noqa: SIM115 (what is left in it has no room either when it is closed)
+    Screen(file=full).print("step 1")
     with pytest.raises(OSError, match="No space"):
-        file.close()
+        full.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,12 +75,3 @@ def test_an_error_names_keys_without_their_codes(name: str) -> None:
         NoGoodCheckpointError("none", reasons=((1, name),)),
     ):
         assert str(error).isprintable()
-
-
-def test_secrets_in_the_parameters_of_a_flow_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Prefect keeps a flow's parameters as they are: the log names each option that is a secret, and not its value."""
-    options = {"key": "AKIA", "secret": "hush", "client_kwargs": {"region_name": "eu"}}
-    with caplog.at_level(logging.WARNING, logger="ckpt_tasks"):
-        config_of_run(CheckpointConfig(checkpoint_dir=Location("s3://b/r", storage_options=options)), "run")
-    assert [record.getMessage().split(" is a secret")[0] for record in caplog.records] == ["storage_options.secret"]
-    assert "hush" not in caplog.text

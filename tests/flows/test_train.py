@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
 TINY = "tests.support.tiny:Tiny"
-DIVERGING = "tests.support.tiny:Diverging"
 
 
 def run(run_dir: Path, total_steps: int, **options: Any) -> TrainResult:
@@ -74,88 +74,81 @@ def steps(run_dir: Path) -> list[int]:
     return [one.step for one in open_run(str(run_dir)).checkpoints()]
 
 
-def test_every_batch_is_one_task_and_one_commit(run_dir: Path) -> None:
-    """Batches are tasks named by their steps; each ends with a commit, and step 0 is saved before the first."""
+@pytest.fixture(scope="module")
+def whole(harness: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of 12 steps that nothing has stopped; its flow run is looked at here.
+
+    Batches are tasks named by their steps; each ends with a commit, and step 0 is saved before the first.
+    """
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
     result = run(run_dir, 12)
     assert (result.step, result.trained, list(result.metrics)) == (12, 12, ["loss"])
     assert steps(run_dir) == [12, 10, 5, 0]
     runs = task_runs()
     assert [one.name for one in runs] == ["steps 0 to 5", "steps 5 to 10", "steps 10 to 12"]
     assert all(one.tags == [] for one in runs)
+    return run_dir
 
 
-def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, tmp_path: Path) -> None:
-    """P73: a run in three pieces ends with the state of the run in one piece, random streams included."""
-    run(tmp_path / "whole", 12)
-    for total in (4, 9, 12):
+def notes(run_dir: Path, what: str) -> list[dict[str, Any]]:
+    """Return the notes of one kind, oldest first."""
+    return [note for note in reversed(open_run(str(run_dir)).notes()) if note["note"] == what]
+
+
+def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, whole: Path) -> None:
+    """P49, P73: a run in pieces, the last one damaged and trained again, ends as the run in one piece, streams too.
+
+    A flow run of a complete run trains nothing, builds no program, and commits nothing.
+    """
+    for total in (4, 12):
         run(run_dir, total)
-    assert_equal(run_dir, tmp_path / "whole")
-
-
-def test_a_complete_run_does_nothing(run_dir: Path) -> None:
-    """A flow run of a complete run trains nothing, builds no program, and commits nothing."""
-    run(run_dir, 5)
+    assert_equal(run_dir, whole)
+    damage(run_dir)
+    assert run(run_dir, 12).trained == 2
+    assert_equal(run_dir, whole)
     before = open_run(str(run_dir)).head().next_n
-    result = run(run_dir, 5, params={"width": -1})
-    assert (result.step, result.trained) == (5, 0)
+    result = run(run_dir, 12, params={"width": -1})
+    assert (result.step, result.trained) == (12, 0)
     assert open_run(str(run_dir)).head().next_n == before
 
 
-@pytest.mark.parametrize("fail_at", [1, 7, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 12))])
-def test_an_exception_in_a_step_changes_nothing(run_dir: Path, tmp_path: Path, fail_at: int) -> None:
+@pytest.mark.parametrize("fail_at", [1, 7])
+def test_an_exception_in_a_step_changes_nothing(run_dir: Path, whole: Path, fail_at: int) -> None:
     """P73: a step that raises after backward is retried from the last commit, and the result is bit-equal.
 
     In the first batch too, where there is only step 0 to restore; and the dropped gradients do not come back.
     """
-    run(tmp_path / "whole", 12)
-    failures = str(tmp_path / "failures")
-    result = run(run_dir, 12, params={"fail_at": fail_at, "times": 2, "failures": failures}, retry_delay_seconds=0)
-    assert Path(failures).read_text().count("\n") == 2
+    failures = run_dir.with_name("failures")
+    params = {"fail_at": fail_at, "times": 2, "failures": str(failures)}
+    result = run(run_dir, 12, params=params, retry_delay_seconds=0)
+    assert failures.read_text().count("\n") == 2
     assert result.trained == 12
-    assert_equal(run_dir, tmp_path / "whole")
+    assert_equal(run_dir, whole)
 
 
-def test_retries_end(run_dir: Path, tmp_path: Path) -> None:
-    """A step that always raises fails the flow with its own error after the retries; what was committed stays."""
-    params = {"fail_at": 7, "times": 99, "failures": str(tmp_path / "failures")}
-    with pytest.raises(RuntimeError, match="injected in step 7"):
-        run(run_dir, 12, params=params, retries=1, retry_delay_seconds=0)
-    assert steps(run_dir) == [5, 0]
-    runs = task_runs()
-    assert [(one.name, one.run_count, one.state_name) for one in runs] == [
-        ("steps 0 to 5", 1, "Completed"),
-        ("steps 5 to 10", 2, "Failed"),
-    ]
+def test_retries_end(run_dir: Path) -> None:
+    """A step that always raises fails the flow with its own error after the retries; what was committed stays.
 
-
-def test_saves_within_a_batch_shorten_the_retry(run_dir: Path, tmp_path: Path) -> None:
-    """The cadence saves within batches as well, and a retry goes on from there."""
-    seen = tmp_path / "failures"
+    The cadence saves within a batch as well, and a retry goes on from there.
+    """
     # Steps of a millisecond: without keep_every_n_steps a newer snapshot takes the place of one that waits.
     every = {"step_interval": 2, "keep_every_n_steps": 2, "max_num_checkpoints": None}
+    params = {"fail_at": 9, "times": 99, "failures": str(run_dir.with_name("failures"))}
     config = {"checkpoint_dir": str(run_dir), **every}
-    params = {"fail_at": 9, "times": 1, "failures": str(seen)}
-    result = run(run_dir, 10, checkpoint=config, batch_steps=10, params=params, retry_delay_seconds=0)
-    assert steps(run_dir) == [10, 8, 6, 4, 2, 0]
-    assert result.step == 10
+    with pytest.raises(RuntimeError, match="injected in step 9"):
+        run(run_dir, 20, checkpoint=config, batch_steps=6, params=params, retries=1, retry_delay_seconds=0)
+    assert steps(run_dir) == [8, 6, 4, 2, 0]
+    runs = [(one.name, one.run_count, one.state_name) for one in task_runs()]
+    assert runs == [("steps 0 to 6", 1, "Completed"), ("steps 6 to 12", 2, "Failed")]
 
 
-def test_a_complete_run_that_is_damaged_is_completed_again(run_dir: Path, tmp_path: Path) -> None:
-    """P49: a run whose last checkpoint is damaged is not complete: its last steps are trained once more, bit-equal."""
-    run(tmp_path / "whole", 10)
-    run(run_dir, 10)
-    damage(run_dir)
-    assert run(run_dir, 10).trained == 5
-    assert_equal(run_dir, tmp_path / "whole")
-
-
-def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path) -> None:
+def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path, whole: Path) -> None:
     """P75: a batch whose restore lands at its end already, as another process trained it, adds no step of its own."""
-    run(run_dir, 10)
+    shutil.copytree(whole, run_dir)
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny")) as ckpt:
-        done = step_batch(LocalSession(ckpt, TINY), retries=0, retry_delay_seconds=0)(5, 10)
-    assert done.end == 10
-    assert steps(run_dir)[0] == 10
+        done = step_batch(LocalSession(ckpt, TINY), retries=0, retry_delay_seconds=0)(5, 12)
+    assert done.end == 12
+    assert steps(run_dir)[0] == 12
 
 
 def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
@@ -165,71 +158,75 @@ def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
     assert len(task_runs()) >= 2
 
 
+def diverging(run_dir: Path, total: int, params: dict[str, Any], **checkpoint: Any) -> TrainResult:
+    config = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, **checkpoint}
+    how = {"program": "tests.support.tiny:Diverging", "checkpoint": config, "retry_delay_seconds": 0.0}
+    return run(run_dir, total, params={"bad_from": 8, **params}, **how)
+
+
 def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Path) -> None:
     """P20: nothing of the bad step is committed, and no retry repeats it; the failure is in the ledger, once."""
-    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "stop"}
-    how = {"program": DIVERGING, "params": {"bad_from": 8}, "checkpoint": checkpoint, "retry_delay_seconds": 0.0}
-    with pytest.raises(NonFiniteError, match="loss is nan"):
-        run(run_dir, 20, **how)
-    assert [one.run_count for one in task_runs()] == [1, 1]
-    at = open_run(str(run_dir))
-    assert [one.step for one in at.checkpoints()] == [5, 0]
-    events = [at.history.read_entry(n)[0].event for n in range(at.head().next_n)]
-    notes = [event for event in events if event.get("note") == "failure"]
-    assert [(note["step"], "loss is nan" in str(note["why"])) for note in notes] == [(7, True)]
-    with pytest.raises(NonFiniteError):
-        run(run_dir, 20, **how)
-    assert [one.step for one in at.checkpoints()] == [5, 0]
+    for count in ([1, 1], [1]):
+        with pytest.raises(NonFiniteError, match="loss is nan"):
+            diverging(run_dir, 20, {}, on_non_finite="stop")
+        assert [one.run_count for one in task_runs()] == count
+        assert steps(run_dir) == [5, 0]
+    assert {(note["step"], "loss is nan" in str(note["why"])) for note in notes(run_dir, "failure")} == {(7, True)}
 
 
-def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, whole: Path) -> None:
     """P20, P73: the retry trains on from an older checkpoint each time, and the end is as without it; three at most."""
-    run(tmp_path / "whole", 12)
-    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "on_non_finite": "rollback"}
-    failures = str(tmp_path / "bad")
-    params = {"bad_from": 8, "bad_times": 2, "failures": failures}
-    how: dict[str, Any] = {"program": DIVERGING, "checkpoint": checkpoint, "retry_delay_seconds": 0.0}
-    assert run(run_dir, 12, params=params, **how).step == 12
+    params = {"bad_times": 2, "failures": str(run_dir.with_name("bad"))}
+    assert diverging(run_dir, 12, params, on_non_finite="rollback").step == 12
     assert [one.run_count for one in task_runs()] == [1, 3, 1]
-    at = open_run(str(run_dir))
-    events = [at.history.read_entry(n)[0].event for n in range(at.head().next_n)]
-    assert [(e["step"], e["failed"]) for e in events if e.get("note") == "rollback"] == [(5, 8), (0, 8)]
-    assert_equal(run_dir, tmp_path / "whole")
+    assert [(note["step"], note["failed"]) for note in notes(run_dir, "rollback")] == [(5, 8), (0, 8)]
+    assert_equal(run_dir, whole)
 
 
 def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P20, P67: by default the run goes on, says so once, and its best checkpoint is one with numbers."""
-    checkpoint = {"checkpoint_dir": str(run_dir), "max_num_checkpoints": None, "best_metric": "loss"}
-    assert run(run_dir, 20, program=DIVERGING, params={"bad_from": 8}, checkpoint=checkpoint).step == 20
+    assert diverging(run_dir, 12, {}, best_metric="loss").step == 12
     assert sum("loss is nan" in record.getMessage() for record in caplog.records if record.name == "ckpt_tasks") == 1
     assert open_run(str(run_dir)).find("best").step == 5
 
 
 @pytest.mark.parametrize(
-    ("program", "params", "error", "attempts"),
+    ("options", "error"),
     [
-        ("nowhere:Tiny", {}, ProgramError, []),
-        (TINY, {"wdith": 4}, ProgramError, []),
-        (TINY, {"width": 16}, StateMismatchError, [1]),
+        ({"program": "nowhere:Tiny"}, ProgramError),
+        ({"program": "tests.support.absent:Tiny"}, ProgramError),
+        ({"program": "collections:Counter"}, ProgramError),
+        ({"program": "tests.support.forks:Scheduled"}, RunMismatchError),
+        ({"run_key": "other"}, RunMismatchError),
     ],
 )
-def test_bad_input_is_refused_and_not_retried(
-    run_dir: Path, program: str, params: dict[str, Any], error: type[Exception], attempts: list[int]
+def test_what_is_not_the_runs_own_changes_nothing(
+    run_dir: Path, whole: Path, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    """A wrong program or parameter fails before any task, another shape at the first attempt; nothing changes."""
-    run(run_dir, 5)
+    """P52: a program that is absent, is none, or another run's, and another run's directory: refused before any task.
+
+    A complete run refuses them, too.
+    """
+    shutil.copytree(whole, run_dir)
+    before = sorted(path.name for path in (run_dir / "ledger").iterdir())
+    for total in (12, 14):
+        with pytest.raises(error):
+            run(run_dir, total, **options)
+    assert sorted(path.name for path in (run_dir / "ledger").iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "attempts"), [({"wdith": 4}, ProgramError, []), ({"width": 16}, StateMismatchError, [1])]
+)
+def test_bad_parameters_are_not_retried(
+    run_dir: Path, whole: Path, params: dict[str, Any], error: type[Exception], attempts: list[int]
+) -> None:
+    """A wrong parameter fails before any task, another shape at the first attempt; nothing changes."""
+    shutil.copytree(whole, run_dir)
     with pytest.raises(error):
-        run(run_dir, 9, program=program, params=params)
-    assert steps(run_dir)[0] == 5
+        run(run_dir, 14, params=params)
+    assert steps(run_dir)[0] == 12
     assert [one.run_count for one in task_runs()] == attempts
-
-
-def test_another_runs_directory_is_refused(run_dir: Path) -> None:
-    """P52: a directory that holds another run is never continued, complete or not."""
-    run(run_dir, 5)
-    for total in (5, 9):
-        with pytest.raises(RunMismatchError):
-            run(run_dir, total, run_key="other")
 
 
 def test_options_are_checked_before_anything_runs(run_dir: Path) -> None:
@@ -273,23 +270,3 @@ def test_a_flow_run_that_lost_its_directory_stops(run_dir: Path) -> None:
         other.close()
     assert steps(run_dir) == [6, 5, 0]
     assert (task_runs()[-1].name, task_runs()[-1].run_count) == ("steps 5 to 10", 1)
-
-
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("tests.support.absent:Tiny", ProgramError),
-        ("collections:Counter", ProgramError),
-        ("tests.support.forks:Scheduled", RunMismatchError),
-    ],
-)
-def test_a_program_that_is_not_the_runs_own_changes_nothing(
-    run_dir: Path, program: str, error: type[Exception]
-) -> None:
-    """A program that is absent, is none, or is another than the run's fails before the directory is taken."""
-    run(run_dir, 2)
-    before = sorted(path.name for path in (run_dir / "ledger").iterdir())
-    for total_steps in (2, 4):  # a complete run says so, too
-        with pytest.raises(error):
-            run(run_dir, total_steps, program=program)
-    assert sorted(path.name for path in (run_dir / "ledger").iterdir()) == before

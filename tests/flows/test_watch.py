@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Any
+from typing import Any, Self
 from uuid import UUID, uuid4
 
 import pytest
@@ -28,6 +28,7 @@ from prefect.states import (
 from ckpt_tasks.doctor.server import check_flow_runs
 from ckpt_tasks.flows.watch import watch
 from ckpt_tasks.orchestration.abandoned import Limits, start_again
+from tests.support.waiting import until
 
 
 @flow
@@ -107,46 +108,44 @@ def test_every_state_that_nobody_works_at(client: SyncPrefectClient) -> None:
     assert check_flow_runs(client, "ten").verdict == "ok"
 
 
-def test_what_crashed_is_resumed_once(client: SyncPrefectClient) -> None:
-    """A crashed run is scheduled again; one that ended well, or has no deployment, is not."""
-    crashed = made(client, "one", Running(), Crashed())
+def test_what_crashed_is_resumed_some_times(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crashed run is scheduled again; one that ended well, has no deployment, or started too often, is not.
+
+    One that crashed before it began (a busy server refused its submission) is scheduled again, ten times. However many
+    there are, each is looked at: a server gives them page by page. What crashed more than a day ago is left alone.
+    """
+    monkeypatch.setattr("ckpt_tasks.orchestration.abandoned._PAGE", 2)
+    crashed = [made(client, "one", Running(), Crashed()) for _ in range(3)]
+    once = made(client, "one", Crashed())
+    often = made(client, "one", Running(), Crashed(), Running(), Crashed())
+    hopeless = made(client, "one", *[Crashed(), AwaitingRetry()] * 10, Crashed())
     done = made(client, "one", Running(), Completed())
     foreign = made(client, "another", Running(), Crashed())
     alone = client.create_flow_run(nothing, tags=["one"]).id
-    client.set_flow_run_state(alone, Running(), force=True)
-    client.set_flow_run_state(alone, Crashed(), force=True)
-    assert watch(tag="one", crashed_s=3600).resumed == ()
-    assert watch(tag="one", crashed_s=0).resumed == (name_of(client, crashed),)
-    assert [state_of(client, one) for one in (crashed, done, foreign, alone)] == [
-        "AwaitingRetry",
-        "Completed",
-        "Crashed",
-        "Crashed",
-    ]
-    assert watch(tag="one", crashed_s=0).resumed == ()
-
-
-def test_there_is_an_end_to_it(client: SyncPrefectClient) -> None:
-    """A run that has been started as often as is allowed is not resumed."""
-    made(client, "two", Running(), Crashed(), Running(), Crashed())
-    assert watch(tag="two", crashed_s=0, max_runs=2).resumed == ()
-    assert len(watch(tag="two", crashed_s=0, max_runs=3).resumed) == 1
-
-
-def test_what_never_began_is_resumed_some_times(client: SyncPrefectClient) -> None:
-    """A run that crashed before it began (a busy server refused its submission) is scheduled again, ten times."""
-    once = made(client, "four", Crashed())
-    hopeless = made(client, "four", *[Crashed(), AwaitingRetry()] * 10, Crashed())
+    for state in (Running(), Crashed()):
+        client.set_flow_run_state(alone, state, force=True)
     assert client.read_flow_run(once).run_count == client.read_flow_run(hopeless).run_count == 0
-    assert watch(tag="four", crashed_s=0).resumed == (name_of(client, once),)
-    assert (state_of(client, once), state_of(client, hopeless)) == ("AwaitingRetry", "Crashed")
+    assert watch(tag="one", crashed_s=3600).resumed == ()
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", later(timedelta(hours=25)))
+        assert watch(tag="one", crashed_s=0).resumed == ()
+    found = {*watch(tag="one", crashed_s=0, max_runs=2).resumed}
+    assert found == {name_of(client, run) for run in (*crashed, once)}
+    assert watch(tag="one", crashed_s=0, max_runs=3).resumed == (name_of(client, often),)
+    left = [state_of(client, run) for run in (hopeless, done, foreign, alone)]
+    assert left == ["Crashed", "Completed", "Crashed", "Crashed"]
+    assert {state_of(client, run) for run in (*crashed, once, often)} == {"AwaitingRetry"}
 
 
-def test_all_are_looked_at(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many have crashed, each is looked at: a server gives them page by page."""
-    monkeypatch.setattr("ckpt_tasks.orchestration.abandoned._PAGE", 2)
-    crashed = {name_of(client, made(client, "five", Running(), Crashed())) for _ in range(5)}
-    assert set(watch(tag="five", crashed_s=0).resumed) == crashed
+def later(by: timedelta) -> type[datetime]:
+    """Return a clock that is ahead."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return super().now(tz) + by
+
+    return Clock
 
 
 def test_who_waits_for_ever_is_dead(client: SyncPrefectClient) -> None:
@@ -159,54 +158,27 @@ def test_who_waits_for_ever_is_dead(client: SyncPrefectClient) -> None:
 
 
 @pytest.mark.slow
-def test_who_was_to_be_cancelled_and_is_gone_is_cancelled(client: SyncPrefectClient) -> None:
-    """A run whose host died while it was being cancelled is marked as cancelled, and is not resumed."""
-    run = made(client, "seven", Running(), Cancelling())
-    beating = made(client, "seven", Running(), Cancelling())
-    assert watch(tag="seven").cancelled == ()
-    gone = watch(tag="seven", silent_s=300)
-    while not gone.cancelled:  # once they have been so for six seconds
-        beat(client, beating)
-        gone = watch(tag="seven", silent_s=6, crashed_s=0)
-    assert gone.cancelled == (name_of(client, run),)
-    assert (gone.resumed, gone.dead) == ((), ())
-    assert (state_of(client, run), state_of(client, beating)) == ("Cancelled", "Cancelling")
-    assert watch(tag="seven", crashed_s=0).resumed == ()
-
-
-@pytest.mark.slow
 def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
-    """A running one is marked as crashed without a heartbeat for so long; one that beats, or began just now, is not."""
-    silent = made(client, "three", Running())
-    beating = made(client, "three", Running())
-    assert watch(tag="three", silent_s=300).dead == ()
-    until = time.monotonic() + 60
-    dead: tuple[str, ...] = ()
-    while not dead:  # once it has been running for six seconds
-        assert time.monotonic() < until
-        beat(client, beating)
-        dead = watch(tag="three", silent_s=6, crashed_s=3600).dead
-    assert dead == (name_of(client, silent),)
-    assert (state_of(client, silent), state_of(client, beating)) == ("Crashed", "Running")
-    while name_of(client, beating) not in dead:
-        assert time.monotonic() < until
-        dead = watch(tag="three", silent_s=3, crashed_s=3600).dead
-    assert state_of(client, beating) == "Crashed"
+    """Without a heartbeat for so long a run is marked as crashed, or as cancelled where it was being cancelled.
 
+    One that beats, or began just now, is not; what was cancelled is not resumed.
+    """
+    ends = {"Crashed": (Running(),), "Cancelled": (Running(), Cancelling())}
+    silent = {end: made(client, "three", *states) for end, states in ends.items()}
+    beating = {end: made(client, "three", *states) for end, states in ends.items()}
+    first = watch(tag="three", silent_s=300)
+    assert (first.dead, first.cancelled) == ((), ())
 
-def test_what_crashed_days_ago_is_left_alone(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that crashed more than a day ago is not resumed."""
+    def all_marked() -> bool:  # once they have been so for six seconds
+        for run in beating.values():
+            beat(client, run)
+        watch(tag="three", silent_s=6, crashed_s=3600)
+        return {end: state_of(client, run) for end, run in silent.items()} == {end: end for end in ends}
 
-    class Tomorrow(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Tomorrow:
-            return super().now(tz) + timedelta(hours=25)
-
-    run = made(client, "eight", Running(), Crashed())
-    with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", Tomorrow)
-        assert watch(tag="eight", crashed_s=0).resumed == ()
-    assert watch(tag="eight", crashed_s=0).resumed == (name_of(client, run),)
+    until(all_marked, 60)
+    assert {state_of(client, run) for run in beating.values()} == {"Running", "Cancelling"}
+    resumed = watch(tag="three", silent_s=300, crashed_s=0).resumed
+    assert resumed == (name_of(client, silent["Crashed"]),)
 
 
 def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
@@ -231,15 +203,10 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
     soon = client.create_flow_run_from_deployment(deployment, state=Scheduled())
     assert check_flow_runs(client, "back").verdict == "ok"
 
-    class Back(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Back:
-            return super().now(tz) - hour
-
     silent = made(client, "back", Running())
     assert check_flow_runs(client, "back").verdict == "ok"
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", Back)
+        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", later(-hour))
         check = check_flow_runs(client, "back")
     assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
     for run in (late.id, soon.id, silent):

@@ -44,40 +44,49 @@ def newest() -> tuple[FlowRun, dict[str, Artifact]]:
     return flow_run, {str(one.key): one for one in found}
 
 
-def test_a_run_has_three_pages(run_dir: Path) -> None:
-    """Progress with speed, the checkpoints with why they stay, and the report with its picture: each made once."""
-    run(run_dir, 12)
+def test_a_run_has_three_pages(run_dir: Path, tmp_path: Path) -> None:
+    """Progress with speed, the checkpoints with why they stay, and the report with its picture: each made once.
+
+    The next flow run of the same run has pages of its own, and its report holds the attempt that failed before. A cell
+    is markdown: what somebody wrote into the run is text there.
+    """
+    failing = {"fail_at": 7, "times": 1, "failures": str(tmp_path / "failures")}
+    with pytest.raises(RuntimeError):
+        run(run_dir, 12, params=failing, retries=0)
+    _, before = newest()
+    assert before["tiny-1-progress"].data == pytest.approx(100 * 5 / 12, abs=0.1)
+    assert "an attempt failed" in str(before["tiny-1-report"].data)
+    leased = open_run(run_dir)
+    with leased.lease(leased.find(5), holder="![x](http://e.vil) <b>"):
+        run(run_dir, 12)
     flow_run, pages = newest()
     assert flow_run.name == "tiny_1 to 12"
     assert set(pages) == {"tiny-1-progress", "tiny-1-checkpoints", "tiny-1-report"}
-    progress = pages["tiny-1-progress"]
+    progress, checkpoints, report = (pages[f"tiny-1-{name}"] for name in ("progress", "checkpoints", "report"))
     assert progress.data == 100
     assert str(progress.description).startswith("step 12 of 12 · loss ")
-    rows = json.loads(str(pages["tiny-1-checkpoints"].data))
-    assert [(row["step"], row["kept because"]) for row in rows] == [
-        ("12", "newest, one of the newest 2"),
-        ("10", "one of the newest 2"),
-    ]
-    report = str(pages["tiny-1-report"].data)
-    assert "data:image/svg+xml;base64," in report
-    assert "goodput" in report
-    assert str(pages["tiny-1-report"].description).startswith(r"tiny\_1: step 12, goodput ")
-    link = f"/artifacts/artifact/{pages['tiny-1-report'].id})"
-    assert str(pages["tiny-1-checkpoints"].description).endswith(link)
+    rows = {row["step"]: row["kept because"] for row in json.loads(str(checkpoints.data))}
+    assert (rows["12"], rows["10"]) == ("newest, one of the newest 2", "one of the newest 2")
+    assert r"leased by !\[x\](http\://e.vil) \<b\>" in rows["5"]
+    assert report.id != before["tiny-1-report"].id
+    for words in ("data:image/svg+xml;base64,", "goodput", "RuntimeError: injected in step 7"):
+        assert words in str(report.data)
+    assert str(report.description).startswith(r"tiny\_1: step 12, goodput ")
+    assert str(checkpoints.description).endswith(f"/artifacts/artifact/{report.id})")
 
 
-def test_a_resume_shows_what_was_before(run_dir: Path, tmp_path: Path) -> None:
-    """The next flow run of the same run has pages of its own, and its report holds the attempt that failed before."""
-    failing = {"fail_at": 7, "times": 1, "failures": str(tmp_path / "failures")}
-    with pytest.raises(RuntimeError):
-        run(run_dir, 10, params=failing, retries=0)
-    _, before = newest()
-    assert before["tiny-1-progress"].data == 50
-    assert "an attempt failed" in str(before["tiny-1-report"].data)
-    run(run_dir, 10)
-    _, after = newest()
-    assert after["tiny-1-report"].id != before["tiny-1-report"].id
-    assert r"RuntimeError: injected in step 7" in str(after["tiny-1-report"].data)
+@flow
+def watched(run_dir: str, run_key: str, last: int, server: str = "") -> float:
+    """Show some steps of a run on its pages; return how long that took, in seconds."""
+    started_s = time.monotonic()
+    with (
+        temporary_settings({PREFECT_API_URL: server} if server else {}),
+        Checkpointer(CheckpointConfig(checkpoint_dir=run_dir)) as ckpt,
+        RunPages(ckpt, run_key, last) as pages,
+    ):
+        for step in range(1, last + 1):
+            pages.show(step, {"loss": 1.0})
+    return time.monotonic() - started_s
 
 
 def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +100,7 @@ def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.
             return real(self, *given)
 
         monkeypatch.setattr(SyncPrefectClient, name, counting)
-
-    @flow
-    def watched() -> None:
-        with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "many", 200) as pages:
-            for step in range(1, 201):
-                pages.show(step, {"loss": 1.0})
-
-    save_steps(run_dir, 1)
-    watched()
+    watched(str(save_steps(run_dir, 1)), "many", 200)
     assert calls.count("create_artifact") == 3
     assert calls.count("update_artifact") <= 3 + 6
 
@@ -128,46 +129,36 @@ def unwell() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("error", ["ConnectError", "PrefectHTTPStatusError", "JSONDecodeError"])
+@pytest.mark.parametrize(
+    "error",
+    ["ConnectError", *(pytest.param(e, marks=pytest.mark.slow) for e in ("PrefectHTTPStatusError", "JSONDecodeError"))],
+)
 def test_a_server_that_is_away_stops_nothing(run_dir: Path, unwell: str, error: str) -> None:
     """Where the API cannot be reached, or is unwell, one warning says so, nothing waits, and training goes on."""
-    url = {
-        "ConnectError": "http://127.0.0.1:9/api",
-        "PrefectHTTPStatusError": f"{unwell}/api",
-        "JSONDecodeError": f"{unwell}/proxy/api",
-    }[error]
-    said: list[str] = []
-
-    class Warnings(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    handler = Warnings(logging.WARNING)
-
-    @flow
-    def watched() -> float:
-        started_s = time.monotonic()
-        with (
-            temporary_settings({PREFECT_API_URL: url}),
-            Checkpointer(config_of(run_dir)) as ckpt,
-            RunPages(ckpt, "away", 100) as pages,
-        ):
-            for step in range(1, 101):
-                pages.show(step, {"loss": 1.0})
-        return time.monotonic() - started_s
-
-    save_steps(run_dir, 1)
-    log = logging.getLogger("prefect.flow_runs")
-    log.addHandler(handler)
+    paths = {"PrefectHTTPStatusError": f"{unwell}/api", "JSONDecodeError": f"{unwell}/proxy/api"}
+    log, said = logging.getLogger("prefect.flow_runs"), Kept()
+    log.addHandler(said)
     try:
-        assert watched() < 15  # asked again, as Prefect does by itself, it would take a minute
+        took_s = watched(str(save_steps(run_dir, 1)), "away", 100, paths.get(error, "http://127.0.0.1:9/api"))
+        assert took_s < 15  # asked again, as Prefect does by itself, it would take a minute
     finally:
-        log.removeHandler(handler)
-    assert [one.split(": ")[:2] for one in said] == [["This run's pages are not up to date", error]]
+        log.removeHandler(said)
+    assert [one.split(": ")[:2] for one in said.messages] == [["This run's pages are not up to date", error]]
+
+
+class Kept(logging.Handler):
+    """Keep what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def test_the_end_is_published_in_any_case(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that time out do not leave the pages of a completed run at an earlier step."""
+    """Requests that time out do not leave the pages of a completed run at an earlier step; our own errors show."""
     update, failures = SyncPrefectClient.update_artifact, iter(range(2))
 
     def slow(self: SyncPrefectClient, *given: Any) -> None:
@@ -175,34 +166,14 @@ def test_the_end_is_published_in_any_case(run_dir: Path, monkeypatch: pytest.Mon
             raise httpx.ReadTimeout("injected")
         update(self, *given)
 
-    @flow
-    def watched() -> None:
-        with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "late", 9) as pages:
-            monkeypatch.setattr(SyncPrefectClient, "update_artifact", slow)
-            pages.show(8, {"loss": 1.0})
-            pages.show(9, {"loss": 1.0})
-
-    save_steps(run_dir, 1)
     monkeypatch.setattr("ckpt_tasks.orchestration.artifacts._PROGRESS_EVERY_S", 0.0)
-    watched()
+    monkeypatch.setattr(SyncPrefectClient, "update_artifact", slow)
+    watched(str(save_steps(run_dir, 1)), "late", 9)
     assert next(failures, None) is None
     assert str(newest()[1]["late-progress"].description).startswith("step 9 of 9")
-
-
-def test_our_own_errors_show(run_dir: Path) -> None:
-    """What is not the network's or the store's fault fails the flow run."""
-
-    @flow
-    def watched() -> None:
-        with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "wrong", 10) as pages:
-            pages.show(1, {"loss": "not a number"})  # type: ignore[dict-item]
-
-    with pytest.raises(TypeError):
-        watched()
-
-
-def config_of(run_dir: Path) -> CheckpointConfig:
-    return CheckpointConfig(checkpoint_dir=str(run_dir))
+    monkeypatch.setattr(SyncPrefectClient, "update_artifact", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        watched(str(run_dir), "wrong", 9)
 
 
 @pytest.mark.parametrize(
@@ -211,20 +182,3 @@ def config_of(run_dir: Path) -> CheckpointConfig:
 def test_keys_are_what_prefect_takes(run_key: str, key: str) -> None:
     """A run's key becomes lowercase letters, digits and dashes."""
     assert artifact_key(run_key) == key
-
-
-def test_a_cell_of_the_table_shows_a_lease_as_it_stands(run_dir: Path) -> None:
-    """Prefect's page shows a cell as markdown: what somebody wrote into the run is text there."""
-    save_steps(run_dir, 1)
-    leased = open_run(run_dir)
-    with leased.lease(leased.checkpoints()[0], holder="![x](http://e.vil) <b>"):
-
-        @flow
-        def watched() -> None:
-            with Checkpointer(config_of(run_dir)) as ckpt, RunPages(ckpt, "leased", 2):
-                pass
-
-        watched()
-    _, pages = newest()
-    row = json.loads(str(pages["leased-checkpoints"].data))[0]
-    assert r"leased by !\[x\](http\://e.vil) \<b\>" in row["kept because"]

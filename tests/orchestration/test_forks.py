@@ -43,42 +43,6 @@ def test_loader_workers_end_well_within_a_task(server: dict[str, str]) -> None:
     assert done.stdout.splitlines() == ["[0, 1, 2, 3, 4, 5, 6, 7]"] * 3
 
 
-# Without torch, which not every interpreter has.
-FORKING = """
-import multiprocessing
-from prefect import task
-from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks
-
-def nothing():
-    pass
-
-@task
-def fork():
-    for _ in range(3):
-        child = multiprocessing.get_context("fork").Process(target=nothing)
-        child.start()
-        child.join(60)
-        print(child.exitcode)
-
-keep_prefect_out_of_forks()
-fork()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_forked_processes_end_well_within_a_task(server: dict[str, str], version: str) -> None:
-    """P22: each Python keeps exit hooks in its own way; `make pythons` makes the environments."""
-    python = sys.executable
-    if version != f"{sys.version_info.major}.{sys.version_info.minor}":
-        python = str(ROOT / ".venv" / f"python{version}" / "bin" / "python")
-        if not Path(python).exists():
-            pytest.skip(f"there is no environment for Python {version}")
-    environment = {**server, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, "-c", FORKING], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["0", "0", "0"], done.stderr
-
-
 def test_hooks_of_prefect_are_known_in_every_shape() -> None:
     """P22: Python 3.11 registers a partial of a service's method at exit, 3.13 a lambda around it; ours are neither."""
     prefects, own = get_current_settings().copy_with_update, str.upper

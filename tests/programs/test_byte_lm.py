@@ -122,12 +122,6 @@ def test_the_learning_rate_rises_then_falls(folder: Path) -> None:
     assert rates[12:] == pytest.approx([0.001] * 3)
 
 
-def test_the_embedding_is_the_output_layer(folder: Path) -> None:
-    """P4: the model has tied weights, which the example saves and restores as such."""
-    model = program(folder).model
-    assert model.head.weight is model.bytes.weight
-
-
 def test_no_byte_sees_what_follows(folder: Path) -> None:
     """What the model says of a byte depends on the bytes before it alone, so that its loss means something."""
     model = program(folder).model.eval()
