@@ -117,7 +117,6 @@ OTHERWISE = {
     ("house/test_docs.py", "_config"),
     ("objects/test_sparse.py", "_indices"),
     ("objects/test_sparse.py", "_values"),
-    ("orchestration/test_blocks.py", "_logo_url"),
     ("state/test_all_or_nothing.py", "_buffers"),
     ("support/legs.py", "_config"),
     ("property/test_protocol.py", "_read_back"),
