@@ -97,6 +97,7 @@ def test_a_hundred_thousand_tensors_are_cut_into_files_that_can_be_read(count: i
 
 
 @given(specs, st.integers(0, 300))
+@example([TensorSpec(name, "float32", (4,)) for name in "abcd"], 32)
 def test_parts_keep_order_and_size(wanted: list[TensorSpec], most: int) -> None:
     """A group is cut in order, where the next tensor would be too much; only a single tensor makes a file larger."""
     parts = plan_parts(wanted, most)

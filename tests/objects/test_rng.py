@@ -108,7 +108,7 @@ def test_no_number_is_drawn_twice_while_saves_and_restores_run(run_dir: Path) ->
         threads.append(threading.Thread(target=_drawn, args=(stop, each)))
         threads[-1].start()
     try:
-        for _ in range(100):
+        for _ in range(50):
             capture(state)
             restore(saved, state, partial=True)
         with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None)) as ckpt:

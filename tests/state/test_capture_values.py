@@ -10,6 +10,7 @@ from copy import deepcopy
 from enum import Enum, Flag, IntEnum
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ VALUES: list[Any] = [
     *(None, 0, False, 0.0, -0.0, "", b"", b"\x00\xff", float("nan"), float("-inf"), 1 << 200, complex(0.0, -1.5)),
     {"0": "text", 0: "number"},
     {"a/b": 1, "a": {"b": 2}, "~tensor": "not one"},
-    {True: 1, None: 2, (1, "x"): 3, 2.5: 4, b"k": 5},
+    {True: 1, None: 2, (1, "x"): 3, 2.5: 4, b"k": 5, frozenset({(1, "a"), 2}): 6, "None": 7, "~dict": 8, "\ud800": 9},
+    {"__class__": "os.system", "args": ["false"]},
+    *(dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=-3, seconds=7))), float("inf"), -(1 << 63)),
     *([1, (2, [3]), {}, [], ()], {1, "a", (2, 3)}, frozenset({1}), OrderedDict(b=1, a=2), Counter({"x": 0, 30: 2})),
     *(deque([1, 2], maxlen=3), dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC), dt.date(2026, 1, 2)),
     *(dt.timedelta(days=-1, microseconds=3), torch.float8_e5m2, torch.device("cuda", 3), torch.Size([0, 2])),
@@ -88,7 +91,7 @@ ODD_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "value", VALUES, ids=lambda v: f"{type(v).__name__}-{sorted(map(repr, v)) if isinstance(v, set) else v!r:.25}"
 )
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    """P9, P27: type by type, also beside what the program holds; digit strings stay strings, and no false is lost."""
+    """P6, P9, P27, P62: type by type, also beside what the program holds; digit strings stay strings, zeros zeros."""
     for fresh in (None, [0], deepcopy(value)):
         assert_same(value, trip(value, fresh))
     assert not isinstance(value, np.ndarray) or trip(value).flags.writeable
@@ -179,6 +182,12 @@ def with_attribute() -> More:
     return made
 
 
+def cyclic() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
 Local = Enum("Missing", ["ONE"])  # type: ignore[misc]  # under another name than its own
 
 
@@ -187,9 +196,10 @@ Local = Enum("Missing", ["ONE"])  # type: ignore[misc]  # under another name tha
     [
         *((lambda: 1, ""), (threading.Lock(), ""), (object(), ""), (Words(), ""), (nn.Linear, ""), (Local.ONE, "")),
         *((defaultdict(lambda: 0), ""), (np.array([object()]), ""), (np.longdouble(1), ""), (with_attribute(), "")),
-        *((np.ma.masked_array([1]), ""), ({Pair(1, torch.ones(1)): 2}, "")),
+        *((np.ma.masked_array([1]), ""), ({Pair(1, torch.ones(1)): 2}, ""), (type("Number", (int,), {})(3), "")),
+        *((iter([]), ""), (..., ""), (1 << 100_000, ""), (dt.datetime(2024, 1, 1, tzinfo=ZoneInfo("Asia/Tokyo")), "")),
         *((torch.ones(2, device="meta"), ""), (nn.Parameter(torch.ones(1)).as_subclass(torch.Tensor) * 1, "")),
-        *((deque([nn.Linear(1, 1)]), "/0"), ({"x": {1: {object(): 2}}}, "/x/1")),
+        *((deque([nn.Linear(1, 1)]), "/0"), ({"x": {1: {object(): 2}}}, "/x/1"), (cyclic(), "/0/0/0")),
     ],
     ids=lambda v: str(type(v).__name__),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
-from tests.state.test_capture_values import VALUES
+from tests.state.test_capture_values import VALUES, Pair
 from tests.support.roundtrip import Holder, assert_same, restore, same_module, save, trip
 
 
@@ -171,8 +171,9 @@ IMMUTABLE = [one for one in VALUES if not isinstance(one, dict | list | set | de
 
 def values() -> st.SearchStrategy[Any]:
     odd = st.sampled_from(["a/b", "~2", "__metadata__", "value", "\ud800"])
-    keys = st.one_of(st.text(max_size=2), st.integers(0, 3), st.booleans(), odd)
-    numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))
+    flat = st.one_of(st.text(max_size=2), st.integers(0, 3), st.booleans(), st.none(), st.floats(allow_nan=False), odd)
+    keys = flat | st.lists(flat, max_size=2).map(tuple) | st.frozensets(flat, max_size=2)
+    numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
     leaves = numbers | tensors() | st.sampled_from(IMMUTABLE)
 
     def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -182,6 +183,8 @@ def values() -> st.SearchStrategy[Any]:
             st.builds(deque, st.lists(inner, max_size=3), st.sampled_from([None, 3, 4])),
             st.dictionaries(keys, inner, max_size=4),
             st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+            st.dictionaries(keys, inner, max_size=2).map(lambda value: defaultdict(list, value)),
+            st.builds(Pair, inner, inner),
             st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
             st.sets(st.one_of(st.integers(0, 9), st.text(max_size=1)), max_size=3),
             inner.map(lambda one: [one, one]),
@@ -197,7 +200,12 @@ def copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return type(value)({key: copied(item) for key, item in value.items()})
+        twin = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = copied(item)
+        return twin
+    if isinstance(value, Pair):
+        return Pair(*map(copied, value))
     if isinstance(value, deque):
         return deque(map(copied, value), value.maxlen)
     return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else copy.copy(value)

@@ -79,9 +79,9 @@ def joined(parts: list[Rows]) -> Rows:
 
 
 def test_a_table_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Four ranks, then three, then one, with ids deleted and added: equal to a replay on a dict, bit for bit."""
+    """Three ranks, then two, then one, with ids deleted and added: equal to a replay on a dict, bit for bit."""
     done = 0
-    for size, steps in ((4, 4), (3, 3), (1, 2)):
+    for size, steps in ((3, 3), (2, 2), (1, 1)):
         results = run(size, job, str(tmp_path), steps)
         assert {begun for begun, _, _ in results} == {done}
         done += steps
