@@ -15,10 +15,8 @@ from urllib.request import urlopen
 import pytest
 
 from tests.servers import s3
-from tests.servers.azurite import AzureServer
 from tests.servers.fixtures import running
 from tests.servers.process import (
-    LAUNCHER,
     NotProvisionedError,
     NotReadyError,
     StartError,
@@ -39,16 +37,14 @@ with s3.ministack(Path(sys.argv[1])) as server:
 """
 
 
-def gone(pid: int, timeout_s: float = 60) -> bool:
+def gone(pid: int) -> bool:
     """Wait for the end of a process that is not our child."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    try:
-        return bool(select.select([handle], [], [], timeout_s)[0])
-    finally:
-        os.close(handle)
+    with os.fdopen(handle):
+        return bool(select.select([handle], [], [], 60)[0])
 
 
 def test_a_server_dies_with_a_killed_test_run(ministack: S3Server, tmp_path: Path) -> None:
@@ -64,34 +60,17 @@ def test_a_server_dies_with_a_killed_test_run(ministack: S3Server, tmp_path: Pat
     assert ministack.client().list_buckets()["Buckets"] is not None
 
 
-def test_a_server_ends_with_its_block(tmp_path: Path) -> None:
-    """On leaving, the process is gone, and waited for."""
-    with s3.liar(tmp_path) as server:
-        assert not gone(server.pid, timeout_s=0)
-    assert gone(server.pid, timeout_s=0)
-
-
-def test_a_program_whose_starter_is_gone_does_not_run(tmp_path: Path) -> None:
-    """The launcher refuses to start for a parent that is not its own: that one died before it could be tied to it."""
-    mark = tmp_path / "ran"
-    command = [sys.executable, "-I", str(LAUNCHER), "1", "touch", str(mark)]
-    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 1
-    assert not mark.exists()
-
-
 def test_a_port_that_is_taken_is_left_for_another(tmp_path: Path) -> None:
     """Where the server does not come up, the next port is tried; after the last one its own words are told."""
-    log, tried = tmp_path / "log", []
+    tried = list[int]()
 
     @contextmanager
     def start(port: int) -> Iterator[int]:
-        def ready() -> None:
-            raise NotReadyError
-
         tried.append(port)
         if len(tried) % 3:
-            with tied(["sh", "-c", "echo address in use; exit 3"], log=log) as process:
-                wait_until(ready, process, log, timeout_s=60)
+            with tied(["sh", "-c", "echo address in use; exit 3"], log=tmp_path / "log") as process:
+                process.wait()
+                wait_until(lambda: None, process, tmp_path / "log", timeout_s=60)
         yield port
 
     with on_free_port(start) as port:
@@ -122,16 +101,3 @@ def test_a_stranger_is_not_let_in(liar: S3Server) -> None:
     s3.answers_us(liar)
     with pytest.raises(NotReadyError):
         s3.answers_us(replace(liar, secret="guessed"))
-
-
-@pytest.mark.slow
-def test_azurite_creates_once(azurite: AzureServer) -> None:
-    """Azurite, through adlfs: what is there is not created again; its bytes are seen past adlfs."""
-    import adlfs
-
-    with azurite.fresh_container() as container:
-        store = adlfs.AzureBlobFileSystem(**azurite.storage_options)
-        store.pipe_file(f"{container}/a", b"first", mode="create")
-        with pytest.raises(FileExistsError):
-            store.pipe_file(f"{container}/a", b"second", mode="create")
-        assert azurite.request("GET", f"{container}/a") == b"first"
