@@ -23,7 +23,7 @@ from ckpt_tasks.format.parsing import check_json, parse_json
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
 from ckpt_tasks.layout.image import REGION_BYTES
 from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.layout.regions import blocks
+from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
@@ -124,6 +124,20 @@ def test_what_blocks_makes_is_always_read(lead: list[int], part: int, more: int)
     index = indexed(rows)
     assert index.coverage_faults() == []
     assert index.object_faults({PLACE: (4096, begin)}) == []
+
+
+def test_regions_fill_their_object() -> None:
+    """P42: a gap, an overlap, an end that is elsewhere, and an object that nobody named are each a fault."""
+    whole = Box((0,), (4,))
+    one, other = (
+        IndexRow("model", key, "float32", (4,), whole, PLACE, begin, begin + 16, b"0" * 16)
+        for key, begin in (("v", 4096), ("w", 4112))
+    )
+    assert indexed([one, other]).object_faults({PLACE: (4096, 4128)}) == []
+    for begin, end in ((4092, 4128), (4096, 4132), (4096, 4124)):
+        assert "gap, overlap or end elsewhere" in indexed([one, other]).object_faults({PLACE: (begin, end)})[0]
+    assert "gap, overlap" in indexed([one, one]).object_faults({PLACE: (4096, 4128)})[0]
+    assert "does not name" in indexed([one]).object_faults({})[0]
 
 
 # ── folded names ─────────────────────────────────────────────────────────────────────────────────────────────
