@@ -15,7 +15,6 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -84,21 +83,15 @@ def expected(step: int) -> str:
 
 
 class VictimCalls(WatchedCalls):
-    """Leave some fsyncs out, and call `before` with the name of each call that changes the disk."""
+    """Leave some fsyncs out."""
 
-    def __init__(self, leaves_out: LeavesOut, last_step: int, before: Callable[[str], None]):
+    def __init__(self, leaves_out: LeavesOut, last_step: int):
         super().__init__()
-        self._leaves_out, self._last_step, self._before = leaves_out, last_step, before
-        self._one_by_one = threading.Lock()
+        self._leaves_out, self._last_step = leaves_out, last_step
 
     def fsync(self, fd: int) -> None:
         if not self._is_left_out(self.paths[fd]):
             super().fsync(fd)
-
-    def do(self, name: str, path: str, call: Callable[[], Any]) -> Any:
-        with self._one_by_one:
-            self._before(f"{name} {path}")
-            return super().do(name, path, call)
 
     def _is_left_out(self, path: str) -> bool:
         of_file = not os.path.isdir(path)
@@ -115,11 +108,9 @@ class VictimCalls(WatchedCalls):
                 return of_file and f"/checkpoint_{self._last_step:012d}/" in path
 
 
-def live(
-    root: Path, steps: int, leaves_out: LeavesOut, before: Callable[[str], None], ack: Callable[[int], None]
-) -> None:
+def live(root: Path, steps: int, leaves_out: LeavesOut, ack: Callable[[int], None]) -> None:
     """Restore and save step after step, two of which are kept; `ack` is called as soon as one is saved."""
-    calls = VictimCalls(leaves_out, steps, before)
+    calls = VictimCalls(leaves_out, steps)
     with runs.opened(root, calls=calls) as ckpt:
         first = ckpt.restore(life_state(runs.UNTOUCHED)) + 1
         for step in range(first, first + steps):
@@ -213,7 +204,7 @@ def examine_disk(image: Path, where: str, acked: int) -> Moment:
     return Moment(where, acked, restored, tuple(faults))
 
 
-# ── the two ways to lose power ───────────────────────────────────────────────────────────────────────────────────
+# ── power is lost ───────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -225,40 +216,6 @@ def mounted_disk(image: Path) -> Iterator[Path]:
         yield at / "run"
     finally:
         subprocess.run(["umount", at], check=True)
-
-
-def lose_in_order(work: Path, *, leaves_out: LeavesOut, saves: int, every: int, first: int) -> list[Moment]:
-    """Copy the disk before every n-th call that changes it and after every save: all that was written is there."""
-    image, notes = work / "disk", work / "notes"
-    shutil.copyfile(work / "new", image)
-    notes.touch()
-    in_order, acked = iter(range(1 << 30)), 0
-    one = threading.Lock()  # a prune changes the disk beside a save
-
-    def copy(where: str) -> None:
-        taken = len(notes.read_text().splitlines())
-        subprocess.run(["cp", "--sparse=always", image, work / f"copy-{taken}"], check=True)
-        with notes.open("a") as file:
-            file.write(json.dumps([where, acked]) + "\n")
-
-    def before(call: str) -> None:
-        with one:
-            if next(in_order) % every == first:
-                copy(f"before {call}")
-
-    def ack(step: int) -> None:
-        nonlocal acked
-        with one:
-            acked = step
-            copy(f"after step {step} was saved")
-
-    with mounted_disk(image) as root:
-        in_a_process(lambda: live(root, saves, leaves_out, before, ack))
-    moments = []
-    for n, line in enumerate(notes.read_text().splitlines()):
-        moments.append(examine_disk(work / f"copy-{n}", *json.loads(line)))
-        (work / f"copy-{n}").unlink()
-    return moments
 
 
 def lose_reordered(
@@ -301,7 +258,7 @@ def _logged_life(
             file.write(f"{log.stat().st_size} {step}\n")
 
     with logged_disk(image, log, work / "disk"), mounted_disk(work / "disk") as root:
-        in_a_process(lambda: live(root, saves, leaves_out, lambda call: None, ack))
+        in_a_process(lambda: live(root, saves, leaves_out, ack))
     events = read_log(log)
     assert Replay(base, events).disk(len(events), "all", random.Random()) == image.read_bytes()
     lines = [line.split() for line in acks.read_text().splitlines()]
@@ -324,7 +281,7 @@ def damage_inodes(work: Path) -> list[Moment]:
     image = work / "disk"
     shutil.copyfile(work / "new", image)
     with mounted_disk(image) as root:
-        in_a_process(lambda: live(root, 2, "nothing", lambda call: None, lambda step: None))
+        in_a_process(lambda: live(root, 2, "nothing", lambda step: None))
         objects = [root / one.manifest for one in runs.head_of(root).live if one.step == 2]
         objects += objects[0].parent.glob("moving-*")
         names = [path.relative_to(root.parent) for path in objects]
@@ -338,19 +295,14 @@ def damage_inodes(work: Path) -> list[Moment]:
 
 
 def lose_power(work: Path, *, how: str, **options: Any) -> list[Moment]:
-    """Make a new disk and lose power "in order" or "reordered", or find "inodes" damaged; return what was found."""
+    """Make a new disk and lose power, or find "inodes" damaged; return what was found."""
     for path in work.iterdir():
         if path.is_file():
             path.unlink()
     with (work / "new").open("wb") as file:
         file.truncate(_DISK_BYTES)
     subprocess.run([*_MKFS, work / "new"], check=True)
-    ways: dict[str, Callable[..., list[Moment]]] = {
-        "in order": lose_in_order,
-        "reordered": lose_reordered,
-        "inodes": damage_inodes,
-    }
-    return ways[how](work, **options)
+    return damage_inodes(work) if how == "inodes" else lose_reordered(work, **options)
 
 
 def main() -> None:
