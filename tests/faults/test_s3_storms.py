@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,14 +16,12 @@ import torch
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.system import System
 from ckpt_tasks.testing import settle
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.support import answers
 from tests.support.ledgers import commit
 from tests.support.rules import Fault, Rule
-from tests.support.systems import running_on
 
 
 def bad_line(place: Place, seed: int) -> list[Rule]:
@@ -73,24 +70,6 @@ def test_runs_over_a_bad_line(place: Place, lives: int) -> None:
         assert ckpt.last_restore is not None
         assert (ckpt.last_restore.skipped, ckpt.last_restore.damaged) == ((), ())
     assert is_state(state, acked[-1])
-
-
-def test_a_storm_of_refusals_is_sat_out(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    """P43: the store refuses everything for a while: the save waits, ever longer between tries, and is committed.
-
-    One line is logged when it begins, and one when it ends.
-    """
-    with running_on(System()), place.run() as ckpt:
-        ckpt.save(1, state_of(1))
-        storm = place.chaos.on(Fault(answer=answers.SLOW_DOWN))
-        over = threading.Timer(1.5, place.chaos.off)
-        over.start()
-        ckpt.save(2, state_of(2))
-        over.join()
-        assert 2 < storm.hits < 15
-    assert commits(place.truth) == [1, 2]
-    told = [record.getMessage() for record in caplog.records if place.url in record.getMessage()]
-    assert [sum(words in line for line in told) for words in ("trying again", "answers again")] == [1, 1]
 
 
 # ── what requests cost ───────────────────────────────────────────────────────────────────────────────────────────

@@ -42,8 +42,3 @@ def committed(log: Path) -> list[tuple[int, ...]]:
         del steps[index:]
         steps.append(tuple(ids))
     return steps
-
-
-def repeated(log: Path) -> int:
-    """Count the steps that were trained more than once."""
-    return len(log.read_text().splitlines()) - len(committed(log))
