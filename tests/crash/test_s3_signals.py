@@ -41,51 +41,48 @@ def in_mid_upload(
             process.kill()
 
 
+TERM, CTRL_C = signal.SIGTERM, signal.SIGINT
+
+
 @pytest.mark.parametrize(
-    ("number", "entered"),
+    "end",  # the signals, whether the block is entered, and whether they wait
     [
-        (signal.SIGTERM, True),
-        *(pytest.param(signal.SIGINT, entered, marks=pytest.mark.slow) for entered in (False, True)),
+        ([TERM], True, True),
+        ([TERM], False, False),
+        pytest.param(([CTRL_C], False, True), marks=pytest.mark.slow),
+        pytest.param(([CTRL_C], True, True), marks=pytest.mark.slow),
+        pytest.param(([CTRL_C, CTRL_C], False, False), marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_waits_for_the_upload(
-    s3_place: S3Place, chaos: Chaos, tmp_path: Path, number: signal.Signals, entered: bool
+def test_a_signal_waits_for_the_upload_or_the_next_start_aborts_it(
+    s3_place: S3Place, chaos: Chaos, tmp_path: Path, end: tuple[list[signal.Signals], bool, bool]
 ) -> None:
-    """P69, P72: within `with` a signal waits for the commit, and outside of it Ctrl-C does at the interpreter's end."""
+    """P67, P69, P72: within `with` a signal waits for the commit, and so does Ctrl-C at the interpreter's end.
+
+    What SIGTERM, or a second Ctrl-C, leaves of an upload is gone once the next process has committed.
+    """
+    numbers, entered, waits = end
     more = ["--entered"] if entered else []
     with in_mid_upload(s3_place, chaos, tmp_path / "output", *more) as (process, gate):
-        process.send_signal(number)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
-        gate.open()
-        assert process.wait(60) == -number, (tmp_path / "output").read_text()
-    run = run_of(s3_place)
-    assert [c.step for c in run.checkpoints()] == [2, 1]
-    found = verify_run_directory(run.history)
-    assert (found.good, found.orphans, s3_place.uploads()) == (True, (), [])
-    owner = run.head().state.owner
-    assert owner is not None
-    assert owner.released
-
-
-@pytest.mark.parametrize(
-    "numbers", [(signal.SIGTERM,), pytest.param((signal.SIGINT, signal.SIGINT), marks=pytest.mark.slow)]
-)
-def test_an_upload_that_a_signal_ended_is_aborted_by_the_next_start(
-    s3_place: S3Place, chaos: Chaos, tmp_path: Path, numbers: tuple[signal.Signals, ...]
-) -> None:
-    """P67, P69: what SIGTERM, or a second Ctrl-C, leaves of an upload is gone once the next process has committed."""
-    with in_mid_upload(s3_place, chaos, tmp_path / "output") as (process, _):
         for number in numbers:
             process.send_signal(number)
             time.sleep(0.5)
+        if waits:
+            assert process.poll() is None
+            gate.open()
+            assert process.wait(60) == -numbers[0], (tmp_path / "output").read_text()
         assert process.wait(60) != 0
-    assert len(s3_place.uploads()) == 1
-    with opened(s3_place) as ckpt:
-        state = zombie.laden(UNTOUCHED, zombie.LARGE)
-        assert ckpt.restore(state) == 1
-        zombie.check_laden(state, 1)
-        ckpt.save(2, zombie.laden(2, zombie.LARGE))
-    assert s3_place.uploads() == []
+    run = run_of(s3_place)
+    assert [c.step for c in run.checkpoints()] == ([2, 1] if waits else [1])
+    owner = run.head().state.owner
+    assert owner is not None
+    assert owner.released == waits
+    assert len(s3_place.uploads()) == (not waits)
+    if not waits:
+        with opened(s3_place) as ckpt:
+            state = zombie.laden(UNTOUCHED, zombie.LARGE)
+            assert ckpt.restore(state) == 1
+            zombie.check_laden(state, 1)
+            ckpt.save(2, zombie.laden(2, zombie.LARGE))
     found = verify_run_directory(run_of(s3_place).history)
-    assert (found.good, found.orphans) == (True, ())
+    assert (found.good, found.orphans, s3_place.uploads()) == (True, (), [])

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,35 +110,34 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-def store(port: int, *, holds: bool = False) -> Any:
-    made: Any = dist
-    return made.TCPStore("127.0.0.1", port, 2, is_master=holds, timeout=timedelta(seconds=20), wait_for_workers=False)
+@pytest.fixture
+def exchanges() -> Iterator[list[StoreExchange]]:
+    """Yield the exchanges of two ranks over a store of their own."""
+    c10d: Any = dist
+    port, given = free_port(), {"timeout": timedelta(seconds=20), "wait_for_workers": False}
+    held = c10d.TCPStore("127.0.0.1", port, 2, is_master=True, **given)
+    yield [StoreExchange(c10d.TCPStore("127.0.0.1", port, 2, **given), rank, 2, "gang") for rank in (0, 1)]
+    del held
 
 
 @pytest.mark.parametrize(
     "word", [b"", b"[]", b'["restore"]', b'["eval", 3]', b'["run", -1]', b'["run", "5"]', b"[" * 9999, b"\xff"]
 )
-def test_an_order_of_a_stranger_is_refused(word: bytes) -> None:
+def test_an_order_of_a_stranger_is_refused(exchanges: list[StoreExchange], word: bytes) -> None:
     """Strangers can write into the store: what is not an order of ours is refused, and nothing is imported by it."""
-    port = free_port()
-    held = store(port, holds=True)
-    follower = StoreExchange(store(port), 1, 2, "gang")
-    follower.post("order/1", word)
+    exchanges[1].post("order/1", word)
     with pytest.raises(StateError, match="the store of the ranks has an order that is none"):
-        Orders(follower).take(bool)
-    del held
+        Orders(exchanges[1]).take(bool)
 
 
 @pytest.mark.parametrize("word", [b"", b"{}", b'[1, {"error": 5}]', b'[1, {"error": "!{}", "ours": true}]', b"\xff"])
-def test_a_failure_that_a_stranger_has_written_ends_the_ranks_and_no_more(word: bytes) -> None:
+def test_a_failure_that_a_stranger_has_written_ends_the_ranks_and_no_more(
+    exchanges: list[StoreExchange], word: bytes
+) -> None:
     """What cannot be read as a failure is told as one that cannot be read."""
-    port = free_port()
-    held = store(port, holds=True)
-    leader = StoreExchange(store(port), 0, 2, "gang")
-    leader.post("failed", word)
-    first = Orders(leader).failed(RuntimeError("connection closed"), 5)
+    exchanges[0].post("failed", word)
+    first = Orders(exchanges[0]).failed(RuntimeError("connection closed"), 5)
     assert str(first) == "a rank has failed, and its word cannot be read"
-    del held
 
 
 @pytest.mark.parametrize(
