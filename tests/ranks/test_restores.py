@@ -69,7 +69,7 @@ def misfit(rank: int, size: int, root: str, how: str) -> tuple[str, str, bool]:
 
 
 MISFITS = {
-    "groups": ("StateMismatchError", "extra.*rank 1"),
+    "groups": ("StateMismatchError", "rank 1: .*not in the checkpoint: extra"),
     "options": ("ConfigError", "rank 1 and rank 0 have different values of step_interval"),
     "directories": ("", "rank 1: this rank does not find the run that rank 0 has taken. Give all ranks one directory"),
     "meshes": ("", "cut/value: its regions leave a hole, overlap.*cut a tensor over one mesh"),
