@@ -11,14 +11,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, Listener, ResumableLoader, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, Listener, open_run
 from ckpt_tasks.errors import ConfigError, OwnedError, StateError
 from tests.support.pipelines import Gate, committed, gate, opened, state_at
 
@@ -56,19 +53,23 @@ def test_the_last_traceback_holds_a_checkpointer(run_dir: Path) -> None:
     assert last.tb is not None
 
 
-@pytest.mark.parametrize("verb", ["save", "step", "wait", "close", "restore", "pin"])
-def test_a_listener_that_waits_for_its_own_save_is_refused(
-    run_dir: Path, verb: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What would wait for ever raises StateError in the listener, which is logged; the run goes on."""
+def test_a_listener_that_waits_for_its_own_save_is_refused(run_dir: Path) -> None:
+    """What would wait for ever raises StateError in the listener; the run goes on."""
+    refused: list[str] = []
     with opened(run_dir) as ckpt:
         ckpt.restore(state_at(0))
-        arguments: dict[str, tuple[object, ...]] = {"save": (2, state_at(2)), "restore": (state_at(0),), "pin": (1,)}
-        call = partial(getattr(ckpt, verb), *arguments.get(verb, arguments["save"] if verb == "step" else ()))
-        ckpt.listen(Listener(committed=lambda checkpoint: call()))
+        calls: dict[str, tuple[object, ...]] = {"save": (9, state_at(9)), "step": (9, state_at(9)), "wait": ()}
+        calls |= {"close": (), "restore": (state_at(0),), "pin": (1,)}
+
+        def waits(checkpoint: object) -> None:
+            for verb, arguments in calls.items():
+                with pytest.raises(StateError, match=r"by the save that it would wait for\. Let it return"):
+                    getattr(ckpt, verb)(*arguments)
+                refused.append(verb)
+
+        ckpt.listen(Listener(committed=waits))
         assert ckpt.save(1, state_at(1)).step == 1
-        assert "StateError: a listener is called by the save that it would wait for. Let it return" in caplog.text
-        assert ckpt.save(3, state_at(3)).step == 3
+    assert refused == [*calls]
     assert committed(run_dir)[0] == 1
 
 
@@ -104,55 +105,12 @@ def test_wrong_arguments_are_told_what_to_write(run_dir: Path) -> None:
             call()
 
 
-def test_what_is_shown_says_what_it_is(run_dir: Path) -> None:
-    """A repr names the run's place or the position in the data, and that of an error has its hint."""
-    loader = ResumableLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
-    next(iter(loader))
-    with opened(run_dir) as ckpt:
-        assert repr(ckpt) == f"<Checkpointer {run_dir}: does not hold the run>"
-        ckpt.save(1, state_at(1))
-        assert repr(ckpt).endswith(": holds the run>")
-    assert repr(open_run(run_dir)) == f"<Run run at {run_dir}>"
-    assert repr(loader) == "<ResumableLoader in epoch 0, after 2 of 8 samples>"
-    error = StateError("it does not fit", key="model", step=3, hint="Make it anew.")
-    assert repr(error) == "StateError('it does not fit (step 3, at model). Make it anew.')"
-
-
-def test_an_error_of_ones_own_state_dict_says_where(run_dir: Path) -> None:
-    """It goes on as it is, with a note that names the object; nothing was written, and the next save counts."""
-    counter = Counter()
-    with opened(run_dir) as ckpt:
-        ckpt.restore({"counter": counter})
-        counter.fails = True
-        with pytest.raises(RuntimeError, match="not now") as caught:
-            ckpt.step(1, {"counter": counter})
-        assert caught.value.__notes__ == [
-            "It was raised while counter was read for a checkpoint; nothing of it was written."
-        ]
-        counter.fails = False
-        ckpt.save(1, {"counter": counter})
-
-
-class Counter:
-    """A stateful object that may refuse to be read."""
-
-    fails = False
-
-    def state_dict(self) -> dict[str, int]:
-        if self.fails:
-            raise RuntimeError("not now")
-        return {"count": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        assert state == {"count": 1}
-
-
 def test_a_save_returns_its_own_checkpoint(run_dir: Path) -> None:
     """Where two threads save at once, each gets the checkpoint of its own step, or is refused."""
     mine: list[bool] = []
 
     def save_all(ckpt: Checkpointer) -> None:
-        for step in range(1, 40):
+        for step in range(1, 10):
             with suppress(StateError):  # the other one was faster
                 mine.append(ckpt.save(step, {"x": step}).step == step)
 
@@ -163,4 +121,4 @@ def test_a_save_returns_its_own_checkpoint(run_dir: Path) -> None:
         for thread in threads:
             thread.join()
     assert all(mine)
-    assert len(mine) >= 39
+    assert len(mine) >= 9

@@ -15,8 +15,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
-from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.testing import settle
+from ckpt_tasks.errors import ConfigError, RunMismatchError, StateError, UnsupportedStateError
 from tests.support.interpreters import python
 
 
@@ -30,15 +29,6 @@ def _open(directory: Path, **options: Any) -> Checkpointer:
 
 def _steps(ckpt: Checkpointer) -> list[int]:
     return [one.step for one in ckpt.checkpoints()]
-
-
-def test_a_start_after_a_kill_before_the_first_save(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A start that finds an earlier process and no checkpoint says so once, and when the first save comes."""
-    said = "committed nothing: training begins at step 0, and the first save comes after 10 s"
-    for times in (0, 1):
-        with _open(run_dir) as ckpt:
-            assert ckpt.restore(_state()) == 0
-        assert caplog.text.count(said) == times
 
 
 def test_epochs_survive_a_resume(run_dir: Path) -> None:
@@ -97,75 +87,27 @@ def test_a_bad_state_writes_nothing(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
-def test_a_state_that_does_not_fit(run_dir: Path) -> None:
-    """P50: wrong shapes, missing and unexpected keys are all named, and the target is untouched."""
-    with _open(run_dir) as ckpt:
-        ckpt.save(3, {"model": nn.Linear(3, 2), "old": 1})
-        target = nn.Linear(4, 2)
-        before = target.weight.detach().clone()
-        with pytest.raises(StateMismatchError) as caught:
-            ckpt.restore({"model": target, "new": 2})
-    assert caught.value.step == 3
-    assert caught.value.missing == ("new",)
-    assert caught.value.unexpected == ("old",)
-    assert any("model/weight" in line for line in caught.value.different)
-    assert torch.equal(target.weight, before)
-
-
-def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) -> None:
-    """P49, P52: where format.json cannot say whose run it is, each manifest does, before the state is touched."""
-    with _open(run_dir, run_key="one") as ckpt:
-        ckpt.save(1, _state(1.0))
-    (run_dir / "format.json").write_bytes(b"torn")
-    state = _state()
-    with _open(run_dir, run_key="two") as ckpt, pytest.raises(RunMismatchError, match="'one'"):
-        ckpt.restore(state)
-    assert state["seen"] == [0.0]
-
-
-def test_foreign_files_in_the_directory(run_dir: Path) -> None:
-    """P51: what others put into the directory is neither read nor deleted, and step 10 is newer than step 9."""
-    with _open(run_dir, max_num_checkpoints=1) as ckpt:
-        ckpt.save(9, _state(9.0))
-        foreign = [
-            run_dir / name
-            for name in (
-                "checkpoint-final",
-                ".DS_Store",
-                "1e3",
-                "checkpoint_7/e000001-x/manifest.json",
-                "ledger/0.json",
-            )
-        ]
-        for path in foreign:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("foreign")
-        ckpt.save(10, _state(10.0))
-        settle(ckpt)
-        assert _steps(ckpt) == [10]
-    with _open(run_dir, max_num_checkpoints=1) as ckpt:
-        assert ckpt.restore(_state()) == 10
-        ckpt.save(11, _state(11.0))
-    assert all(path.read_text() == "foreign" for path in foreign)
-
-
 def test_retention_keeps_what_it_must(run_dir: Path) -> None:
-    """P60, P61, P66: the newest, the best, pinned ones and the one that training went on from stay; the rest goes."""
+    """P60, P61, P62, P66: newest, best, pinned and the one that training went on from stay, over restarts; no NaN."""
     options: dict[str, Any] = {"max_num_checkpoints": 1, "keep_best": 1, "best_metric": "loss"}
-    with _open(run_dir, **options) as ckpt:
-        for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan")), (4, 0.9)):
-            ckpt.save(step, _state(step), metrics={"loss": loss})
+    worse: list[dict[str, float]] = [{"loss": float("nan")}, {}, {"loss": 0.9}, {"loss": float("inf")}]
+    for step, metrics in enumerate([{"loss": 0.5}, {"loss": 0.1}, *worse], start=1):
+        with _open(run_dir, **options) as ckpt:
+            ckpt.restore(_state())
+            ckpt.save(step, _state(step), metrics=metrics)
             if step == 1:
                 ckpt.pin(1, "the paper's")
-        settle(ckpt)
-        assert _steps(ckpt) == [4, 2, 1]
+    with _open(run_dir, **options) as ckpt:
+        ckpt.restore(_state())
+        ckpt.prune()
+        assert _steps(ckpt) == [6, 2, 1]
         assert open_run(str(run_dir)).find("best").step == 2
         ckpt.unpin(1)
-        verdicts = {v.step: (v.keep, v.reasons) for v in ckpt.prune()}
-        assert not verdicts[1][0]
-        assert _steps(ckpt) == [4, 2]
+        verdicts = {v.step: v.keep for v in ckpt.prune()}
+        assert not verdicts[1]
+        assert _steps(ckpt) == [6, 2]
     on_disk = {path.name for path in run_dir.glob("checkpoint_*")}
-    assert on_disk == {"checkpoint_000000000002", "checkpoint_000000000004"}
+    assert on_disk == {"checkpoint_000000000002", "checkpoint_000000000006"}
 
 
 def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,16 +133,6 @@ def test_the_last_good_one_is_not_pruned_for_a_bad_one(run_dir: Path, caplog: py
     assert [one.message for one in caplog.records if one.message.startswith("Step 2 is passed over: ")]
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_what_is_verified_moves_on(keep: int, run_dir: Path) -> None:
-    """P60: old checkpoints do not stay for ever as the last ones that were read back: newer ones are read in turn."""
-    with _open(run_dir, max_num_checkpoints=keep) as ckpt:
-        for step in range(1, 12):
-            ckpt.save(step, _state(step))
-            settle(ckpt)
-        assert _steps(ckpt) == list(range(11, 11 - keep, -1))
-
-
 _CHILD = """
     import os, signal, sys, time
     import torch
@@ -220,11 +152,9 @@ _CHILD = """
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "times"), [("SIGTERM", 1), ("SIGTERM", 2), ("SIGHUP", 2), ("SIGINT", 1), ("SIGINT", 2)]
-)
+@pytest.mark.parametrize(("name", "times"), [("SIGTERM", 1), ("SIGINT", 2)])
 def test_a_signal_waits_for_the_step_and_its_commit(name: str, times: int, run_dir: Path) -> None:
-    """P69: SIGTERM, SIGHUP and Ctrl-C (also twice) within a step end the process after it, saved and released."""
+    """P69: SIGTERM and Ctrl-C, also twice, within a step end the process after it, saved and released."""
     found = python("-c", textwrap.dedent(_CHILD), run_dir, name, times)
     assert found.returncode == -getattr(signal, name), found.stderr
     head = open_run(str(run_dir)).head()
@@ -307,3 +237,14 @@ def test_signals_can_be_let_through_between_attempts(run_dir: Path) -> None:
             assert len(called) == 3
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) -> None:
+    """P49, P52: where format.json cannot say whose run it is, each manifest does, before the state is touched."""
+    with _open(run_dir, run_key="one") as ckpt:
+        ckpt.save(1, _state(1.0))
+    (run_dir / "format.json").write_bytes(b"torn")
+    state = _state()
+    with _open(run_dir, run_key="two") as ckpt, pytest.raises(RunMismatchError, match="'one'"):
+        ckpt.restore(state)
+    assert state["seen"] == [0.0]

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ckpt_tasks.copying.compare import Comparison, compare_checkpoints
-from ckpt_tasks.copying.distance import Distance
 from ckpt_tasks.copying.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
@@ -134,34 +133,6 @@ def test_how_much(tmp_path: Path) -> None:
     assert (text.a, text.b, text.max_abs) == ("'one'", "'two'", None)
 
 
-def test_random_streams_count(tmp_path: Path) -> None:
-    """P74: two states that differ in one random stream only are different, at that stream."""
-    torch.manual_seed(0)
-    a = save(tmp_path / "a", {"x": 1})
-    torch.rand(1)
-    b = save(tmp_path / "b", {"x": 1})
-    assert {one.place.rpartition("/")[0] for one in compare(a, b).differences} == {"rng/torch"}
-
-
-def test_whole_groups(tmp_path: Path) -> None:
-    """P50: a group on one side only, and one of another kind, are each one difference."""
-    torch.manual_seed(0)
-    a = save(tmp_path / "a", {"x": {"weight": ONE}, "y": {"n": 1, "w": ONE}})
-    torch.manual_seed(0)
-    b = save(tmp_path / "b", {"x": torch.nn.Linear(1, 1)})
-    found = [(one.place, one.what) for one in compare(a, b).differences if not one.place.startswith("rng")]
-    assert found == [("x", "kind"), ("y", "only in A")]
-    assert compare(a, b).groups["y"].tensors == 1
-
-
-def test_steps_and_metrics_are_no_state(tmp_path: Path) -> None:
-    """The same state saved as another step, with another run's key, is equal."""
-    for name, step in (("a", 1), ("b", 2)):
-        torch.manual_seed(0)
-        save(tmp_path / name, {"x": ONE}, step)
-    assert compare(tmp_path / "a", tmp_path / "b").equal
-
-
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_damaged_bytes_are_never_equal(tmp_path: Path, side: str) -> None:
     """P49: states whose digests agree while the bytes of one have changed are no equal states: IntegrityError."""
@@ -197,8 +168,7 @@ COLUMNS = [Box((0, 0), (6, 3)), Box((0, 3), (6, 3)), Box((0, 6), (6, 2))]
 TILES = [Box((row, column), (1, 1)) for row in range(6) for column in range(8)]
 
 
-@pytest.mark.parametrize("cut_a", [WHOLE, ROWS, COLUMNS, TILES], ids=["whole", "rows", "columns", "tiles"])
-@pytest.mark.parametrize("cut_b", [WHOLE, ROWS, COLUMNS, TILES], ids=["whole", "rows", "columns", "tiles"])
+@pytest.mark.parametrize(("cut_a", "cut_b"), [(WHOLE, TILES), (ROWS, COLUMNS), (TILES, ROWS)])
 def test_however_a_tensor_is_cut(tmp_path: Path, cut_a: list[Box], cut_b: list[Box]) -> None:
     """P58: the same tensor cut in two ways is equal, and two changed elements are found once each."""
     a, b = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
@@ -225,25 +195,12 @@ def test_the_same_bytes_elsewhere_are_not_equal(tmp_path: Path) -> None:
     assert distances(*sides, [("x/w", "x/w")])["x/w", "x/w"].differing == 2
 
 
-def test_a_difference_of_parts_adds_up(tmp_path: Path) -> None:
-    """Differences in several regions of a tensor give one distance."""
-    a, b = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
-    zero = torch.zeros(6, 8)
-    sides = Regions(a, parts_of(a, zero, ROWS)), Regions(b, parts_of(b, zero + 1, ROWS))
-    assert distances(*sides, [("x/w", "x/w")]) == {("x/w", "x/w"): Distance(48, 48, 0, 1.0)}
-
-
-def test_training_objects(tmp_path: Path) -> None:
-    """P12, P50: between two trained models each changed weight, moment and learning rate is named."""
-    runs = []
-    for name, rate in (("a", 0.1), ("b", 0.2)):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        runs.append(save(tmp_path / name, {"model": model, "optimizer": optimizer}))
-    places = [one.place for one in compare(*runs).differences]
-    assert places[0] == "model/weight"
-    assert [place for place in places[1:] if not place.endswith("/lr")] == []
-    assert len(places) == 2
+def test_whole_groups(tmp_path: Path) -> None:
+    """P50: a group on one side only, and one of another kind, are each one difference."""
+    torch.manual_seed(0)
+    a = save(tmp_path / "a", {"x": {"weight": ONE}, "y": {"n": 1, "w": ONE}})
+    torch.manual_seed(0)
+    b = save(tmp_path / "b", {"x": torch.nn.Linear(1, 1)})
+    found = [(one.place, one.what) for one in compare(a, b).differences if not one.place.startswith("rng")]
+    assert found == [("x", "kind"), ("y", "only in A")]
+    assert compare(a, b).groups["y"].tensors == 1

@@ -90,17 +90,3 @@ def test_only_a_denied_lease_is_done_without(place: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not run.read_only
-
-
-def test_the_doctor_sees_it(place: Path) -> None:
-    """A run that cannot be written is wrong, and as before once it can."""
-    run_dir = save_steps(place / "run", 1)
-
-    def disk() -> str:
-        checks = ckpt("doctor", run_dir, "--json").data["checks"]
-        return next(str(check["verdict"]) for check in checks if check["name"] == "disk")
-
-    assert disk() == "ok"
-    with as_reader(run_dir, place / "to"):
-        assert disk() == "wrong"
-    assert disk() == "ok"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections import Counter, OrderedDict, deque
-from datetime import timedelta
+from collections import Counter, OrderedDict
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tasks.copying.export_torch import frame_of, live_value
-from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef, Typed
 
 WHOLE = st.integers(-(2**2039), 2**2039 - 1)
@@ -73,21 +70,3 @@ def test_what_torch_has_names_for() -> None:
     found = read(names)
     assert found == [torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])]
     assert type(found[2]) is torch.Size
-
-
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
-        (frozenset({1}), "frozenset"),
-        (deque([1]), "deque"),
-        (timedelta(1), "timedelta"),
-        (Typed("~numpy", ("float32", 1.0), {}), "NumPy scalar"),
-        (TensorRef("x/a", array=True), "NumPy array"),
-        (2**2040, "a number of 256 bytes"),
-    ],
-)
-def test_what_torch_would_not_read_is_refused(value: Any, what: str) -> None:
-    """A value that needs another word than the weights-only unpickler's is refused by its path."""
-    with pytest.raises(UnsupportedStateError, match=what) as refused:
-        live_value({"a": [0, {"b": value}]}, none, "group")
-    assert refused.value.key == "group/a/1/b"

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.dcp import CkptReader
 from tests.dcp.states import emptied, same, state_of, trained
 from tests.dcp.test_many_ranks import state_of as state_of_ranks
@@ -100,17 +100,3 @@ def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
     assert done.status != 0
     assert "CRC" in done.err
     assert not other.exists()
-
-
-def test_an_export_of_one_group(tmp_path: Path) -> None:
-    """Its keys are the group's own; a directory that is there is refused."""
-    model, optimizer = trained()
-    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run")) as ckpt_:
-        ckpt_.save(1, {"model": model, "optimizer": optimizer})
-    place, out = str(tmp_path / "run"), str(tmp_path / "out")
-    assert ckpt("export", place, out, "--format", "dcp", "--group", "model").status == 0
-    found = emptied(dict(model.state_dict()))
-    load(found, checkpoint_id=out)
-    assert same(found, dict(model.state_dict()))
-    assert ckpt("export", place, out, "--format", "dcp").status != 0
-    assert open_run(place).checkpoints()[0].step == 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import random
 import signal
 import time
 import warnings
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -150,44 +148,6 @@ def test_a_flipped_bit_changes_no_ranks_target(tmp_path: Path) -> None:
     data[-4] ^= 1
     shard.write_bytes(data)
     assert run(2, damaged, str(root)) == [(True, True)] * 2
-
-
-def differing(rank: int, size: int, root: str) -> str:
-    warnings.simplefilter("ignore")
-    for step in (1, 2):
-        save({"same": torch.full((9,), step)}, storage_writer=CkptWriter(root, step=step))
-    found = {"same": torch.zeros(9)}
-    try:
-        load(found, storage_reader=CkptReader(root, step=1 + rank))
-    except CheckpointException as error:
-        return str(error) * (not found["same"].any())
-    return ""
-
-
-def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
-    """One may have been committed between their looks: every rank raises, and no target has changed."""
-    assert all("of steps [1, 2]" in text for text in run(2, differing, str(tmp_path / "run")))
-
-
-def saves_later(rank: int, size: int, root: str, kind: str) -> bool:
-    warnings.simplefilter("ignore")
-    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has a child
-    state = state_of(rank, size, 1)
-    future = async_save(
-        state, storage_writer=CkptWriter(root, step=1), async_checkpointer_type=AsyncCheckpointerType(kind)
-    )
-    (state["model"]["rows"].to_local() if size > 1 else state["model"]["rows"]).zero_()
-    assert isinstance(future, Future)
-    future.result()
-    return loading(rank, size, root, 1)
-
-
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-def test_async_save_of_two_ranks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state at the call is committed, by a thread or by another process of each rank."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with Gang(2, saves_later, str(tmp_path / "run"), kind) as gang:
-        assert gang.results() == [True] * 2
 
 
 def cached_plans(rank: int, size: int, root: str) -> list[bool]:

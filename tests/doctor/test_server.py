@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -84,20 +80,6 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     assert checks()["resuming"].verdict == "wrong"
 
 
-@pytest.mark.slow
-def test_many_automations_hide_none(client: SyncPrefectClient) -> None:
-    """Behind hundreds of other people's automations ours are found, by the doctor and when they are applied again."""
-    one = build_automations()[0]
-    others = [client.create_automation(one.model_copy(update={"name": f"a {n:03}"})) for n in range(200)]
-    try:
-        apply(build_automations())
-        assert {outcome.status for outcome in apply(build_automations())} == {"as it was"}
-        assert checks()["resuming"].verdict == "ok"
-    finally:
-        for other in others:
-            client.delete_automation(other)
-
-
 def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
     """A pool that is not there, without a worker, with one, and paused; its own job variables count."""
     assert checks("no-such-pool")["work pool"].verdict == "wrong"
@@ -140,15 +122,3 @@ def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
     for name in ("doctored/nobody", "doctored"):
         with pytest.raises(ConfigError, match="no deployment"):
             checks(deployment=name)
-
-
-def test_the_command_beside_a_real_server(server: dict[str, str], tmp_path: Path) -> None:
-    """`ckpt doctor` in a process of its own: one JSON object, and exit status 1 as there are no automations."""
-    command = [str(Path(sys.prefix, "bin", "ckpt")), "doctor", str(tmp_path / "run"), "--json"]
-    done = subprocess.run(command, env=server, capture_output=True, text=True, check=False)
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["well"]) == (1, False), done.stderr
-    assert {"server", "zombies", "heartbeat", "work pool", "clock", "store", "memory"} <= {
-        one["name"] for one in found["checks"]
-    }
-    assert [one["name"] for one in found["checks"] if one["verdict"] == "wrong" and not one["do"]] == []

@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.ledger.goodput import follow
-from ckpt_tasks.report.charts import marks_of, thin
-from ckpt_tasks.report.picture import strip_of
-from tests.report.test_report import broken, run_of
+from ckpt_tasks.report.charts import thin
 from tools.sources import ROOT
 
 PAGE = ROOT / "ckpt_tasks" / "report" / "page"
@@ -49,26 +46,6 @@ def test_a_spike_outlives_thinning(values: list[float], most: int) -> None:
     if finite:
         assert (min(kept), max(kept)) == pytest.approx((min(finite), max(finite)), rel=1e-6)
     assert (None in line["value"]) == (len(finite) < len(values))
-
-
-def test_what_is_short_is_not_thinned() -> None:
-    """A line with fewer values than asked for is as it is; a longer one has the mean of each bucket as well."""
-    step = np.arange(1.0, 101)
-    assert thin(step, step, step, 100) == {"step": [*range(1, 101)], "at_s": [*step], "value": [*step]}
-    mean = thin(step, step, step, 20)["mean"]
-    assert (mean["value"], mean["each"]) == ([5.5 + 10 * n for n in range(10)], 10.0)
-
-
-def test_marks_and_the_strip_say_what_happened_when() -> None:
-    """A failure and a death are marked with the step that had been reached; the strip has the longest share of each
-    column.
-    """
-    course = follow(broken(run_of(3.0, 2.0, 1.0)))
-    assert [(mark["kind"], mark["step"]) for mark in marks_of(course)] == [("failure", 3), ("lost", 3)]
-    strip = strip_of(course, columns=50)
-    assert len(strip) == 50
-    assert strip[-1] == "down"
-    assert strip_of(follow([]), columns=50) == []
 
 
 def test_the_scripts_use_no_markup_of_strings() -> None:

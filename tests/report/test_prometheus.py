@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,18 +17,16 @@ from typing import Any
 import pytest
 import torch
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from prometheus_client import generate_latest, start_http_server
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import CheckpointNotFoundError, StoreError
+from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Drill
-from ckpt_tasks.ledger.goodput import Course, Followed, follow
+from ckpt_tasks.ledger.goodput import follow
 from ckpt_tasks.ledger.timeline import read_timeline
-from ckpt_tasks.reading.overview import Look, looks_at, places_of
 from ckpt_tasks.report.prometheus import Runs, registry_of
-from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
 from tests.support.cli_runs import ckpt
 from tests.support.histories import LOST, Told, trained
@@ -74,33 +71,11 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_reader_without_time_has_what_the_newest_entries_say(runs: Path) -> None:
-    """Without time a collector has the steps of all runs; with time it reads each ledger once, and again if it grew."""
-    read: list[str] = []
-    looks = looks_at(places_of(Location(str(runs)).open()))
-
-    def course(name: str, look: Look) -> Course:
-        read.append(name)
-        return Followed(Location(str(runs / name)).open()).read()
-
-    def found() -> set[tuple[str, str]]:
-        return {(one.name, sample.labels["run"]) for one in prometheus.collect() for sample in one.samples}
-
-    prometheus = Runs(lambda: looks, course)
-    prometheus.read(looks, most_s=0.0)
-    assert ("ckpt_last_checkpoint_step", "killed") in found()
-    assert ("ckpt_commits", "killed") not in found()
-    for _ in range(2):
-        prometheus.read(looks)
-        assert ("ckpt_commits", "killed") in found()
-    looks = {**looks, "killed": looks["killed"]._replace(n=looks["killed"].n + 1)}
-    prometheus.read(looks)
-    assert read == ["damaged", "killed", "killed"]
-
-
 def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:
     """Counts of commits, deaths, resumes and fallbacks, the newest checkpoint, and shares that are all of the time."""
-    text = generate_latest(registry_of(Location(str(runs)).open())).decode()
+    written = ckpt("metrics", runs, "--out", runs / "ckpt.prom", "--json").data
+    text = (runs / "ckpt.prom").read_text(encoding="utf-8")
+    assert len(samples(text)) == len(written["metrics"])
     found, [newest, *_] = samples(text), open_run(runs / "killed").checkpoints()
     expected = {
         ("ckpt_run_state", "killed", "ended"): 1,
@@ -198,36 +173,9 @@ def test_a_collector_gets_the_same_numbers(
     assert found == expected
     assert len(taken) == 1
     assert "samples sent" in ckpt("metrics", runs / "killed", "--otlp").out
-
-
-def test_a_collector_that_refuses_is_an_error(
-    runs: Path, collector: tuple[str, list[ExportMetricsServiceRequest]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Metrics that nobody has taken are no success."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{collector[0]}/elsewhere")
-    answer = ckpt("metrics", runs / "killed", "--otlp")
-    assert answer.status == 1
-    assert "has not taken the metrics" in answer.err
-
-
-def test_a_metric_is_read_again_each_time(runs: Path) -> None:
-    """What is served grows with the run; entries that were read before are not read again."""
-    registry = registry_of(Location(str(runs / "killed")).open())
-    server, thread = start_http_server(0, "127.0.0.1", registry)
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        with urllib.request.urlopen(url) as before:
-            assert samples(before.read().decode())["ckpt_commits_total", "killed"] == 3
-        with Checkpointer(CheckpointConfig(checkpoint_dir=runs / "killed", memory_dir=None)) as again:
-            again.restore(state := {"x": torch.zeros(8)})
-            again.save(4, state)
-        with urllib.request.urlopen(url) as after:
-            now = samples(after.read().decode())
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    assert (now["ckpt_commits_total", "killed"], now["ckpt_last_checkpoint_step", "killed"]) == (4, 4)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{url}/elsewhere")
+    refused = ckpt("metrics", runs / "killed", "--otlp")
+    assert (refused.status, "has not taken the metrics" in refused.err) == (1, True)
 
 
 def test_saves_that_failed_are_counted_with_the_next_commit() -> None:
@@ -250,22 +198,6 @@ def test_saves_that_failed_are_counted_with_the_next_commit() -> None:
     assert commits == [0, 2, 0, 0]
     found = samples(generate_latest(registry_of(store)).decode())
     assert [value for key, value in found.items() if key[0] == "ckpt_failed_saves_total"] == [2]
-
-
-def test_the_verb_writes_a_file_that_is_whole(runs: Path) -> None:
-    """A file for node-exporter, the same text in the terminal, and with --json every sample."""
-    file = runs / "ckpt.prom"
-    written = ckpt("metrics", str(runs / "killed"), "--out", file, "--json").data
-    assert written["file"] == str(file)
-    found = samples(file.read_text(encoding="utf-8"))
-    assert len(found) == len(written["metrics"])
-    assert samples(ckpt("metrics", str(runs / "killed")).out).keys() == found.keys()
-
-
-def test_a_directory_without_runs_is_an_error(tmp_path: Path) -> None:
-    """An empty answer would look like runs that are well."""
-    with pytest.raises(CheckpointNotFoundError, match="no run in"):
-        registry_of(Location(str(tmp_path)).open())
 
 
 def test_alerts_are_over_metrics_that_exist() -> None:

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -20,10 +20,10 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.ledger.goodput import Course, follow
 from ckpt_tasks.ledger.timeline import Moment, Timeline
-from ckpt_tasks.report.html import GENERATOR, page_file, to_html
-from ckpt_tasks.report.picture import draw_run, main_metric, sort_metrics
+from ckpt_tasks.report.html import GENERATOR, to_html
+from ckpt_tasks.report.picture import draw_run
 from ckpt_tasks.report.report import Report, checkpoint_rows, in_markdown, make_report, to_markdown
-from ckpt_tasks.report.words import clock, printable, utc
+from ckpt_tasks.report.words import printable
 from tests.support.ledgers import made
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,7 +31,6 @@ HOSTILE = (
     '</title><script>alert(1)</script><img src=x onerror="a()">'
     " | [x](http://e.vil) ![y](z) `c` **b** &amp; \x1b[2J\n# h"
 )
-DAY_S = 86_400.0
 
 
 def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: float | None = None) -> list[Moment]:
@@ -102,29 +101,6 @@ def test_all_of_a_run_is_on_one_time_line() -> None:
         assert name in words
 
 
-def test_an_evaluation_on_another_scale_is_not_drawn_on_this_one() -> None:
-    """An accuracy is no loss: beside one it would flatten the curve."""
-    run = run_of(3.0, 2.0, name="reward", evaluate=0.5)
-    assert not [one for one in drawn(follow(run)).iter() if one.attrib.get("class") == "ckr-eval"]
-
-
-@pytest.mark.parametrize(
-    "values", [(), (1.0,), (math.nan,), (math.inf, -math.inf), (1e308, -1e308), (0.0, 0.0), (None, None)]
-)
-def test_odd_values_are_drawn_too(values: tuple[float, ...]) -> None:
-    """No value, one, none that is finite, the largest, the same twice: a well-formed picture with finite places."""
-    for moments in (run_of(*values), run_of(*values, every_s=0.0), run_of(*values, every_s=1e9)):
-        places = [value for one in drawn(follow(moments)).iter() for value in one.attrib.values()]
-        assert not [value for value in places if re.search(r"\bnan\b|\binf\b", value)]
-
-
-def test_what_is_not_finite_breaks_the_curve() -> None:
-    """A NaN in between leaves two stretches, and a mark that says where."""
-    svg = drawn(follow(run_of(3.0, 2.0, math.nan, 1.0, 0.5)))
-    assert [len(one.attrib["points"].split()) for one in svg.iter(f"{SVG}polyline")] == [2, 2]
-    assert "step 3: nan" in [one.text for one in svg.iter(f"{SVG}title")]
-
-
 def test_thousands_of_commits_make_a_small_picture() -> None:
     """10,000 commits with 1,000 failures are thinned to what a screen shows, their highest and lowest values kept."""
     moments = run_of(*(5.0 if n == 5_000 else 1.0 + (n % 7) / 10 for n in range(10_000)))
@@ -136,27 +112,17 @@ def test_thousands_of_commits_make_a_small_picture() -> None:
     assert len([height for height in heights if height < 80]) == 1  # the one outlier
 
 
+@example([3.0, math.nan, 1e308, -1e308, math.inf], 0.0)
 @given(st.lists(st.floats() | st.none(), max_size=40), st.floats(0, 1e6))
 def test_the_picture_stays_in_its_frame(values: list[float | None], every_s: float) -> None:
-    """Whatever the values: every point of the curve lies within the axes."""
+    """Whatever the values: a well-formed picture, and every point of the curve lies within the axes."""
     svg = drawn(follow(run_of(*values, every_s=every_s)))  # type: ignore[arg-type]
+    assert not [word for one in svg.iter() for word in one.attrib.values() if re.search(r"\bnan\b|\binf\b", word)]
     for one in svg.iter(f"{SVG}polyline"):
         for place in one.attrib["points"].split():
             x, y = map(float, place.split(","))
             assert 0 <= x <= 900
             assert 0 <= y <= 360
-
-
-def test_the_metric_is_a_loss_where_there_is_one() -> None:
-    """A run is drawn by its loss, else by the first metric, in which numbers count; by nothing where it has none."""
-    assert sort_metrics({"layer10": 1.0, "layer2": 1.0, "layer02": 1.0, "loss": 1.0})[1:] == [
-        "layer02",
-        "layer2",
-        "layer10",
-    ]
-    assert main_metric([{"accuracy": 1.0, "train_loss": 2.0}]) == "train_loss"
-    assert main_metric([{"b": 1.0}, {"a": 1.0}]) == "a"
-    assert main_metric([{}]) is None
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,44 +175,6 @@ def test_markdown_shows_foreign_text_as_it_stands() -> None:
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}  # tables of three and of four columns
 
 
-NAMES = [
-    *(
-        "- x",
-        "+",
-        "---",
-        "1. x",
-        "2)",
-        "# x",
-        "> x",
-        "    x",
-        "a\nb",
-        "a\r\n\r\nb",
-        "\\",
-        "\\|",
-        "a|b",
-        "|",
-        "```",
-        "`a",
-    ),
-    *("~~a~~", "www.e.vil", "WWW.e.vil", "http://e.vil", "a@b.c", "<http://e.vil>", "<b>", "<!-- x", "<a\nhref=x>"),
-    *(
-        "&amp;",
-        "&#124;",
-        "![i](u)",
-        "[a](u)",
-        "[a]: u",
-        "[^1]",
-        "**b**",
-        "_e_",
-        "a_b_",
-        "\x1b[2J",
-        "\u2028",
-        "val/loss",
-    ),
-    *("0.5", HOSTILE),
-]
-
-
 class Shown(HTMLParser):
     """The tags of a page and its text."""
 
@@ -263,7 +191,7 @@ class Shown(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [HOSTILE, "- x", "1. x", "a\r\n\r\nb", "<a\nhref=x>", "![i](u)", "[a]: u", "val/loss"])
 def test_a_markdown_parser_shows_a_name_as_it_is(name: str) -> None:
     """A parser makes one paragraph, and one cell of a table, of a foreign name; its text is the name."""
     shows_as_it_is(name)
@@ -276,6 +204,7 @@ def test_a_markdown_parser_shows_any_name_as_it_is(name: str) -> None:
 
 
 def shows_as_it_is(name: str) -> None:
+    assert not re.search(r"www\.|(?<!\\)://|(?<!\\)@", in_markdown(name), re.IGNORECASE), "a bare address is no link"
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     expected = printable(name).strip()
     cell = Shown(parser.render(in_markdown(name)))
@@ -283,26 +212,6 @@ def shows_as_it_is(name: str) -> None:
     table = Shown(parser.render(f"|h|i|\n|---|---|\n| {in_markdown(name)} | z |\n"))
     assert table.tags == ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td"]
     assert [line for line in table.text.splitlines() if line] == [*"hi", *([expected] if expected else []), "z"]
-
-
-@pytest.mark.parametrize("text", ["www.e.vil", "http://e.vil", "ftp://e", "a@b.c"])
-def test_a_bare_address_is_no_link(text: str) -> None:
-    """Parsers that make links of bare addresses find none: a mark of each is escaped."""
-    assert not re.search(r"www\.|(?<!\\)://|(?<!\\)@", in_markdown(text), re.IGNORECASE)
-
-
-@pytest.mark.parametrize("text", ["0.5", "-0.5", "1e+06", "2026-11-23 19:00:00", "every 10 steps", "1.5 MiB"])
-def test_numbers_and_times_need_no_escape(text: str) -> None:
-    """What programs read of a table's cells is what people read."""
-    assert in_markdown(text) == text
-
-
-def test_the_picture_travels_within_the_markdown() -> None:
-    """The image is a data URI of the SVG, so that Prefect's page needs no other request."""
-    report = report_of(run_of(3.0, 2.0))
-    found = re.search(r"\(data:image/svg\+xml;base64,([^)]*)\)", to_markdown(report))
-    assert found is not None
-    assert base64.b64decode(found[1]).decode() == draw_run(report.course, heading="lm-7")
 
 
 def test_checkpoints_are_rows_with_the_same_columns() -> None:
@@ -326,44 +235,9 @@ def test_a_report_says_what_it_lacks() -> None:
         assert "5 older ledger entries were left out" in page
         assert "1 ledger entry cannot be read" in page
         assert "This is a copy" in page
-
-
-def test_an_empty_run_has_a_report() -> None:
-    """Without a single entry there is a page that says so."""
-    report = make_report(None, "/runs/x", Timeline(), State())
-    assert report.summary == "no checkpoint yet"
-    assert "no checkpoint yet" in to_html(report)
-    assert "run of unknown key" in to_markdown(report)
+    empty = make_report(None, "/runs/x", Timeline(), State())
+    assert "no checkpoint yet" in to_html(empty)
+    assert "run of unknown key" in to_markdown(empty)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_words_for_times() -> None:
-    """Times to come in hours, minutes and seconds, and times that were in UTC; what is no time is a question mark."""
-    assert [clock(s) for s in (0.4, 75.0, 3_725.0, math.nan, math.inf, -1.0)] == ["0:00", "1:15", "1:02:05", *"???"]
-    assert (utc(DAY_S), utc(1e30), utc(math.nan)) == ("1970-01-02 00:00:00", "?", "?")
-
-
-def test_axes_have_titles() -> None:
-    """The time line says what both of its axes are, within its frame."""
-    picture = drawn(follow(run_of(3.0, 2.0, name="loss")))
-    titles = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert "time since the start" in titles
-    [turned] = [
-        group for group in picture.iter("{http://www.w3.org/2000/svg}g") if "rotate" in group.get("transform", "")
-    ]
-    assert "".join(turned.itertext()) == "loss"
-
-
-def test_only_columns_of_texts_break_words() -> None:
-    """A table that is wider than the page scrolls: with every column breakable, a browser made one letter wide."""
-    page = to_html(report_of(run_of(3.0, 2.0)))
-    style = page_file("report.css")
-    assert style in page
-    rules = dict(re.findall(r"^([^{}\n]+) \{([^{}]*)\}", style, re.MULTILINE))
-    breaking = [name for name, rule in rules.items() if "overflow-wrap" in rule or "word-break" in rule]
-    assert breaking == ["h1", "p", "td.w, th.w"]
-    assert "min-width" in rules["td.w, th.w"]
-    assert "white-space: nowrap" in rules["th, td"]
-    assert re.search(r"<td>from, to</td><td class=\"w\">", page)

@@ -1,6 +1,6 @@
 """What a save is about to write is read first, as a restore reads it: nothing that would be refused is committed.
 
-That holds for sizes, and for the parts of a hundred ranks.
+That holds for sizes, and for the parts of many ranks.
 """
 
 from __future__ import annotations
@@ -57,12 +57,7 @@ def test_what_has_holes_is_refused(what: str) -> None:
     saving, part = parts_of()
     with pytest.raises(IntegrityError):
         prepare_checkpoint(saving, [HOLES[what](part)])
-
-
-def test_a_manifest_that_no_reader_takes_is_refused() -> None:
-    """P47: what the reader of a manifest would refuse is refused before it is written, whatever made it so."""
-    saving, part = parts_of()
-    with pytest.raises(CkptError):
+    with pytest.raises(CkptError):  # nor what the reader of a manifest would refuse
         prepare_checkpoint(replace(saving, groups={"no group!": {"kind": "plain", "tree": 1}}), [part])
 
 
@@ -87,34 +82,30 @@ def test_a_checkpoint_that_could_not_be_read_is_not_committed(
 
 
 def tensors(count: int) -> dict[str, object]:
-    import torch
-
     return {"x": {f"tensor{n}": torch.zeros(1) for n in range(count)}}
 
 
 def test_a_ledger_entry_that_could_not_be_read_is_not_put(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P42: a note that is larger than a reader takes is refused, and the ledger goes on."""
-    ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir)))
-    ckpt.save(1, {"x": 1})
-    monkeypatch.setattr(ledger, "MAX_ENTRY_BYTES", 10_000)
-    with pytest.raises(StateError, match="more than the 10000 that are read"):
-        ckpt.note("failure", text="x" * 20_000)
-    assert ckpt.save(2, {"x": 2}).step == 2
-    ckpt.close()
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir))) as ckpt:
+        ckpt.save(1, {"x": 1})
+        monkeypatch.setattr(ledger, "MAX_ENTRY_BYTES", 10_000)
+        with pytest.raises(StateError, match="more than the 10000 that are read"):
+            ckpt.note("failure", text="x" * 20_000)
+        assert ckpt.save(2, {"x": 2}).step == 2
 
 
-RANKS, TENSORS = 100, 100
+RANKS, TENSORS = 50, 100
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_the_parts_of_a_hundred_ranks_are_one_checkpoint(fast_dir: Path, axis: int) -> None:
+def test_the_parts_of_many_ranks_are_one_checkpoint(fast_dir: Path) -> None:
     """P47: all regions of all ranks are committed in bounded memory, and one that moved by one element is named."""
-    made = Simulation(fast_dir / f"{axis}", ranks=RANKS, tensors=TENSORS, axis=axis)
+    made = Simulation(fast_dir / "run", ranks=RANKS, tensors=TENSORS, axis=1)
     words = [made.part(rank) for rank in range(RANKS)]
     saving = made.saving()
     key = "model/layers.3.weight"
     with pytest.raises(IntegrityError, match=key):
-        commit(made.history, saving, [*words[:40], moved(words[40], key, axis), *words[41:]])
+        commit(made.history, saving, [*words[:20], moved(words[20], key, 1), *words[21:]])
     assert made.history.head().state.live == ()
     tracemalloc.start()
     commit(made.history, saving, words)
@@ -123,7 +114,7 @@ def test_the_parts_of_a_hundred_ranks_are_one_checkpoint(fast_dir: Path, axis: i
     (checkpoint,) = made.history.head().state.live
     opened = open_checkpoint(made.history.store, checkpoint)
     assert len(opened.index) > RANKS * TENSORS
-    assert opened.tensors[key] == ("float32", (RANKS, 64) if axis == 0 else (64, RANKS))
+    assert opened.tensors[key] == ("float32", (64, RANKS))
     assert len({row.object for row in opened.index.of_tensors({key}).rows}) == RANKS
     assert peak_bytes < 1000 * len(opened.index)  # an object of Python for each region would be more
 

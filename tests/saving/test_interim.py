@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.testing import elapse
-from tests.policy.test_retention import Fact, kept, plan
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -64,14 +60,6 @@ def test_batch_ends_stay_beside_the_interval(
     assert live(run_dir) == expected
 
 
-def test_without_an_interval_every_save_counts(run_dir: Path) -> None:
-    """Where nothing but the ends of batches is saved, they are no interim checkpoints."""
-    with opened(run_dir) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state(), interim=True)
-    assert live(run_dir) == {1: False, 2: False}
-
-
 def test_a_batch_end_does_not_move_the_interval(run_dir: Path) -> None:
     """The next save by seconds comes when it would have come without the save that ended a batch."""
     with opened(run_dir, save_interval_secs=3600.0) as ckpt:
@@ -116,22 +104,3 @@ def test_the_end_of_a_loop_says_what_is_not_saved(run_dir: Path, caplog: pytest.
             ckpt.step(11, target)
             ckpt.save(11, target)
         assert caplog.records == []
-
-
-def test_step_saves_by_itself_without_an_interval(run_dir: Path) -> None:
-    """A configuration that names only a directory saves in `step()`: once the automatic interval has passed."""
-    with opened(run_dir) as ckpt:
-        assert not ckpt.step(1, state(1.0))
-        elapse(ckpt, 61.0)
-        assert ckpt.step(2, state(2.0))
-    assert [*live(run_dir)] == [2]
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 4))
-def test_interim_ones_never_cost_another_its_place(interim: list[bool], limit: int) -> None:
-    """Of any sequence of saves the newest `limit` that are not interim stay, and `limit` in all where there are."""
-    newest_first = [Fact(step, f"d{step}", interim=flag) for step, flag in enumerate(interim)][::-1]
-    stay = {*kept(plan(newest_first, RetentionPolicy(max_num_checkpoints=limit)))}
-    assert {fact.step for fact in [one for one in newest_first if not one.interim][:limit]} <= stay
-    assert newest_first[0].step in stay
-    assert min(limit, len(interim)) <= len(stay) <= limit + 1

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.reading.opening import open_checkpoint
 from ckpt_tasks.saving.parts import Stored
 from ckpt_tasks.saving.tenure import Line
 from ckpt_tasks.testing import settle
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
-from tests.support.cli_runs import flip
 
 SIZE = 1 << 16
 
@@ -68,59 +66,19 @@ def test_frozen_parameters_are_written_once(run_dir: Path) -> None:
     assert _whole(run_dir)
 
 
-def test_a_reused_object_outlives_the_checkpoint_that_wrote_it(run_dir: Path) -> None:
-    """P65: pruning takes the older checkpoints' own objects, and the shared one only when its last user goes."""
-    with _opened(run_dir, max_num_checkpoints=1) as ckpt:
-        for step in range(1, 5):
-            ckpt.save(step, _model(step))
-        settle(ckpt)
-        assert len(_bases(run_dir)) == 1
-        assert _restored(run_dir) == (0.5, 4.0)
-        assert _whole(run_dir)
-        for step in (5, 6):  # the base is unfrozen and changes: nobody needs the old one any more
-            ckpt.save(step, _model(step, frozen=step))
-        ckpt.prune()
-    assert len(_bases(run_dir)) == 1
-    assert _restored(run_dir) == (6.0, 6.0)
-    assert _whole(run_dir)
-
-
-def test_unfreezing_plans_again(run_dir: Path) -> None:
-    """P2: a parameter that begins to take gradients leaves the frozen file, and its new values are stored."""
+def test_what_changed_is_written_whatever_the_flag_says(run_dir: Path) -> None:
+    """P2, P65: the digest of the bytes decides: of a frozen value that changed, and of one that trains from now on."""
     with _opened(run_dir, max_num_checkpoints=None) as ckpt:
         state = _model(1)
         ckpt.save(1, state)
+        state["model"]["base"].data.fill_(3.0)
+        ckpt.save(2, state)
         state["model"]["base"].requires_grad_(True)
         with torch.no_grad():
             state["model"]["base"].add_(1)
-        ckpt.save(2, state)
-    assert _restored(run_dir, 1) == (0.5, 1.0)
-    assert _restored(run_dir, 2) == (1.5, 1.0)
-
-
-def test_a_frozen_value_that_changed_all_the_same_is_written(run_dir: Path) -> None:
-    """P2, P65: what decides is the digest of the bytes, not the flag."""
-    with _opened(run_dir, max_num_checkpoints=None) as ckpt:
-        state = _model(1)
-        ckpt.save(1, state)
-        state["model"]["base"].data[7] = 3.0
-        ckpt.save(2, state)
-    assert len(_bases(run_dir)) == 2
-    run, found = open_run(str(run_dir)), _model(-1, -1)
-    run.restore(run.find(2), found)
-    assert found["model"]["base"][6:9].tolist() == [0.5, 3.0, 0.5]
-
-
-def test_damage_in_a_shared_object_is_found_in_every_checkpoint_that_uses_it(run_dir: Path) -> None:
-    """P49, P65: a flipped bit in the shared object fails all of its users, and `verify` names them."""
-    with _opened(run_dir, max_num_checkpoints=None) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, _model(step))
-    (base,) = _bases(run_dir)
-    flip(base, base.stat().st_size // 2)
-    assert not _whole(run_dir)
-    with _opened(run_dir) as ckpt, pytest.raises(NoGoodCheckpointError):
-        ckpt.restore(_model(0))
+        ckpt.save(3, state)
+    assert len(_bases(run_dir)) == 3
+    assert [_restored(run_dir, step)[0] for step in (1, 2, 3)] == [0.5, 3.0, 4.0]
 
 
 def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +99,7 @@ def test_an_object_that_was_given_up_meanwhile_is_written_again(run_dir: Path, m
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(1, 3)), min_size=1, max_size=12),
 )
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // 5)
 def test_any_history_keeps_every_live_checkpoint_whole(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, bool, int]]
 ) -> None:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.storage.locations import free_bytes
-from ckpt_tasks.storage.objects import ObjectStore
 from tests.support.cli_runs import ckpt, config
 from tests.support.small_disk import small_disk
 
@@ -82,8 +80,3 @@ def test_plan_and_doctor_say_so(tmp_path: Path) -> None:
         assert (space["most"], space["fits"]) == (10, False)
         checks = {check["name"]: check for check in ckpt("doctor", disk / "run", "--json").data["checks"]}
         assert "the next checkpoint needs 2.0 MiB" in checks["disk"]["seen"]
-
-
-def test_a_server_has_no_limit() -> None:
-    """Of an object store nothing is said."""
-    assert free_bytes(ObjectStore("memory://bucket/run")) is None

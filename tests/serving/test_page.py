@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve import make_root
-from ckpt_tasks import Checkpointer
-from ckpt_tasks.cli.report import report
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.browser import Page, browser
-from tests.support.cli_runs import config
 from tests.support.histories import Told, trained
 
 ROWS = "[...document.querySelectorAll('#table tbody tr .name')].map(cell => cell.textContent)"
@@ -99,19 +94,6 @@ def test_two_chosen_runs_are_over_each_other_with_their_differences(page: Page, 
     assert "run=run-000&run=run-001" in page.value("location.hash")
 
 
-def test_hover_shows_the_values(page: Page, url: str) -> None:
-    """The pointer over a chart: the step, and each run's value there."""
-    page.go(f"{url}#run=run-000&run=run-002")
-    page.until(drawn("run-000", "run-002"))
-    place = page.box(".u-over")
-    page.mouse("mouseMoved", place["x"] + place["width"] / 2, place["y"] + 40)
-    tip = page.until("!document.querySelector('.chart-tip').hidden && document.querySelector('.chart-tip').innerText")
-    assert tip.startswith("step ")
-    assert 500 < int(tip.split()[1]) < 700
-    assert "run-000" in tip
-    assert "run-002" in tip
-
-
 def test_a_drag_zooms_and_reads_the_steps_in_between(page: Page, url: str) -> None:
     """A tenth of the axis is shown with every step in it, for all charts; a double click shows all of it again."""
     page.go(f"{url}#run=run-000")
@@ -122,32 +104,6 @@ def test_a_drag_zooms_and_reads_the_steps_in_between(page: Page, url: str) -> No
     assert 550 < low < 650 < high < 780
     page.until("!document.getElementById('whole').disabled")
     page.value("document.getElementById('whole').click()")
-    page.until("!location.hash.includes('range')")
-
-
-def test_log_scale_smoothing_and_time(page: Page, url: str) -> None:
-    """Each is a control, and a part of the address; a value of zero or below is left out of a log scale."""
-    page.go(f"{url}#run=run-000&log=1&smooth=0.9&by=time")
-    page.until(drawn("run-000"))
-    assert page.value("[document.getElementById('log').checked, document.getElementById('by').value]") == [True, "time"]
-    assert page.value("document.getElementById('smooth-value').textContent") == "0.90"
-    shares = page.until("document.querySelector('.chart-keys').textContent")
-    assert "useful" in shares
-    page.value("document.getElementById('log').click()")
-    page.until("!location.hash.includes('log')")
-
-
-def test_the_keyboard_moves_zooms_and_leaves(page: Page, url: str) -> None:
-    """On a chart the arrows move along the curve, + zooms in, and Escape shows all of it again."""
-    page.go(f"{url}#run=run-000")
-    page.until(drawn("run-000"))
-    page.value("document.querySelector('.chart-canvas').focus()")
-    page.key("Home")
-    page.key("ArrowRight")
-    assert page.until("document.querySelector('.chart-tip p').textContent") in ("step 1", "step 2", "step 3", "step 4")
-    page.key("+")
-    page.until("location.hash.includes('range')")
-    page.key("Escape")
     page.until("!location.hash.includes('range')")
 
 
@@ -200,26 +156,6 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
         server.shutdown()
 
 
-def test_what_has_no_value_says_so(page: Page, tmp_path: Path) -> None:
-    """A metric without a finite value, metrics that the newest checkpoint lacks, and a run that goes away are said."""
-    for name in ("here", "leaves"):
-        with Checkpointer(config(tmp_path / name)) as run:
-            run.step(1, {"x": 1}, metrics={"loss": 2.5, "worst": math.nan})
-            run.step(2, {"x": 1}, metrics={"loss": 1.5, "worst": math.inf})
-            run.save(2, {"x": 1})
-    table = RunTable(LocalStore(tmp_path))
-    with PageServer(table, "127.0.0.1", 0, None) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        table.start()
-        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=here&run=leaves")
-        page.until(drawn("here", "leaves"))
-        said = page.value("[...document.querySelectorAll('.chart-note:not([hidden])')].map(one => one.textContent)")
-        assert said == ["No finite value: all are NaN or infinite."]
-        shutil.rmtree(tmp_path / "leaves")
-        page.until("document.getElementById('none').textContent === 'Not here, or not here any more: leaves.'")
-        server.shutdown()
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_fits_the_screen(page: Page, url: str, width: int, dark: bool) -> None:
@@ -230,17 +166,3 @@ def test_it_fits_the_screen(page: Page, url: str, width: int, dark: bool) -> Non
     assert page.value("document.documentElement.scrollWidth") <= width
     back = page.value("getComputedStyle(document.body).backgroundColor")
     assert (back == "rgb(255, 255, 255)") != dark
-
-
-def test_the_report_in_one_file_hovers_and_zooms(page: Page, root: Path, tmp_path: Path) -> None:
-    """The charts of `ckpt report` work from a file, under its policy."""
-    report(str(root / "run-000"), out=tmp_path / "report.html")
-    page.go(f"file://{tmp_path}/report.html", width=390)
-    page.until(drawn("loss"))
-    assert page.value("document.documentElement.scrollWidth") <= 390
-    place = page.box(".small .u-over")
-    page.drag(place["x"] + place["width"] * 0.5, place["y"] + 50, place["x"] + place["width"] * 0.7)
-    page.until("!document.querySelector('.tools button').disabled")
-    page.mouse("mouseMoved", place["x"] + place["width"] / 2, place["y"] + 40)
-    tip = page.until("document.querySelector('.small .chart-tip').innerText")
-    assert tip.startswith("step ")

@@ -17,9 +17,9 @@ from urllib.parse import quote
 import pytest
 import torch
 
-from benchmarks.serve import make_root
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.serving.access import is_loopback
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
@@ -91,24 +91,28 @@ def curve(asked: Asked, run: str, *metrics: str, **more: Any) -> Any:
     return asked.data(f"/api/curves?run={run}&metrics={quote(json.dumps(metrics))}{words}")
 
 
-def test_a_row_is_what_the_ledger_says(asked: Asked) -> None:
-    """Each run has its state, step, metrics and parameters, nested ones by dotted names; NaN is a text in JSON."""
+def test_what_is_shown_is_what_the_ledger_says(asked: Asked, root: Path) -> None:
+    """Each run's state, step, metrics, parameters, every committed step in its curve, and what a report says of it.
+
+    NaN is a text in a row, and null in a curve. `--json` has the same rows.
+    """
     rows = asked.rows()
     assert [*rows] == ["first", "second"]
     second = rows["second"]
     assert (second["state"], second["step"], second["program"]) == ("ended", 4, "m:P")
     assert second["params"] == {"lr": 0.2, "model.width": 8}
     assert second["metrics"] == {"loss": 0.25, EVIL: "nan"}
-
-
-def test_a_curve_has_every_step(asked: Asked) -> None:
-    """Every committed step is in the curve, with its value; one that is not finite is null."""
-    asked.rows()
     lines = curve(asked, "second", "loss", EVIL)["lines"]
     assert lines["loss"]["line"]["step"] == [1, 2, 3, 4]
     assert lines["loss"]["line"]["value"] == [1.0, 0.5, 0.3333333, 0.25]
     assert lines[EVIL]["line"]["value"] == [None] * 4
     assert curve(asked, "second", "loss", low=2, high=3)["lines"]["loss"]["line"]["step"] == [2, 3]
+    about = asked.data("/api/run?run=second")
+    assert about["summary"].startswith("step 4")
+    assert [row["step"] for row in about["checkpoints"]] == ["4", "2"]
+    assert about["environment"]["torch"] == torch.__version__
+    assert {name for name, _ in about["facts"]} >= {"commits", "failures"}
+    assert ckpt("serve", root, "--json").data["rows"][1]["metrics"] == second["metrics"]
 
 
 def save_and_stay(arguments: Sequence[str]) -> None:
@@ -160,16 +164,6 @@ def test_a_damaged_run_is_a_row_and_the_others_are_shown(asked: Asked, root: Pat
     assert asked.data("/api/runs?since=-1")["gone"] == ["second"]
 
 
-def test_a_report_of_one_run_is_data(asked: Asked) -> None:
-    """What a report says of a run comes as texts: checkpoints, where its time went, and what made it."""
-    asked.rows()
-    about = asked.data("/api/run?run=second")
-    assert about["summary"].startswith("step 4")
-    assert [row["step"] for row in about["checkpoints"]] == ["4", "2"]
-    assert about["environment"]["torch"] == torch.__version__
-    assert {name for name, _ in about["facts"]} >= {"commits", "failures"}
-
-
 def test_it_looks_and_writes_nothing(asked: Asked, root: Path) -> None:
     """Nothing below the root is made, changed, or made and removed: the times of all files and directories stay."""
 
@@ -204,40 +198,25 @@ def test_what_happens_to_a_run_while_it_is_looked_at(asked: Asked, root: Path) -
     assert 'ckpt_commits_total{run="third"} 30.0' in asked.raw("/metrics")[2].decode().splitlines()
 
 
-@pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "[::2]:1"])
+@pytest.mark.parametrize("name", ["evil.example:80", "", "127.0.0.1.evil.example", "[::2]:1"])
 def test_a_name_that_another_site_gave_is_refused(asked: Asked, name: str) -> None:
     """A page whose name was pointed to this machine reads nothing: the browser says by which name it asks."""
     for path in ("/", "/api/runs", "/page.js"):
         assert asked.raw(path, Host=name)[0] == 421
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/../pyproject.toml", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page/uPlot.LICENSE", "/api/", "/server.py"],
-)
-def test_no_path_leads_to_a_file(asked: Asked, path: str) -> None:
-    """Only the files of the page are there."""
-    assert asked.raw(path)[0] == 404
-
-
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/api/run?run=..", 404),
-        ("/api/run?run=nothing/../first", 404),
-        ("/api/run", 404),
-        ("/api/curves?run=first&most=x", 400),
-        ("/api/curves?run=first&low=nan", 400),
-        ("/api/curves?run=first&metrics=%7B%7D", 400),
-        ("/api/curves?run=first&metrics=[", 400),
-        ("/api/curves?run=first&by=clock", 400),
-        ("/api/runs?since=x", 400),
-    ],
-)
-def test_a_wrong_question_has_an_answer(asked: Asked, path: str, status: int) -> None:
-    """A name that is no run, and parameters that make no sense, are said as JSON."""
+def test_a_wrong_question_has_an_answer(asked: Asked) -> None:
+    """Only the page's own files are there, only GET is known, and wrong names and parameters are said as JSON."""
     asked.rows()
-    assert asked.data(path, status)["error"]
+    for path in ("/../pyproject.toml", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page/uPlot.LICENSE", "/server.py"):
+        assert asked.raw(path)[0] == 404
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert asked.raw("/api/runs", method=method)[0] == 501
+    for path in ("run?run=..", "run?run=nothing/../first", "run"):
+        assert asked.data(f"/api/{path}", 404)["error"]
+    for path in ("most=x", "low=nan", "metrics=%7B%7D", "metrics=[", "by=clock"):
+        assert asked.data(f"/api/curves?run=first&{path}", 400)["error"]
+    assert asked.data("/api/runs?since=x", 400)["error"]
 
 
 def test_every_answer_forbids_what_the_page_does_not_need(asked: Asked) -> None:
@@ -250,12 +229,6 @@ def test_every_answer_forbids_what_the_page_does_not_need(asked: Asked) -> None:
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert "Access-Control-Allow-Origin" not in headers
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
-def test_it_answers_nothing_but_get(asked: Asked, method: str) -> None:
-    """There is no method that could change something."""
-    assert asked.raw("/api/runs", method=method)[0] == 501
 
 
 def test_a_token_is_needed_where_there_is_one(root: Path) -> None:
@@ -284,30 +257,6 @@ def test_prometheus_reads_the_same_runs(asked: Asked, root: Path, tmp_path: Path
     assert 'ckpt_last_checkpoint_step{run="second"} 4.0' in body.decode().splitlines()
 
 
-def test_the_table_as_json(root: Path) -> None:
-    """--json prints the rows and ends; the root may be one run."""
-    answer = ckpt("serve", root, "--json").data
-    assert [row["name"] for row in answer["rows"]] == ["first", "second"]
-    assert [row["name"] for row in ckpt("serve", root / "first", "--json").data["rows"]] == ["first"]
-    assert ckpt("serve", root / "nothing", "--json").data["rows"] == []
-
-
-def test_a_port_that_is_taken_is_an_error(asked: Asked, root: Path) -> None:
-    """It names the address, and what to do."""
-    answer = ckpt("serve", root, "--port", str(asked.port))
-    assert answer.status == 1
-    assert "--port 0" in answer.err
-
-
-def test_long_lists_of_checkpoints_are_counted_at_the_second_look(tmp_path: Path) -> None:
-    """The first look reads the newest of many checkpoints, the second one all; both have the newest step."""
-    make_root(tmp_path, runs=1, commits=140, live=None)
-    with (asked := Asked(tmp_path)).server:
-        first, second = asked.rows()["run-000"], asked.rows()["run-000"]
-        assert (first["step"], first["checkpoints"]) == (1400, None)
-        assert (second["step"], second["checkpoints"]) == (1400, 140)
-
-
 def test_what_was_left_behind_is_a_line_of_its_own(tmp_path: Path) -> None:
     """After a fall-back the curve has the steps of the training that counts, and beside it those that were lost."""
     place = tmp_path / "run"
@@ -322,3 +271,12 @@ def test_what_was_left_behind_is_a_line_of_its_own(tmp_path: Path) -> None:
         lines = curve(asked, "run", "loss")["lines"]["loss"]
         assert lines["line"]["value"] == [0.5, 7.0]
         assert [one["step"] for one in lines["left"]] == [[2, 3]]
+
+
+def test_a_port_that_is_taken_is_an_error(asked: Asked, root: Path) -> None:
+    """It names the address, and what to do; only a name of this machine's loopback needs no token."""
+    own = ("127.0.0.1", "localhost", "::1")
+    assert [is_loopback(name) for name in (*own, "0.0.0.0", "box.local")] == [True] * 3 + [False] * 2
+    answer = ckpt("serve", root, "--port", str(asked.port))
+    assert answer.status == 1
+    assert "--port 0" in answer.err

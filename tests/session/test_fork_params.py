@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.copying.fork import checked_params
-from ckpt_tasks.errors import ConfigError, RunMismatchError, StateMismatchError
+from ckpt_tasks.errors import ConfigError, RunMismatchError
 from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.session.forked import check_program, fork_run, record_program, recorded_params
 from ckpt_tasks.session.local import LocalSession
@@ -31,24 +31,23 @@ def b(tmp_path: Path) -> Path:
     return tmp_path / "b"
 
 
-@pytest.mark.parametrize("schedule", ["warmup", "step", "none"])
-def test_changed_parameters_really_apply(run_dir: Path, b: Path, schedule: str) -> None:
+def test_changed_parameters_really_apply(run_dir: Path, b: Path) -> None:
     """P14: the optimizer has the new rate and decay, the checkpoint the old ones; so again after a crash."""
+    schedule = "step"
     old = {"lr": 0.02, "schedule": schedule, "warmup": 2}
     train(run_dir, 3, old)
     fork(run_dir, 3, b, {"lr": 0.0002, "weight_decay": 0.25})
     params = effective_params(Scheduled, recorded_params(config(b)), {"schedule": schedule})
     assert params == {**old, "lr": 0.0002, "weight_decay": 0.25}
-    rate = 0.0001 if schedule == "step" else 0.0002
+    rate = 0.0001
     for _ in range(2):  # the first process ends before it has committed
         with Checkpointer(config(b)) as ckpt:
             session = LocalSession(ckpt, PROGRAM, params)
             assert session.restore() == 3
             assert [group["lr"] for group in session.state["optimizer"].param_groups] == pytest.approx([rate] * 2)
             assert [group["weight_decay"] for group in session.state["optimizer"].param_groups] == [0.25, 0.0]
-            if schedule != "none":
-                assert session.state["schedule"].get_last_lr() == pytest.approx([rate] * 2)
-                assert session.state["schedule"].base_lrs == [0.0002] * 2
+            assert session.state["schedule"].get_last_lr() == pytest.approx([rate] * 2)
+            assert session.state["schedule"].base_lrs == [0.0002] * 2
             session.run(4)
             session.discard()
     expected = train(b, 5, params)
@@ -63,14 +62,6 @@ def test_the_extra_build_draws_nothing(a: Path, b: Path, tmp_path: Path) -> None
     assert train(b, 6, {"lr": 0.02, "warmup": 4, "seed": 0}) == train(tmp_path / "c", 6, {"lr": 0.02})
 
 
-def test_parameters_that_change_shapes_are_refused(a: Path, b: Path) -> None:
-    """Another width is a mismatch that names the tensors, and nothing is saved over the checkpoint."""
-    fork(a, 3, b, {"width": 16})
-    with pytest.raises(StateMismatchError, match=r"model/0\.weight"):
-        train(b, 6, {"lr": 0.02, "width": 16})
-    assert [c.step for c in run_of(b).checkpoints()] == [3]
-
-
 def test_a_program_of_before_that_cannot_be_built_is_named(a: Path, b: Path) -> None:
     """Where the code has lost a parameter of the source, the change cannot be seen: nothing trains with old values."""
     fork(a, 3, b, {"lr": 0.5})
@@ -83,7 +74,7 @@ def test_a_program_of_before_that_cannot_be_built_is_named(a: Path, b: Path) -> 
         assert not session.clean
 
 
-def test_a_flow_forks_once(a: Path, b: Path) -> None:
+def test_a_flow_forks_once(a: Path, b: Path, tmp_path: Path) -> None:
     """`fork_run` makes the run where there is none, with what differs; afterwards it does nothing, source or not."""
     fork_run(f"{a}@3", config(b), {"lr": 0.02, "warmup": 9})
     assert states(b)[0]["origin"]["set"] == {"warmup": 9}
@@ -92,13 +83,9 @@ def test_a_flow_forks_once(a: Path, b: Path) -> None:
     before = tree(b)
     fork_run(f"{a}@3", config(b), {"lr": 0.02, "warmup": 9})
     assert tree(b) == before
-
-
-def test_a_run_that_began_by_itself_is_not_forked_over(a: Path, b: Path) -> None:
-    """A flow that names a source for a run of its own is told so, and the run stays."""
-    train(b, 1)
+    train(tmp_path / "own", 1)
     with pytest.raises(ConfigError, match="began by itself"):
-        fork_run(f"{a}@3", config(b), {})
+        fork_run(f"{a}@3", config(tmp_path / "own"), {})
 
 
 def test_parameters_are_recorded_once(run_dir: Path) -> None:
@@ -138,27 +125,6 @@ def test_another_program_is_refused(a: Path, b: Path) -> None:
     check_program(config(b / "absent"), other)
 
 
-def test_entries_of_before_programs_were_recorded(a: Path) -> None:
-    """A run whose entries say nothing of a program takes the first that trains it, and records that."""
-    newest = min((a / "ledger").glob("[0-9]*.json"))
-    newest.write_bytes(resealed(newest.read_bytes(), lambda body: body["state"].pop("program")))
-    check_program(config(a), "tests.support.tiny:Tiny")
-    train(a, 7, {"lr": 0.02})
-    with pytest.raises(RunMismatchError):
-        check_program(config(a), "tests.support.tiny:Tiny")
-
-
-def test_the_example_of_before_is_the_example_of_today(a: Path) -> None:
-    """A run that was recorded when the example program lay beside the package goes on under its new name, and back."""
-    before, today = "flows.programs.byte_lm:ByteLM", "ckpt_tasks.programs.byte_lm:ByteLM"
-    newest = min((a / "ledger").glob("[0-9]*.json"))
-    newest.write_bytes(resealed(newest.read_bytes(), lambda body: body["state"].update(program=before)))
-    check_program(config(a), today)
-    check_program(config(a), before)
-    with pytest.raises(RunMismatchError):
-        check_program(config(a), "other.programs.byte_lm:ByteLM")
-
-
 @pytest.mark.parametrize("params", [{"a.b": 1}, {1: 2}, {"": 1}, {"x": float("nan")}, {"x": object()}])
 def test_parameters_that_are_no_json_are_refused(params: Any) -> None:
     """What the ledger could not give back is not a parameter."""
@@ -166,10 +132,7 @@ def test_parameters_that_are_no_json_are_refused(params: Any) -> None:
         checked_params(params)
 
 
-@pytest.mark.parametrize("which", ["", "@latest"])
-def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
-    a: Path, b: Path, which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(a: Path, b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P73: killed while bytes came over, then the source commits: the fork keeps its checkpoint."""
     put = LocalStore.put_if_absent
 
@@ -181,10 +144,10 @@ def test_a_fork_that_was_killed_goes_on_with_its_checkpoint(
     newest = run_of(a).find("latest").step
     monkeypatch.setattr(LocalStore, "put_if_absent", killed)
     with pytest.raises(SystemExit):
-        fork_run(f"{a}{which}", config(b))
+        fork_run(str(a), config(b))
     monkeypatch.undo()
     train(a, newest + 3)
-    fork_run(f"{a}{which}", config(b))
+    fork_run(str(a), config(b))
     assert [one.step for one in run_of(b).checkpoints()] == [newest]
 
 

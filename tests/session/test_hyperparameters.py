@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
@@ -28,8 +26,6 @@ from ckpt_tasks.session.hyperparameters import Settings, apply_settings, changed
 
 State = dict[str, Any]
 rates = st.floats(1e-6, 10.0)
-values = st.one_of(st.integers(-5, 5), st.floats(-2, 2), st.booleans(), st.none(), st.text(max_size=3))
-options = st.dictionaries(st.sampled_from(["weight_decay", "eps", "betas", "nesterov"]), values)
 
 
 def made(kind: str = "none", *, lr: float = 0.1, decay: float = 0.0, length: int = 10) -> State:
@@ -95,7 +91,7 @@ KINDS = ["none", "warmup", "step", "milestones", "cosine", "one cycle", "plateau
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [0, 1, 7, 23])
+@pytest.mark.parametrize("steps", [0, 7, 23])
 def test_the_rate_goes_on_as_if_it_had_always_been_the_new_one(kind: str, steps: int) -> None:
     """P14, P15: under every schedule, wherever it stands, the rates now and later are those of the new base."""
     old: dict[str, Any] = {"lr": 0.1, "length": 5}
@@ -122,37 +118,21 @@ def test_nothing_changed_changes_nothing(kind: str) -> None:
     assert all(group["betas"] is one for group, one in zip(state["optimizer"].param_groups, held, strict=True))
 
 
-def test_other_options_are_set_where_they_changed() -> None:
-    """The decay of the group that has it is new; the other group's, the moments and the count of steps stay."""
+def test_what_else_changed_is_new_and_the_rest_stays() -> None:
+    """P15: the decay of its group, lengths, milestones and schedules within; how far each has come stays."""
     state = change("none", 5, {"decay": 0.01}, {"decay": 0.5})
     assert [group["weight_decay"] for group in state["optimizer"].param_groups] == [0.5, 0.01]
     assert [float(one["step"]) for one in state["optimizer"].state.values()] == [5.0, 5.0]
-
-
-@pytest.mark.parametrize(("kind", "key", "value"), [("step", "step_size", 3), ("cosine", "T_max", 12)])
-def test_the_length_of_a_schedule_is_new(kind: str, key: str, value: int) -> None:
-    """What a schedule was made with is new where it changed; how far it has come stays."""
-    state = change(kind, 7, {"length": 10}, {"length": 3})
-    found = state["schedule"].state_dict()
-    assert (found[key], found["last_epoch"]) == (value, 7)
-
-
-def test_milestones_that_went_are_gone() -> None:
-    """A table is replaced as a whole: the old milestones do not stay beside the new ones."""
-    state = change("milestones", 4, {"length": 10}, {"length": 8})
-    assert dict(state["schedule"].milestones) == {8: 1, 16: 1}
-
-
-def test_schedules_within_a_schedule_change_too() -> None:
-    """P15: a warm-up and what follows it are told their new lengths."""
-    state = change("sequence", 4, {"length": 10}, {"length": 6})
-    inner = state["schedule"].state_dict()["_schedulers"]
-    assert (inner[0]["total_iters"], inner[1]["T_max"]) == (6, 24)
-    assert inner[0]["last_epoch"] == 4
+    for kind, key, value in (("step", "step_size", 3), ("cosine", "T_max", 12), ("milestones", "milestones", {3, 6})):
+        found = change(kind, 7, {"length": 10}, {"length": 3})["schedule"].state_dict()
+        assert found["last_epoch"] == 7
+        assert (found[key] if isinstance(value, int) else {*found[key]}) == value
+    inner = change("sequence", 4, {"length": 10}, {"length": 6})["schedule"].state_dict()["_schedulers"]
+    assert (inner[0]["total_iters"], inner[1]["T_max"], inner[0]["last_epoch"]) == (6, 24, 4)
     state, expected = change("sequence", 4, {"lr": 0.1}, {"lr": 0.01}), made("sequence", lr=0.01)
     train(expected, 4)
-    rates = [one.state_dict()["_schedulers"][0]["_last_lr"] for one in (state["schedule"], expected["schedule"])]
-    assert rates[0] == pytest.approx(rates[1])
+    lasts = [one["schedule"].state_dict()["_schedulers"][0]["_last_lr"] for one in (state, expected)]
+    assert lasts[0] == pytest.approx(lasts[1])
 
 
 def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
@@ -169,6 +149,10 @@ def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
     assert held == 0.25
 
 
+def settings(group: dict[str, Any]) -> Settings:
+    return Settings({"optimizer": [group]}, {})
+
+
 def test_what_has_other_parts_is_refused() -> None:
     """Parameters that make another optimizer, schedule or group cannot be brought into a state."""
     plain, scheduled = settings_of(made("none")), settings_of(made("step"))
@@ -176,33 +160,3 @@ def test_what_has_other_parts_is_refused() -> None:
     for old, new in ((plain, scheduled), (plain, fewer), (fewer, plain)):
         with pytest.raises(StateMismatchError, match="other optimizers"):
             changed_settings(plain, old, new)
-
-
-def settings(group: dict[str, Any]) -> Settings:
-    return Settings({"optimizer": [group]}, {})
-
-
-@given(group=options, old=options)
-def test_what_the_programs_agree_on_stays(group: dict[str, Any], old: dict[str, Any]) -> None:
-    """Whatever was restored stays where the two fresh programs are the same."""
-    assert changed_settings(settings(group), settings(old), settings(old)) == settings(group)
-
-
-@given(old=options, new=options)
-def test_what_training_has_not_moved_becomes_the_new_one(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """A state that still is as the old program made it becomes as the new program makes it."""
-    assert changed_settings(settings(old), settings(old), settings(new)) == settings(new)
-
-
-@given(old=rates, new=rates, moved=st.floats(0.0, 1.0), scheduled=st.booleans())
-def test_a_moved_rate_is_scaled(old: float, new: float, moved: float, scheduled: bool) -> None:
-    """A rate at some part of its base is at the same part of the new base afterwards; at the base it is exact."""
-    bases = [{"initial_lr": one} if scheduled else {} for one in (old, new)]
-    group = {"lr": old * moved, **bases[0]}
-    after = changed_settings(
-        settings(group), settings({"lr": old, **bases[0]}), settings({"lr": new, **bases[1]})
-    ).groups["optimizer"][0]["lr"]
-    if moved == 1.0:
-        assert after == new
-    elif old != new:
-        assert math.isclose(after, new * moved, rel_tol=1e-9, abs_tol=1e-300)

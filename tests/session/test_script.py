@@ -105,7 +105,7 @@ SHOW = {
     AT_THE_TOP: "[worst, steps, dict(history), seen.tolist(), vars(meter), total]",
     IN_FUNCTIONS: "[worst, history, log, steps]",
 }
-DEATHS = [("0", "1"), ("1", "3"), ("1", "4"), ("1", "end"), ("2", "2")]
+DEATHS = [("0", "1"), ("1", "4"), ("1", "end")]
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from ckpt_tasks.errors import ProgramError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.local import LocalSession, StateSession, build_program
-from ckpt_tasks.session.session import Progress, watcher
 
 TINY = "tests.support.tiny:Tiny"
 
@@ -68,39 +65,6 @@ def test_first_restore_saves_the_start(run_dir: Path) -> None:
         assert torch.equal(weights(session), start)
 
 
-def test_save_commits_a_step_once(run_dir: Path) -> None:
-    """A step that the cadence has just committed is not written a second time at the end of the batch."""
-    with Checkpointer(config(run_dir, step_interval=2)) as ckpt:
-        session = LocalSession(ckpt, TINY)
-        session.restore()
-        session.run(4)
-        session.save(4)
-        assert [one.step for one in ckpt.checkpoints()] == [4, 2, 0]
-        session.run(5)
-        session.save(5)
-        assert ckpt.checkpoints()[0].step == 5
-        assert ckpt.checkpoints()[0].metrics.keys() == {"loss"}
-
-
-def test_discard_frees_the_program(run_dir: Path) -> None:
-    """A discarded program is freed at once, also when it refers to itself, and the next restore builds a new one."""
-    with Checkpointer(config(run_dir)) as ckpt:
-        session = LocalSession(ckpt, TINY)
-        session.restore()
-        session.run(1)
-        gc.disable()
-        try:
-            session.program.state["model"].owner = session.program
-            old = weakref.ref(session.program.state["model"])
-            session.discard()
-            assert old() is None
-        finally:
-            gc.enable()
-        assert not session.clean
-        session.restore()
-        assert session.clean
-
-
 def test_discard_drops_gradients_of_a_failed_step(run_dir: Path) -> None:
     """Gradients of a failed step never reach its retry: no checkpoint holds them, so a restore cannot undo them."""
     model = torch.nn.Linear(2, 2)
@@ -111,24 +75,6 @@ def test_discard_drops_gradients_of_a_failed_step(run_dir: Path) -> None:
         StateSession(ckpt, state).discard()
     assert model.weight.grad is None
     assert frozen.grad is None
-
-
-def test_a_watcher_sees_every_step(run_dir: Path) -> None:
-    """Whoever watches gets each step with its metrics, its amount of the program's unit, and the last commit."""
-    seen: list[Progress] = []
-    token = watcher.set(seen.append)
-    try:
-        with Checkpointer(config(run_dir, step_interval=2)) as ckpt:
-            session = LocalSession(ckpt, TINY)
-            session.restore()
-            session.run(3)
-    finally:
-        watcher.reset(token)
-    assert [one.step for one in seen] == [1, 2, 3]
-    assert [one.commit.step for one in seen if one.commit] in ([0, 0, 0], [0, 0, 2], [0, 2, 2])
-    assert {(one.unit, one.amount) for one in seen} == {("rows", 16.0)}
-    assert all(one.metrics.keys() == {"loss"} for one in seen)
-    assert session.step_s is not None
 
 
 def test_metrics_must_be_named(run_dir: Path) -> None:

@@ -243,41 +243,6 @@ def test_memory_that_cannot_be_pinned_does_not_disturb_training(caplog: pytest.L
     assert is_all(image.views["x"], 6.0)
 
 
-def test_copies_into_memory_that_is_not_pinned_are_right() -> None:
-    """Ordinary memory is filled as well, in the same order."""
-    live, place = torch.ones(1 << 22, device="cuda"), torch.zeros(1 << 22)
-    copy = Devices().start([(place, live)])
-    live.add_(1)
-    copy.wait()
-    assert is_all(place, 1.0)
-
-
-def test_pinned_memory_is_let_go() -> None:
-    """P45: what was pinned can be mapped and pinned again, a hundred times over: nothing is left registered."""
-    devices, live = Devices(), torch.ones(1 << 20, device="cuda")
-    for _ in range(100):
-        image = image_of(live, devices)
-        assert torch.frombuffer(image.buffer, dtype=torch.uint8).is_pinned()
-        del image
-        gc.collect()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_of_two_devices_are_copied_by_both() -> None:
-    """P1: with one of them far behind, each tensor has the value of the call."""
-    devices = Devices()
-    live = [torch.ones(1 << 22, device=f"cuda:{index}") for index in (0, 1)]
-    images = [image_of(tensor, devices) for tensor in live]
-    pairs = [(image.views["x"], tensor) for image, tensor in zip(images, live, strict=True)]
-    with torch.cuda.device(1):
-        sleep()
-    copy = devices.start(pairs)
-    for tensor in live:
-        tensor.add_(1)
-    copy.wait()
-    assert [is_all(place, 1.0) for place, _ in pairs] == [True, True]
-
-
 def test_a_kernel_that_fails_fails_the_save(run_dir: Path) -> None:
     """P28: after an illegal access nothing is committed, and a call of ours says so."""
     code = f"""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,16 +92,6 @@ def test_nobody_reads_an_image_before_its_device_is_done(run_dir: Path, tmp_path
     assert committed(run_dir) == [1]
 
 
-def test_a_save_waits_for_the_device(run_dir: Path, cuda: Cuda) -> None:
-    """P72: what save() returns is durable, so the event has come by then."""
-    with opened(run_dir) as ckpt:
-        cuda.gate.clear()
-        threading.Timer(0.2, cuda.gate.set).start()
-        ckpt.save(1, state(1.0))
-        assert cuda.gate.is_set()
-        assert committed(run_dir) == [1]
-
-
 def test_a_device_that_fails_fails_the_save(run_dir: Path, tmp_path: Path, cuda: Cuda) -> None:
     """P28: an error at the event is raised, once, by the next step, with nothing sealed; a later save is good."""
     memory = tmp_path / "memory"
@@ -158,29 +147,6 @@ def test_a_state_that_moves_to_a_device_is_planned_again(run_dir: Path, cuda: Cu
         gc.collect()
         assert (cuda.pinned, cuda.faults) == ({}, [])
     assert committed(run_dir) == [1, 2, 3]
-
-
-def test_memory_is_pinned_before_the_first_save(run_dir: Path, cuda: Cuda) -> None:
-    """A restore has the memory of both slots made ready, pinned as well, in the background."""
-    with opened(run_dir) as ckpt:
-        ckpt.save(1, state(1.0))
-    cuda.registered.clear()
-    with opened(run_dir, step_interval=10) as ckpt:
-        assert ckpt.restore(state(0.0)) == 1
-        deadline = time.monotonic() + 30
-        while len(cuda.registered) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert len(cuda.registered) == 2
-        ckpt.step(2, state(2.0))
-        ckpt.step(11, state(11.0))
-    assert committed(run_dir) == [1, 11]
-
-
-def test_a_state_on_the_host_asks_nothing_of_devices(run_dir: Path, cuda: Cuda) -> None:
-    """A process with devices whose state is on the host copies as without them: no stream, no event, nothing pinned."""
-    with opened(run_dir) as ckpt:
-        ckpt.save(1, state(1.0, torch.Tensor))
-    assert (cuda.streams, cuda.waited, cuda.registered) == ([], [], [])
 
 
 def test_saves_without_pinned_memory_are_as_good(run_dir: Path, cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:

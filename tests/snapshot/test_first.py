@@ -59,18 +59,6 @@ def test_what_is_written_is_what_is_copied(
         memory.close(keep=False)
 
 
-def test_what_would_have_to_be_made_first_is_copied(tmp_path: Path) -> None:
-    """A first copy takes little memory of its own: large tensors in another order go through the mapping."""
-    state = {"model/x": torch.arange(3 << 22, dtype=torch.float32).view(3, -1).t()}
-    plan, memory = plan_snapshot(state), MemoryDirectory(private_root(tmp_path), "run")
-    first = FirstCopy(plan, state)
-    images = ImageSet(plan, memory.take("a", plan.sizes, first.write))
-    assert not first.done
-    images.fill(state, Devices())
-    assert torch.equal(images.images[0].views["x"], state["model/x"])  # all of the memory is there
-    memory.close(keep=False)
-
-
 def test_a_slot_that_cannot_be_written_is_left_empty(tmp_path: Path) -> None:
     """P37: without room for all of a first copy nothing of it stays, and it is not taken for done."""
     state = {"model/x": torch.ones(1 << 20), "optimizer/y": torch.ones(1 << 20)}

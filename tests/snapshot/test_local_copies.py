@@ -13,11 +13,9 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.snapshot.local_copies import LocalCopies
 from ckpt_tasks.storage.objects import ObjectStore
-from ckpt_tasks.testing import settle
 from tests.support.cli_runs import flip
 
 
@@ -38,11 +36,6 @@ def state(value: float) -> dict[str, Any]:
     model = torch.nn.Linear(300, 300)
     torch.nn.init.constant_(model.weight, value)
     return {"model": model}
-
-
-def attempts(local_dir: Path) -> set[int]:
-    names = [str(path.relative_to(local_dir)) for path in local_dir.rglob("*") if path.is_file()]
-    return {attempt.step for name in names if (attempt := parse_attempt(name)) is not None}
 
 
 @pytest.fixture
@@ -117,19 +110,6 @@ def test_a_copy_of_a_line_that_was_left_is_not_used(
         other.save(2, state(2.0))
     with Checkpointer(config(url, tmp_path / "a")) as ckpt:
         assert ckpt.restore(state(0.0)) == 2
-
-
-def test_copies_go_with_their_checkpoints(url: str, tmp_path: Path) -> None:
-    """The local directory holds the live checkpoints that were made here, and no more."""
-    with Checkpointer(config(url, tmp_path, max_num_checkpoints=2)) as ckpt:
-        for step in range(1, 8):
-            ckpt.save(step, state(float(step)))
-            settle(ckpt)
-        live = {c.step for c in ckpt.checkpoints()}
-        assert {7} <= attempts(tmp_path) <= live | {7, 6, 5}
-        ckpt.save(8, state(8.0))
-        settle(ckpt)
-        assert attempts(tmp_path) <= {c.step for c in ckpt.checkpoints()} | live
 
 
 def test_the_directory_of_another_run_is_refused(url: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint.leaving import die, seal, settle
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.snapshot import cache
-from ckpt_tasks.snapshot.peers import HostMemory, Offer, Piece, newest_of
-from ckpt_tasks.tensors.placements import World
+from ckpt_tasks.snapshot.peers import HostMemory, Offer, Piece
 from tests.support.cli_runs import flip
 
 
@@ -112,20 +110,6 @@ def test_a_copy_is_restored_where_the_host_is_lost(hosts: tuple[Host, Host], run
     assert restored(two) == (2, 2.0, 1.0)
 
 
-def test_only_the_newest_is_kept(hosts: tuple[Host, Host]) -> None:
-    """Each copy takes the place of the one before it."""
-    one, two = hosts
-    training = sealed(one, 1)
-    for step in range(2, 5):
-        assert follow(two, one)
-        assert seals(two) == [step - 1]
-        advance(training, step)
-    assert follow(two, one)
-    die(training)
-    one.lose()
-    assert restored(two)[:2] == (4, 4.0)
-
-
 @pytest.mark.parametrize("refills", [False, True], ids=["dies", "refills"])
 def test_a_copy_that_breaks_off_leaves_the_one_before_it(hosts: tuple[Host, Host], refills: bool) -> None:
     """Whichever request is the last: no seal of the new copy is there, and the older one stays whole.
@@ -149,61 +133,6 @@ def test_a_copy_that_breaks_off_leaves_the_one_before_it(hosts: tuple[Host, Host
     one.lose()
     step = training.position
     assert restored(two, LARGE) == (step, float(step), 0.0), "storage has the newer steps"
-
-
-class Pair(Host):
-    """A host with two ranks, whose memory is that of one process."""
-
-    def __init__(self, of: Host):
-        self.__dict__ = {**of.__dict__}
-
-    @property
-    def memory(self) -> HostMemory:
-        return HostMemory(self.config, 2)
-
-    def spread(self) -> None:
-        """Give both ranks what the process has in its memory."""
-        for rank in (0, 1):
-            shutil.copytree(self._path(1, 0), self._path(2, rank), dirs_exist_ok=True)
-
-    def _path(self, size: int, rank: int) -> Path:
-        memory = cache.SnapshotCache(self.config.location.open(), self.memory_dir, world=World(rank, size))
-        assert memory.locate()
-        return memory.slots_of(rank).path
-
-
-def test_a_part_of_a_copy_never_takes_the_place_of_a_whole_one(hosts: tuple[Host, Host]) -> None:
-    """Two ranks: a copy ends after the first one's part, and the next copy in it; the older one of both stays."""
-    one, two = map(Pair, hosts)
-    training = sealed(one, 1)
-
-    def breaks_off(last: int, number: int) -> None:
-        if number == last:
-            raise StoreError("the source is gone")
-
-    for step, last in ((1, -1), (2, 1), (3, 0)):
-        if step > 1:
-            advance(training, step)
-        one.spread()
-        one.reads, one.before_read = 0, partial(breaks_off, last)
-        with pytest.raises(StoreError, match="is gone") if step > 1 else nullcontext():
-            assert two.memory.follow(one, [0, 1], lambda: None)
-    [first, second] = newest_of(two.memory.offers([0, 1]), [0, 1])
-    assert first.attempt == second.attempt
-    assert first.attempt.startswith("checkpoint_000000000001/")
-    die(training)
-
-
-@pytest.mark.parametrize("own", [[], [1]])
-def test_memory_of_former_ranks_goes_with_the_first_copy(hosts: tuple[Host, Host], own: list[int]) -> None:
-    """What was brought for a rank that is elsewhere by now is removed; what the host's own ranks have stays."""
-    one, two = map(Pair, hosts)
-    training = sealed(one, 1)
-    one.spread()
-    two.memory.copy(one.memory.offers([1])[0], one, lambda: None)
-    assert two.memory.follow(one, [0], lambda: None, own=own)
-    assert [offer.rank for offer in two.memory.offers([0, 1])] == [0, *own]
-    die(training)
 
 
 def breaks(training: Checkpointer, last: int, refills: bool, number: int) -> None:
@@ -273,17 +202,4 @@ def test_copies_end_with_the_run(hosts: tuple[Host, Host]) -> None:
     two.memory.release([])
     assert two.files() == {}
     assert own.exists()
-    training.close()
-
-
-def test_a_process_takes_no_notice_of_being_copied(hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture) -> None:
-    """The source's files are the same after a copy, no lock of it is taken, and nothing is logged."""
-    one, two = hosts
-    training = sealed(one, 2)
-    before = one.files()
-    caplog.clear()
-    follow(two, one)
-    assert one.files() == before
-    assert caplog.records == []
-    advance(training, 3)
     training.close()

@@ -23,57 +23,41 @@ def root_of(tmp_path: Path, files: dict[str, str], *, groups: str) -> Path:
     return tmp_path
 
 
-def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
-    """No control group, one without a limit, and version 1's largest number leave the machine's memory."""
-    assert available_bytes(root_of(tmp_path / "none", {}, groups="")) == 64 * GIB
-    files = {"sys/fs/cgroup/a/memory.max": "max\n", "sys/fs/cgroup/a/memory.current": "5\n"}
-    assert available_bytes(root_of(tmp_path / "v2", files, groups="0::/a\n")) == 64 * GIB
-    files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
-    assert available_bytes(root_of(tmp_path / "v1", files, groups="4:memory:/\n")) == 64 * GIB
+def v2(group: str, limit: str, used_gib: int, **stat_gib: int) -> dict[str, str]:
+    """Return the files of a control group of version 2."""
+    place = f"sys/fs/cgroup{group}"
+    stat = "".join(f"{name} {size * GIB}\n" for name, size in stat_gib.items())
+    files = {f"{place}/memory.max": f"{limit}\n", f"{place}/memory.current": f"{used_gib * GIB}\n"}
+    return files | ({f"{place}/memory.stat": stat} if stat else {})
 
 
-@pytest.mark.parametrize("groups", ["0::/\n", "0::/kubepods/pod1/c1\n"])
-def test_a_containers_limit_counts(tmp_path: Path, groups: str) -> None:
-    """Version 2: the limit less what is used, shared memory included; what it keeps of files could be dropped."""
-    files = {
-        "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
-        "sys/fs/cgroup/memory.current": f"{7 * GIB}\n",
-        "sys/fs/cgroup/memory.stat": f"anon 1\nshmem {3 * GIB}\ninactive_file {2 * GIB}\n",
-    }
-    assert available_bytes(root_of(tmp_path, files, groups=groups)) == 3 * GIB
+V1 = "sys/fs/cgroup/memory/memory"
+CASES: dict[str, tuple[str, dict[str, str], int]] = {
+    "no group: the machine's": ("", {}, 64),
+    "no limit": ("0::/a\n", v2("/a", "max", 1), 64),
+    "version 1 without a limit": ("4:memory:/\n", {f"{V1}.limit_in_bytes": "9223372036854771712\n"}, 64),
+    "files could be dropped, shared memory not": ("0::/\n", v2("", f"{8 * GIB}", 7, shmem=3, inactive_file=2), 3),
+    "a group that is not seen from inside": ("0::/kubepods/c1\n", v2("", f"{8 * GIB}", 7, inactive_file=2), 3),
+    "the tightest group above": ("0::/pod/c1\n", v2("/pod", f"{4 * GIB}", 3) | v2("/pod/c1", f"{16 * GIB}", 1), 1),
+    "version 1 in a container": (
+        "9:name=systemd:/\n4:memory:/docker/0123\n0::/\n",
+        {
+            f"{V1}.limit_in_bytes": f"{4 * GIB}\n",
+            f"{V1}.usage_in_bytes": f"{2 * GIB}\n",
+            f"{V1}.stat": f"cache 5\ntotal_inactive_file {GIB}\n",
+        },
+        3,
+    ),
+    "full, its limit was lowered": ("0::/\n", v2("", f"{GIB}", 2), 0),
+}
 
 
-def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
-    """A pod's limit holds for its containers, also where these have more or none of their own."""
-    files = {
-        "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
-        "sys/fs/cgroup/pod/memory.current": f"{3 * GIB}\n",
-        "sys/fs/cgroup/pod/c1/memory.max": f"{16 * GIB}\n",
-        "sys/fs/cgroup/pod/c1/memory.current": f"{1 * GIB}\n",
-    }
-    assert available_bytes(root_of(tmp_path, files, groups="0::/pod/c1\n")) == GIB
-
-
-def test_version_1_counts_as_well(tmp_path: Path) -> None:
-    """Version 1 has other names, a mount of its own, and in a container a path that is only the host's."""
-    files = {
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-        "sys/fs/cgroup/memory/memory.stat": f"cache 5\ntotal_inactive_file {GIB // 2}\n",
-    }
-    root = root_of(tmp_path, files, groups="9:name=systemd:/\n4:memory:/docker/0123\n0::/\n")
-    assert available_bytes(root) == GIB + GIB // 2
-
-
-def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
-    """Above its limit (it was lowered meanwhile) a group has nothing left, and not less than that."""
-    files = {"sys/fs/cgroup/memory.max": f"{GIB}\n", "sys/fs/cgroup/memory.current": f"{2 * GIB}\n"}
-    assert available_bytes(root_of(tmp_path, files, groups="0::/\n")) == 0
-
-
-def test_without_proc_nobody_knows(tmp_path: Path) -> None:
-    """In a chroot without /proc no shared memory is taken, and that is no error."""
+@pytest.mark.parametrize("case", CASES)
+def test_the_tightest_limit_counts(tmp_path: Path, case: str) -> None:
+    """The limit less what is used; what the kernel keeps of files could be dropped. Without /proc nobody knows."""
+    groups, files, gib = CASES[case]
     assert available_bytes(tmp_path) == 0
+    assert available_bytes(root_of(tmp_path, files, groups=groups)) == gib * GIB
 
 
 def test_private_memory_that_cannot_be_had_is_an_error_of_ours() -> None:

@@ -6,8 +6,10 @@ The medium is always checked by a second, independent reader (`stored`), never b
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class StoreConformance:
         """Read an object past the store; None where there is none."""
         raise NotImplementedError
 
-    @pytest.mark.parametrize("size_bytes", [0, 1, 511, 512, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
+    @pytest.mark.parametrize("size_bytes", [0, 1, 4095, 4096, (1 << 20) + 1])
     def test_what_is_put_is_what_lies_there(self, store: Store, size_bytes: int) -> None:
         """P41: an object of any odd size has exactly its bytes on the medium, and is read back by every verb."""
         data = pattern(size_bytes)
@@ -63,7 +65,7 @@ class StoreConformance:
         store.put("a/b", pieces)
         assert self.stored(store, "a/b") == b"".join(bytes(piece) for piece in pieces)
 
-    @pytest.mark.parametrize(("begin", "count"), [(0, 0), (0, 1), (1, 4095), (4096, 4096), (5, 9995), (10_000, 0)])
+    @pytest.mark.parametrize(("begin", "count"), [(0, 0), (1, 4095), (5, 9995), (10_000, 0)])
     def test_a_range_is_read_into_a_buffer(self, store: Store, begin: int, count: int) -> None:
         """`read` fills exactly the buffer that it is given, from the byte that it is told."""
         data = pattern(10_000)
@@ -72,7 +74,7 @@ class StoreConformance:
         store.read("a/b", begin, memoryview(buffer)[1 : 1 + count])
         assert bytes(buffer) == b"-" + data[begin : begin + count] + b"-"
 
-    @pytest.mark.parametrize(("begin", "count"), [(0, 11), (10, 1), (1000, 1), (5, 2 << 20)])
+    @pytest.mark.parametrize(("begin", "count"), [(0, 11), (1000, 1), (5, 2 << 20)])
     def test_an_object_that_ends_early_is_an_error(self, store: Store, begin: int, count: int) -> None:
         """P48, P56: reading past an object's end says that the object is damaged, and leaves no old bytes in a hole."""
         store.put("a/b", [b"0123456789"])
@@ -187,31 +189,26 @@ class StoreConformance:
         assert store.names("") == ["a/b/3"]
         assert [self.stored(store, name) for name in names] == [None, None, None, b"x" * 6]
 
-    @pytest.mark.parametrize(
-        "name",
-        ["", "/", "/etc/passwd", "..", "a/../../b", "a//b", "a/", ".hidden", "a b", "http://h/x", "a\0b", "a\nb"],
-    )
-    def test_a_name_with_a_way_out_is_refused_by_every_verb(self, store: Store, name: str) -> None:
+    def test_a_name_with_a_way_out_is_refused_by_every_verb(self, store: Store) -> None:
         """P42: a store checks every name once more, also a hostile one from a manifest, before it touches anything."""
-        for use in (
-            lambda: store.put(name, [b"x"]),
-            lambda: store.put_if_absent(name, b"x"),
-            lambda: store.replace(name, b"x"),
-            lambda: store.get(name, 1),
-            lambda: store.read(name, 0, memoryview(bytearray(1))),
-            lambda: store.size(name),
-            lambda: store.sizes([name, "a"]),
-            lambda: store.delete(name),
-        ):
+        verbs: list[Callable[[str], object]] = [
+            lambda name: store.put(name, [b"x"]),
+            lambda name: store.put_if_absent(name, b"x"),
+            lambda name: store.replace(name, b"x"),
+            lambda name: store.get(name, 1),
+            lambda name: store.read(name, 0, memoryview(bytearray(1))),
+            store.size,
+            lambda name: store.sizes([name, "a"]),
+            store.delete,
+        ]
+        out = ["", "/", "/etc/passwd", "..", "a/../../b", "a//b", "a/", ".hidden", "a b", "http://h/x", "a\0b", "a\nb"]
+        for use, name in product(verbs, out):
             with pytest.raises(ConfigError):
-                use()
+                use(name)
+        for prefix in ("../", "/etc/", "a/../b/", ".hidden/"):
+            with pytest.raises(ConfigError):
+                store.names(prefix)
         assert store.names("") == []
-
-    @pytest.mark.parametrize("prefix", ["../", "/etc/", "a/../b/", ".hidden/"])
-    def test_a_prefix_with_a_way_out_is_refused(self, store: Store, prefix: str) -> None:
-        """P42: a listing never leaves the directory."""
-        with pytest.raises(ConfigError):
-            store.names(prefix)
 
     def test_errors_are_ours(self, store: Store) -> None:
         """No foreign exception crosses the port: a name below another object works, or is an error of ours."""

@@ -6,10 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +37,11 @@ class TestLocalStore(StoreConformance):
         return path.read_bytes() if path.exists() else None
 
 
-class TestOnMemory(TestLocalStore):
-    """P41: a tmpfs, which refuses O_DIRECT, keeps the contract as well."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[Store]:
-        if not os.access("/dev/shm", os.W_OK):
-            pytest.skip("there is no /dev/shm")
-        root = Path("/dev/shm") / f"ckpt-tasks-{os.getpid()}-{tmp_path.name}"
-        yield LocalStore(root)
-        subprocess.run(["rm", "-rf", root], check=True)
-
-
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_OFFSETS, _SEVERAL_PIECES = (0, 1, 8, 512, 4095), (33 << 20) + 5
-
-
 @pytest.mark.parametrize(
-    ("size_bytes", "offset"),
-    [*product(((2 << 20) - 1, 2 << 20, (2 << 20) + 4097), _OFFSETS), (_SEVERAL_PIECES, 0), (_SEVERAL_PIECES, 1)],
+    ("size_bytes", "offset"), [((2 << 20) + 4097, 0), ((2 << 20) - 1, 1), (2 << 20, 512), ((33 << 20) + 5, 1)]
 )
 def test_a_buffer_at_any_address_is_written_whole(tmp_path: Path, offset: int, size_bytes: int) -> None:
     """P41: aligned and unaligned buffers, with and without a tail, through O_DIRECT or not, give the same bytes."""
@@ -77,7 +58,7 @@ def test_a_buffer_at_any_address_is_written_whole(tmp_path: Path, offset: int, s
     assert view == pattern(size_bytes)
 
 
-@pytest.mark.parametrize("begin", [0, 1, 4096, 5000, 4 << 20])
+@pytest.mark.parametrize("begin", [0, 5000, 4 << 20])
 def test_a_large_range_is_read_whole_around_the_cache(tmp_path: Path, begin: int) -> None:
     """P41: a large read, from any byte, into a buffer aligned as the file is, with the cache cold or warm, is exact."""
     data = pattern((8 << 20) + 777)
@@ -111,7 +92,7 @@ def test_a_file_cut_short_is_an_error_also_around_the_cache(tmp_path: Path) -> N
             store.read("a/b", 0, view)
 
 
-@pytest.mark.parametrize("most", [1000, 4096, (1 << 20) + 512, 5 << 20])
+@pytest.mark.parametrize("most", [1000, (1 << 20) + 512])
 def test_short_writes_are_gone_on_with(tmp_path: Path, most: int) -> None:
     """P28: a write that takes only a part, aligned or not, is gone on with until all is written."""
     memory = np.frombuffer(pattern(3 << 20) + bytes(4096), np.uint8).copy()
@@ -120,7 +101,7 @@ def test_short_writes_are_gone_on_with(tmp_path: Path, most: int) -> None:
     calls = ShortWrites(most)
     LocalStore(tmp_path / "run", calls=calls).put("a/b", [body])
     assert (tmp_path / "run/a/b").read_bytes() == bytes(body)
-    assert len([name for name, _ in calls.log if name == "pwrite"]) > (0 if most > 3 << 20 else 2)
+    assert len([name for name, _ in calls.log if name == "pwrite"]) > 2
 
 
 class Direct(WatchedCalls):
@@ -253,18 +234,6 @@ def test_directories_that_another_process_left_are_made_durable_too(tmp_path: Pa
     assert str(tmp_path / "run") not in [path for _, path in calls.log]  # … and once is enough
 
 
-def test_a_directory_that_was_deleted_meanwhile_is_made_again(tmp_path: Path) -> None:
-    """P64: pruning removes empty directories; a later put into one makes it, and its name durable, again."""
-    calls = WatchedCalls()
-    store = LocalStore(tmp_path / "run", calls=calls)
-    store.put("a/b/c", [b"x"])
-    store.delete("a/b/c")
-    assert files(tmp_path / "run") == []
-    calls.log.clear()
-    store.put("a/b/c", [b"x"])
-    assert [path for name, path in calls.log if name == "mkdir"] == [f"{tmp_path}/run/a", f"{tmp_path}/run/a/b"]
-
-
 def test_a_failed_fsync_of_a_file_gives_it_up(tmp_path: Path) -> None:
     """P35: the kernel drops the pages of a failed fsync: the file is removed and never fsynced again."""
     for verb in ("put", "put_if_absent"):
@@ -334,61 +303,3 @@ def test_a_link_whose_answer_was_lost_is_a_link(tmp_path: Path) -> None:
     LocalStore(tmp_path / "run", calls=calls).put_if_absent("ledger/1", b"x")
     assert calls.reached
     assert files(tmp_path / "run/ledger") == ["1"]
-
-
-def test_a_link_that_was_refused_is_an_error(tmp_path: Path) -> None:
-    """P33: a link that was not made is not called one."""
-    with pytest.raises(StoreError):
-        LocalStore(tmp_path / "run", calls=FailingCalls(1, "refused", only="link")).put_if_absent("ledger/1", b"x")
-    assert files(tmp_path / "run/ledger") == []
-
-
-RACE = """
-import sys, time
-from ckpt_tasks.errors import ObjectExistsError
-from ckpt_tasks.storage.local import LocalStore
-
-store, who, rounds = LocalStore(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-print("ready", flush=True)
-sys.stdin.readline()
-for n in range(rounds):
-    while len(store.names(f"start/")) <= n:
-        time.sleep(0.0002)
-    try:
-        store.put_if_absent(f"ledger/{n}", who.encode())
-        print(n, flush=True)
-    except ObjectExistsError:
-        pass
-"""
-
-
-def test_of_racing_processes_exactly_one_wins(tmp_path: Path) -> None:
-    """P33: of 16 processes that put one name at once, exactly one is told that it won, and its bytes are there."""
-    writers, rounds = 16, 30
-    store = LocalStore(tmp_path / "run")
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, store.url, str(who), str(rounds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for who in range(writers)
-    ]
-    for racer in racers:
-        assert racer.stdout is not None
-        assert racer.stdin is not None
-        assert racer.stdout.readline() == "ready\n"
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    for n in range(rounds):
-        store.put(f"start/{n:05d}", [b""])
-    won: dict[int, list[str]] = {}
-    for who, racer in enumerate(racers):
-        out, _ = racer.communicate(timeout=120)
-        assert racer.returncode == 0
-        for line in out.split():
-            won.setdefault(int(line), []).append(str(who))
-    assert sorted(won) == list(range(rounds))
-    for n, winners in won.items():
-        assert [Path(store.url, f"ledger/{n}").read_text()] == winners

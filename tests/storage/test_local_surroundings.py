@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckpt_tasks.errors import ConfigError, IntegrityError, StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
 from tests.storage.conformance import files, pattern
@@ -35,47 +35,23 @@ def test_what_is_written_is_the_users_own(tmp_path: Path, group: bool, directory
     assert files(tmp_path / "run") == ["a", "a/b", "a/b/c", "a/d", "a/e"]
 
 
-def test_a_symbolic_link_is_not_read(tmp_path: Path) -> None:
-    """P42: a link in place of a file is an error, and does not show what it points to."""
-    (tmp_path / "secret").write_text("secret")
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    """P42: a link in place of a file or of a directory is neither read through nor deleted through."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "c").write_text("precious")
     store = LocalStore(tmp_path / "run")
     store.put("a/b", [b"x"])
-    (tmp_path / "run/a/link").symlink_to(tmp_path / "secret")
+    (tmp_path / "run/a/link").symlink_to(elsewhere / "c")
+    (tmp_path / "run/d").symlink_to(elsewhere)
     for read in (lambda: store.get("a/link", 100), lambda: store.size("a/link")):
         with pytest.raises(IntegrityError, match="link"):
             read()
-    assert store.names("") == ["a/b"]
-
-
-def test_a_symbolic_link_is_not_followed_when_deleting(tmp_path: Path) -> None:
-    """P42: where a directory was replaced by a link to another place, nothing there is deleted, whatever the cwd."""
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "b").mkdir(parents=True)
-    (elsewhere / "b/c").write_text("precious")
-    store = LocalStore(tmp_path / "run")
-    store.put("x", [b""])
-    (tmp_path / "run/a").symlink_to(elsewhere)
     with pytest.raises(StoreError, match="symbolic link"):
-        store.delete("a/b/c")
-    assert (elsewhere / "b/c").read_text() == "precious"
-    assert store.names("") == ["x"]
-
-
-def test_deleting_a_link_removes_the_link_alone(tmp_path: Path) -> None:
-    """P42: an object that was replaced by a link loses the link, and what it points to stays."""
-    (tmp_path / "precious").write_text("precious")
-    store = LocalStore(tmp_path / "run")
-    store.put("a/b", [b"x"])
-    (tmp_path / "run/a/link").symlink_to(tmp_path / "precious")
+        store.delete("d/c")
+    assert store.names("") == ["a/b"]
     store.delete("a/link")
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert files(tmp_path / "run") == ["a", "a/b"]
-
-
-def test_a_path_that_leads_nowhere_is_refused() -> None:
-    """The home of a user who does not exist is an error of ours, not the system's."""
-    with pytest.raises(ConfigError, match="Give a path that begins with /"):
-        LocalStore("~nobody-of-this-name/run")
+    assert (elsewhere / "c").read_text() == "precious"
+    assert files(tmp_path / "run") == ["a", "a/b", "d"]
 
 
 def test_a_run_directory_behind_a_link_works(tmp_path: Path) -> None:
@@ -115,7 +91,7 @@ def test_foreign_names_are_neither_listed_nor_deleted(tmp_path: Path) -> None:
     assert {*foreign, "1/2/3/4/5/deep"} <= {*files(tmp_path / "run")}
 
 
-@pytest.mark.parametrize("root", ["", "s3://bucket/run", "a\0b", "memory://x"])
+@pytest.mark.parametrize("root", ["", "s3://bucket/run", "a\0b", "~nobody-of-this-name/run"])
 def test_what_is_no_local_directory_is_refused(root: str) -> None:
     """A URL or an empty name is a ConfigError, not a directory of that name."""
     with pytest.raises(ConfigError):
@@ -131,24 +107,6 @@ def test_a_file_in_the_way_is_said_to_be_one(tmp_path: Path) -> None:
     for root in (file / "run", Path("/proc/run"), Path("/proc/a/b")):  # the file can come after the store was opened
         with pytest.raises((ConfigError, StoreError), match=rf"{'|'.join(map(str, [*root.parents][:2]))}"):
             LocalStore(root).put_if_absent("format.json", b"x")
-
-
-def test_making_a_store_touches_nothing(tmp_path: Path) -> None:
-    """Looking at a run directory that does not exist does not make it."""
-    store = LocalStore(tmp_path / "run")
-    assert store.names("") == []
-    with pytest.raises(ObjectNotFoundError):
-        store.get("format.json", 10)
-    store.delete("a/b")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_says_so(tmp_path: Path) -> None:
-    """An unwritable directory is a StoreError with what to do."""
-    (tmp_path / "run").mkdir(mode=0o500)
-    with pytest.raises(StoreError, match="may not read or write"):
-        LocalStore(tmp_path / "run").put("a/b", [b"x"])
 
 
 @pytest.fixture
@@ -170,33 +128,3 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(small: Path) ->
         assert files(small / "run") == ["a", "a/old"]
     store.put("a/fits", [pattern(2 << 20)])
     assert (small / "run/a/old").read_bytes() == pattern(1 << 20)
-
-
-def test_a_disk_without_inodes_is_an_error_that_leaves_nothing(small: Path) -> None:
-    """P37: when no more files can be made the store says so, names nothing new, and goes on when there is room."""
-    store = LocalStore(small / "run")
-
-    def fill() -> None:
-        for n in range(100):
-            store.put(f"a/{n:03d}", [b"x"])
-
-    with pytest.raises(StoreError, match="disk is full"):
-        fill()
-    made = store.names("a/")
-    assert made == [f"a/{n:03d}" for n in range(len(made))]
-    assert files(small / "run/a") == [name.removeprefix("a/") for name in made]
-    with pytest.raises(StoreError):
-        store.put_if_absent("b/commit", b"x")
-    for name in made[:5]:
-        store.delete(name)
-    store.put_if_absent("b/commit", b"x")
-    assert not [name for name in files(small / "run") if ".tmp" in name]
-
-
-def test_two_objects_of_one_name_are_told_apart_by_error(tmp_path: Path) -> None:
-    """P31: writing a taken name is ObjectExistsError, and the first object's file is not removed on the way out."""
-    store = LocalStore(tmp_path / "run")
-    store.put("a/b", [b"first"])
-    with pytest.raises(ObjectExistsError):
-        store.put("a/b", [pattern(3 << 20)])
-    assert (tmp_path / "run/a/b").read_bytes() == b"first"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, Location, open_run
+from ckpt_tasks import CheckpointConfig, Location
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.orchestration.config import config_of_run
 
@@ -33,24 +32,6 @@ def test_a_location_that_is_none_is_refused(url: Any, options: dict[str, Any]) -
     with pytest.raises(ConfigError) as caught:
         Location(url, **options)
     assert SECRET not in str(caught.value)
-
-
-def test_options_are_in_no_repr() -> None:
-    """The options may hold secrets: neither a location nor a configuration shows them."""
-    location = Location("s3://b/r", storage_options={"secret": SECRET})
-    assert SECRET not in f"{location!r} {CheckpointConfig(checkpoint_dir=location)!r}"
-    assert hash(location) == hash(Location("s3://b/r"))  # options need not be hashable
-
-
-def test_a_string_a_path_and_a_location_are_one_place(tmp_path: Path) -> None:
-    """A run is the same by its directory's name, by its path and by its location; one writer is recorded in it."""
-    run = tmp_path / "run"
-    assert CheckpointConfig(checkpoint_dir=run).location == CheckpointConfig(checkpoint_dir=str(run)).location
-    with Checkpointer(CheckpointConfig(checkpoint_dir=Location(str(run), single_writer=True))) as ckpt:
-        ckpt.save(1, {"n": 1})
-    assert '"single_writer":true' in (run / "format.json").read_text()
-    for place in (run, str(run), Location(str(run))):
-        assert [checkpoint.step for checkpoint in open_run(place).checkpoints()] == [1]
 
 
 def test_a_location_is_a_flows_parameter() -> None:

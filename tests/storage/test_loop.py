@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import textwrap
-import threading
-
-import pytest
 
 from ckpt_tasks.storage.loop import io_loop
 from tests.support.interpreters import python
@@ -33,18 +30,6 @@ def test_blocking_calls_run_after_python_has_shut_its_executors_down() -> None:
     code = textwrap.dedent(AT_THE_END).format(start="io_loop()")
     done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(True, 4)\n", "")
-
-
-def test_a_blocking_call_raises_what_it_raised() -> None:
-    """The error of a blocking call comes out where it was awaited, and the thread takes the next call."""
-
-    async def ask() -> int:
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.to_thread(lambda: 1 // 0)
-        return await asyncio.to_thread(threading.get_native_id)
-
-    found = {asyncio.run_coroutine_threadsafe(ask(), io_loop()).result(60) for _ in range(20)}
-    assert threading.get_native_id() not in found
 
 
 def _child() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
@@ -63,15 +63,3 @@ def test_a_store_that_does_not_show_what_it_has_is_refused(
     with pytest.raises(ConfigError, match="does not show"):
         History(lie(good)).create("run", single_writer=single_writer)
     assert good.names("") == []
-
-
-def test_what_cannot_be_removed_stays_and_is_nobodys(good: ObjectStore) -> None:
-    """A store that takes no deletes can be tried all the same."""
-
-    class Keeps(Liar):
-        def delete(self, name: str) -> None:
-            raise StoreError("not allowed", key=name)
-
-    prove(Keeps(good), single_writer=False)
-    assert all(name.startswith("probe/") for name in good.names(""))
-    assert History(good).head().entry is None

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import moved, watching
 from ckpt_tasks.testing import under_way
 from tests.support.calls import WatchedCalls
 from tests.support.interpreters import python
 from tests.support.pipelines import Gate, committed, opened, state_at
 
-_TIMEOUT_S = 3.0
-_WRITE_S = 0.6
+_TIMEOUT_S = 1.0
+_WRITE_S = 0.3
 _GROUPS = 6
 
 
@@ -37,7 +33,6 @@ class Slow(WatchedCalls):
         return piece
 
 
-@pytest.mark.slow
 def test_a_slow_store_that_moves_is_not_stuck(run_dir: Path) -> None:
     """P43: a checkpoint that takes longer than `flush_timeout_s` is committed, as each of its objects arrives."""
     slow = Slow()
@@ -60,18 +55,6 @@ def test_a_store_that_stands_still_is_stuck_after_it_has_moved(run_dir: Path, ga
         time.sleep(0.01)
     ckpt.close()
     assert committed(run_dir) == [1, 2]
-
-
-def test_every_piece_of_a_large_object_is_progress(tmp_path: Path) -> None:
-    """An object of three pieces counts three times while it is written, and in no other thread."""
-    counted: list[float] = []
-    other = threading.Thread(target=moved)
-    with watching(lambda: counted.append(0)):
-        other.start()
-        other.join()
-        LocalStore(tmp_path).put("evals/large", [bytes((2 << 24) + 1)])
-    moved()
-    assert len(counted) == 3
 
 
 TRAINER = """
@@ -109,20 +92,15 @@ def _trainer(
     return python("-c", code)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", [False, True])
-def test_the_end_waits_for_a_store_that_stands_still_until_its_limit(
-    run_dir: Path, tmp_path: Path, memory: bool
-) -> None:
+def test_the_end_waits_for_a_store_that_stands_still_until_its_limit(run_dir: Path, tmp_path: Path) -> None:
     """P43, P72: with a daemon thread that trains on, the process ends, and says which step is not committed.
 
-    It says as well whether the next start on this host has that step.
+    It says as well that the next start on this host has that step.
     """
-    ended = _trainer(run_dir, hold="time.sleep(10**6)", memory=str(tmp_path) if memory else None)
+    ended = _trainer(run_dir, hold="time.sleep(10**6)", memory=str(tmp_path))
     assert ended.returncode == 0
     assert ended.stderr.count("is not committed") == 1
-    assert ("the next start on this host can restore it" in ended.stderr) is memory
-    assert ("it is lost with this process" in ended.stderr) is not memory
+    assert "the next start on this host can restore it" in ended.stderr
     assert "has taken nothing for 2 s" in ended.stderr
 
 
@@ -131,12 +109,6 @@ def test_a_second_interrupt_ends_the_wait_at_the_end(run_dir: Path) -> None:
     end = "import _thread; t = threading.Timer(1.0, _thread.interrupt_main); t.daemon = True; t.start()"
     done = _trainer(run_dir, hold="time.sleep(10**6)", end=end, limit_s=600.0)
     assert done.stderr.count("is not committed") == 1
+    assert "it is lost with this process" in done.stderr
     assert "interrupted" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_end_commits_on_a_slow_store(run_dir: Path) -> None:
-    """P72: a daemon thread's last snapshot is committed when the process ends, however slow the store is."""
-    ended: Any = _trainer(run_dir, hold="time.sleep(0.2)")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert committed(run_dir)[-1] >= 19  # the twentieth was reported, and may not have been taken

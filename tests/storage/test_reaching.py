@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import output
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.storage.locations import Location, first_answer_s
-from tests.servers.process import free_port
+from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import ckpt, save_steps
 
 
@@ -38,10 +36,8 @@ def _lead_to(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("ls", "s3://bucket/run"),
         ("ls", "gs://bucket/run"),
         ("sync", "{run}", "s3://bucket/run"),
-        ("doctor-store", "s3://bucket/run"),
     ],
     ids=" ".join,
 )
@@ -54,32 +50,6 @@ def test_a_store_that_does_not_answer_is_one_line(arguments: tuple[str, ...], ru
     [line] = answer.err.splitlines()
     assert "did not answer within 2 s" in line
     assert arguments[-1] in line
-
-
-def test_an_endpoint_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused connection is asked again for a moment, and then said, with no line of any client's log."""
-    _lead_to(f"http://127.0.0.1:{free_port()}", monkeypatch)
-    answer = ckpt("ls", "s3://bucket/run")
-    assert answer.status == 1
-    [line] = answer.err.splitlines()
-    assert "s3://bucket/run does not answer" in line
-
-
-def test_logs_of_other_packages_stay_off_the_screen(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a client logs is not shown while a verb runs; a warning of ours is, once."""
-    save_steps(run_dir, 1)
-    with output.output(as_json=False):
-        logging.getLogger("some.client").error("a page of traceback")
-        logging.getLogger("ckpt_tasks").warning("a warning")
-    said = capsys.readouterr().err
-    assert "traceback" not in said
-    assert said.count("a warning") == 1
-
-
-def test_only_the_command_line_asks_a_store_that_it_opens() -> None:
-    """In a program nothing is asked when a place is opened: a run waits out an outage."""
-    assert first_answer_s.get() is None
-    assert Location("s3://bucket/run").open().url == "s3://bucket/run"
 
 
 @pytest.mark.parametrize("name", ["s3:/bucket/run", "gs:bucket/run", "az:/c/run", "block:/lab/run", "file:/tmp/run"])

@@ -92,3 +92,17 @@ def prune(run_dir: Path, newest: int) -> None:
     with opened(run_dir, max_num_checkpoints=newest) as ckpt:
         ckpt.acquire()
         ckpt.prune()
+
+
+class Meanwhile(WrappedStore):
+    """Do something once, when the first shard is put."""
+
+    def __init__(self, inner: Store, what: Callable[[], object]):
+        super().__init__(inner)
+        self._what: Callable[[], object] | None = what
+
+    def put_if_absent(self, name: str, body: bytes) -> None:
+        if name.endswith(".safetensors") and self._what is not None:
+            what, self._what = self._what, None
+            what()
+        super().put_if_absent(name, body)

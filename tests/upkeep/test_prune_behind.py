@@ -16,7 +16,6 @@ from ckpt_tasks.checkpoint import checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, FencedError, StoreError
 from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.testing import settle
-from ckpt_tasks.upkeep.pruning import Pruner
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened, restored, state_at
 from tests.support.waiting import until
@@ -166,21 +165,6 @@ def test_a_fenced_prune_removes_nothing(run_dir: Path) -> None:
     assert restored(run_dir, 1)["step"] == 1
 
 
-@pytest.mark.usefixtures("short")
-def test_a_restore_stops_the_prune_behind(run_dir: Path) -> None:
-    """P66: going back to an older step cancels the prune that would have removed it."""
-    ckpt = opened(run_dir, max_num_checkpoints=1)
-    store = held(ckpt)
-    for step in (1, 2):
-        ckpt.save(step, state_at(step))
-    assert store.reached.wait(60)
-    assert ckpt.restore(state_at(0), step=1) == 1
-    store.opened.set()
-    settle(ckpt)
-    assert committed(run_dir) == [1, 2]
-    ckpt.close()
-
-
 def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
     """P66: a pin that comes after the checkpoint went is an error, and no pin of nothing."""
     with opened(run_dir, max_num_checkpoints=1) as ckpt:
@@ -202,53 +186,3 @@ def test_what_is_pruned_while_it_is_pinned_is_not_pinned(run_dir: Path) -> None:
             ckpt.pin(1, "late")
         assert run.head().state.pins == {}
     assert committed(run_dir) == [2]
-
-
-class Deletes(WrappedStore):
-    """A store that names what it was asked to delete: on a disk nothing is left to unlink the second time."""
-
-    def __init__(self, inner: Store):
-        super().__init__(inner)
-        self.names_deleted: list[str] = []
-
-    def delete(self, name: str) -> None:
-        self.names_deleted.append(name)
-        super().delete(name)
-
-
-def test_what_another_prune_has_retired_is_not_retired_again(run_dir: Path) -> None:
-    """The prune behind a commit that has waited for `prune()` looks at the run as it is by then, and writes nothing."""
-    with opened(run_dir, max_num_checkpoints=1) as ckpt:
-        store = NoReads(ckpt.run.history.store)
-        ckpt.run.history.store = store  # so that the prunes behind these commits retire nothing
-        for step in (1, 2, 3):
-            ckpt.save(step, state_at(step))
-            settle(ckpt)
-        store.good, head = True, ckpt.run.head()
-        assert [one.step for one in head.state.live] == [1, 2, 3]
-        ckpt.prune()
-        before = kinds(run_dir)
-        assert (before[-1], committed(run_dir)) == ("retire", [3])
-        assert head.state.owner is not None
-        behind = Pruner(ckpt.run.history, ckpt.config.retention_policy)
-        behind.follow(head.state.owner, head.state)
-        behind.finish(60)
-        assert kinds(run_dir) == before
-
-
-def test_nothing_is_deleted_twice(run_dir: Path) -> None:
-    """P65: a second prune deletes what it retires, and nothing of what the one before has deleted."""
-    with opened(run_dir, max_num_checkpoints=1) as ckpt:
-        store = ckpt.run.history.store = Deletes(ckpt.run.history.store)
-        for step in (1, 2, 3):
-            ckpt.save(step, state_at(step))
-            settle(ckpt)
-            if step < 3:
-                ckpt.pin(step)
-        for step in (1, 2):
-            ckpt.unpin(step)
-            ckpt.prune()
-    assert committed(run_dir) == [3]
-    objects = [name for name in store.names_deleted if name.startswith("checkpoint_")]
-    assert len({name.split("/")[0] for name in objects}) == 2
-    assert len(objects) == len({*objects})

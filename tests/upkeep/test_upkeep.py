@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.format.ledger import State
-from ckpt_tasks.format.records import Lease
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.reading.reading import open_run
@@ -19,7 +17,7 @@ from ckpt_tasks.testing import die
 from ckpt_tasks.upkeep.retiring import Retirement, retire
 from ckpt_tasks.upkeep.upkeep import orphans, plan_prune, verify_run_directory
 from tests.support.calls import WatchedCalls
-from tests.support.ledgers import evaluation_of, made, owner_of, steps
+from tests.support.ledgers import made, owner_of, steps
 from tests.support.runs import opened, prefix_of, state_of
 
 KEEP_ONE = RetentionPolicy(max_num_checkpoints=1)
@@ -64,17 +62,6 @@ def keeping_one(history: History) -> Retirement:
     return Retirement(history.store, history.head().state, plan, frozenset())
 
 
-def test_the_oldest_goes_first(run_dir: Path) -> None:
-    """P65: what an entry gives up is named from the oldest checkpoint on, not in the order of a process's hashes."""
-    with opened(run_dir, max_num_checkpoints=None) as ckpt:
-        for step in range(1, 9):
-            ckpt.save(step, state_of(step))
-    retirement = keeping_one(ckpt.run.history)
-    retirement.apply(ckpt.run.history.head().state)
-    given_up = dict.fromkeys(name.partition("/")[0] for name in retirement.given_up)
-    assert list(given_up) == [f"checkpoint_{step:012d}" for step in range(1, 8)]
-
-
 def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> None:
     """P64, P66: a pin or a lease that came between plan and execution holds the checkpoint and its objects."""
     head = history.head()
@@ -93,31 +80,6 @@ def test_what_was_pinned_or_leased_since_the_plan_stays(history: History) -> Non
         assert steps(history.head()) == [2, 3]
     retire(history, owner, keeping_one(history))
     assert steps(history.head()) == [three.step]
-
-
-def test_what_became_the_best_since_the_plan_stays(history: History) -> None:
-    """P64: an evaluation that came between plan and execution makes the checkpoint the best, and holds it."""
-    policy = RetentionPolicy(max_num_checkpoints=1, keep_best=1, best_metric="loss")
-    head = history.head()
-    owner, (one, _, _) = head.state.owner, head.state.live
-    assert owner is not None
-    planned = Retirement(history.store, head.state, lambda state: plan_prune(state, policy), frozenset())
-    assert one.manifest_digest in planned.checkpoints
-    measured = evaluation_of(one, loss=0.1)
-    history.append({"kind": "evaluation"}, lambda state, n: state.with_evaluation(measured), owner=None)
-    retire(history, owner, planned)
-    assert steps(history.head()) == [1, 3]
-
-
-def test_an_expired_lease_holds_nothing(history: History) -> None:
-    """P64: an evaluation that died does not keep its checkpoint for ever."""
-    head = history.head()
-    owner, one = head.state.owner, head.state.live[0]
-    assert owner is not None
-    lease = Lease(id="x", manifest_digest=one.manifest_digest, holder="dead", expires_at=time.time() - 1)
-    history.append({"kind": "lease"}, lambda state, n: state.with_lease(lease, 0.0), owner=None)
-    retire(history, owner, keeping_one(history))
-    assert steps(history.head()) == [3]
 
 
 def test_the_ledger_says_so_before_anything_is_deleted(run_dir: Path, history: History) -> None:
