@@ -240,7 +240,11 @@ def test_a_stream_that_comes_back_otherwise_is_refused(workers: int) -> None:
     with pytest.raises(StateMismatchError, match="give each shuffle a seed"):
         shuffled(2).load_state_dict(state)
     told = rf"same num_workers.*workers is {workers} in the checkpoint and 1 here"
-    for other, said in ({"num_workers": 1}, told), ({"num_workers": workers, "seed": 1}, "seed"):
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"num_workers": 1}, told),
+        ({"num_workers": workers, "seed": 1}, "seed"),
+    ]
+    for other, said in others:
         with pytest.raises(StateMismatchError, match=said):
             ResumableLoader(rows(48).shuffle(seed=1, buffer_size=1), 4, **other).load_state_dict(state)
 

@@ -129,8 +129,9 @@ def entry(*offsets: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
+NOTHING: list[Any] = [b"not json", b"[" * 100_000, b"\xff\xfe", [], 3]
 HEADERS: list[tuple[Any, int]] = [
-    *((entries, 0) for entries in (b"not json", b"[" * 100_000, b"\xff\xfe", [], 3)),
+    *((entries, 0) for entries in NOTHING),
     *(({"a": one}, 4) for one in (3, {}, entry(0, 4, dtype=None), entry(0), entry(), entry(0, 2, 4), entry("0", "4"))),
     *(({"a": entry(0, 4, shape=shape)}, 4) for shape in (3, "12", [float("inf")], [-1], [True])),
     *(({"a": entry(*offsets)}, 4) for offsets in ((0.0, 4.0), (0, float("inf")), (0, 8), (4, 0), (-4, 4))),
