@@ -78,7 +78,17 @@ ENTRY: dict[str, list[tuple[str, Any]]] = {
 }  # fmt: skip
 
 
-def put_all(puts: list[tuple[str, Any]], body: Body) -> None:
+def on_entry(change: Callable[..., Any], *arguments: Any) -> Callable[[Hostile], None]:
+    """Return what changes the newest entry by `change(body, *arguments)`."""
+    return lambda h: h.change_entry(lambda body: change(body, *arguments))
+
+
+def on_manifest(change: Callable[..., Any], *arguments: Any) -> Callable[[Hostile], None]:
+    """Return what changes the newest manifest by `change(body, *arguments)`."""
+    return lambda h: h.change_manifest(lambda body: change(body, *arguments))
+
+
+def put_all(body: Body, puts: list[tuple[str, Any]]) -> None:
     for path, value in puts:
         put_at(body, path, value)
 
@@ -117,21 +127,20 @@ def _far_entry(h: Hostile) -> None:
 def documents() -> Iterator[Case]:
     some = ("verify", "show", "diff", "export", "part", "go on")
     for what, node in NODES.items():
-        yield Case(f"tree with {what}", lambda h, n=node: h.change_manifest(lambda b: add_to_tree(b, n)), verbs=some)
+        yield Case(f"tree with {what}", on_manifest(add_to_tree, node), verbs=some)
     for what, puts in MANIFEST.items():
-        yield Case(f"manifest with {what}", lambda h, p=puts: h.change_manifest(partial(put_all, p)))
+        yield Case(f"manifest with {what}", on_manifest(put_all, puts))
     for what, puts in ENTRY.items():
-        yield Case(f"entry with {what}", lambda h, p=puts: h.change_entry(partial(put_all, p)))
+        yield Case(f"entry with {what}", on_entry(put_all, puts))
     for what, text in {"deep lists": "[" * 10**6 + "]" * 10**6, "many lists": "[" + "[]," * (5 << 20) + "[]]"}.items():
-        grown = lambda h, t=text: h.change_manifest(lambda b: add_to_tree(b, Raw(t)))  # noqa: E731
-        yield Case(f"{what} in a tree", grown, verbs=("verify", "go on"))
+        yield Case(f"{what} in a tree", on_manifest(add_to_tree, Raw(text)), verbs=("verify", "go on"))
     digits = [("groups/extra/tree/~dict/0/1", Raw("9" * 3000))]
-    yield Case("whole numbers of 3,000 digits", lambda h: h.change_manifest(partial(put_all, digits)), "values")
-    yield Case("codes for the terminal", lambda h: h.change_entry(_texts))
+    yield Case("whole numbers of 3,000 digits", on_manifest(put_all, digits), "values")
+    yield Case("codes for the terminal", on_entry(_texts))
     yield Case("the last ledger number", _far_entry)
     yield Case("a list with a number of the future", _far_list, "entry")
-    twice = lambda b: b["objects"].append(b["objects"][0])  # noqa: E731
-    yield Case("an object named twice", lambda h: h.change_manifest(twice), "checkpoint")
+    twice = on_manifest(lambda body: body["objects"].append(body["objects"][0]))
+    yield Case("an object named twice", twice, "checkpoint")
 
 
 # ── other things in the place of files ───────────────────────────────────────────────────────────────────────
@@ -170,15 +179,23 @@ DIRECTORIES = ("ledger", "heartbeat", "evals", "live", "checkpoint_000000000003"
 def files() -> Iterator[Case]:
     for (where, (find, harm)), (thing, make) in product(FILES.items(), THINGS.items()):
         if (where, thing) != ("the next heartbeat", "sparse file"):
-            yield Case(f"{thing} for {where}", lambda h, f=find, m=make: put_thing(f(h), m), harm)
+            yield Case(f"{thing} for {where}", partial(put_thing, find, make), harm)
     for where, (find, harm) in FILES.items():
-        yield Case(f"link for {where}", lambda h, f=find: h.move_out(f(h)), harm)
+        yield Case(f"link for {where}", partial(put_link, find), harm)
     for name in DIRECTORIES:
-        move = lambda h, n=name: h.move_out(next(h.root.glob(n), h.root / n))  # noqa: E731
-        yield Case(f"link for the directory {name}", move)
+        yield Case(f"link for the directory {name}", partial(put_link, partial(_directory, name)))
 
 
-def put_thing(path: Path, make: Callable[[Path], Any]) -> None:
+def _directory(pattern: str, h: Hostile) -> Path:
+    return next(h.root.glob(pattern), h.root / pattern)
+
+
+def put_link(find: Callable[[Hostile], Path], h: Hostile) -> None:
+    h.move_out(find(h))
+
+
+def put_thing(find: Callable[[Hostile], Path], make: Callable[[Path], Any], h: Hostile) -> None:
+    path = find(h)
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     make(path)

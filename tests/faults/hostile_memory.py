@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ def _put(where: str, make: Callable[[Path], Any]) -> Callable[[Path, Path], None
     return attack
 
 
+def _attack(attack: Callable[[Path, Path], Any], h: Hostile) -> None:
+    attack(filled(h), h.outside)
+
+
 def cases() -> Iterator[Case]:
     """Yield every case; each finds a snapshot of step 4 in memory that storage has as well."""
     places = ("lock", "seal.json", "manifest.json", "index.arrow", ".seal.json", "image")
@@ -84,4 +89,4 @@ def cases() -> Iterator[Case]:
     }
     for what, attack in {**ATTACKS, **things}.items():
         harm = "any" if what in _WHOLE else "memory"
-        yield Case(f"memory with {what}", lambda h, a=attack: a(filled(h), h.outside), harm, ("remember",))
+        yield Case(f"memory with {what}", partial(_attack, attack), harm, ("remember",))

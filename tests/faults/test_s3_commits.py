@@ -18,8 +18,6 @@ from tests.support.answers import Answer
 from tests.support.ledgers import commit, steps
 from tests.support.rules import Fault, Gate
 
-ACTS = {"server_acts": True}
-
 
 @pytest.mark.parametrize(
     ("fault", "times", "requests"),
@@ -34,7 +32,7 @@ ACTS = {"server_acts": True}
         (Fault(answer=answers.CONDITIONAL_CONFLICT), 3, "PUT PUT PUT PUT GET"),
         # Whatever is said, done or not, what lies there counts.
         (Fault(answer=answers.INTERNAL_ERROR), 1, ""),
-        *((Fault(answer=answer, **ACTS), 1, "") for answer in (
+        *((Fault(answer=answer, server_acts=True), 1, "") for answer in (
             answers.INTERNAL_ERROR, answers.CONDITIONAL_CONFLICT, answers.PRECONDITION_FAILED_NAMED,
             answers.NO_SUCH_KEY, Answer(502, b"<html>Bad gateway</html>"),
         )),

@@ -16,7 +16,6 @@ from tests.support.rules import Fault
 NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
 LARGE = pattern(1_000_003)
 PARTS = 16
-ACTS = {"server_acts": True}
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ WHOLE = [  # … and whether the object is there when the first request has ende
     (Fault(drop_request=True), False),
     (Fault(reset_request_at=500_000), False),
     (Fault(answer=answers.INTERNAL_ERROR), False),
-    (Fault(answer=answers.SLOW_DOWN, **ACTS), True),
+    (Fault(answer=answers.SLOW_DOWN, server_acts=True), True),
     (Fault(answer=answers.CONDITIONAL_CONFLICT), False),
     (Fault(hold_answer=60.0), True),  # after the read timeout
 ]
@@ -54,7 +53,7 @@ def test_an_object_arrives_whole_and_is_sent_twice_only_where_it_is_not_there(
 
 def test_somebody_elses_object_is_not_taken_for_ours(place: Place) -> None:
     """P31, P32: told that the name is taken, after a lost request too: our bytes are done, others stay as they are."""
-    place.chaos.on(Fault(answer=answers.PRECONDITION_FAILED, **ACTS), operation="PutObject", times=1)
+    place.chaos.on(Fault(answer=answers.PRECONDITION_FAILED, server_acts=True), operation="PutObject", times=1)
     put(place.store())
     for theirs, times in ((LARGE[:-1] + b"?", 0), (b"somebody else's", 1)):
         place.past.put(NAME, theirs)
@@ -101,10 +100,10 @@ def test_a_part_that_fails_is_sent_again_alone(place: Place, fault: Fault | None
 ENDS = [  # the fault, and whether the object is there all the same
     (Fault(answer=answers.INTERNAL_ERROR), False),
     (Fault(answer=answers.FAILED_AFTER_200), False),
-    (Fault(answer=answers.FAILED_AFTER_200, **ACTS), True),
+    (Fault(answer=answers.FAILED_AFTER_200, server_acts=True), True),
     (Fault(answer=answers.NO_SUCH_UPLOAD), False),
-    (Fault(answer=answers.NO_SUCH_UPLOAD, **ACTS), True),
-    (Fault(answer=answers.PRECONDITION_FAILED, **ACTS), True),
+    (Fault(answer=answers.NO_SUCH_UPLOAD, server_acts=True), True),
+    (Fault(answer=answers.PRECONDITION_FAILED, server_acts=True), True),
     (Fault(answer=Answer(200, b"")), False),
     (Fault(drop_answer=True), True),
     (Fault(drop_request=True), False),

@@ -104,7 +104,7 @@ class Forked(subprocess.Popen[Any]):
             super().__init__(command, **options)
             return
         given = options.get("stderr")
-        self._said = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in wait)
+        self._said: Any = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in wait)
         self._program = Python(*command[1:], environment=options.get("env"), said=self._said)
         self.args, self.pid, self.returncode = command, self._program.pid, None
         self.stdin = self.stdout = self.stderr = None
