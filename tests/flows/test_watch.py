@@ -169,13 +169,13 @@ def test_who_is_silent_is_dead(client: SyncPrefectClient) -> None:
     first = watch(tag="three", silent_s=300)
     assert (first.dead, first.cancelled) == ((), ())
 
-    def all_marked() -> bool:  # once they have been so for six seconds
+    def all_marked() -> bool:  # once they have been so for twenty seconds: a busy machine sends late
         for run in beating.values():
             beat(client, run)
-        watch(tag="three", silent_s=6, crashed_s=3600)
+        watch(tag="three", silent_s=20, crashed_s=3600)
         return {end: state_of(client, run) for end, run in silent.items()} == {end: end for end in ends}
 
-    until(all_marked, 60)
+    until(all_marked, 180)
     assert {state_of(client, run) for run in beating.values()} == {"Running", "Cancelling"}
     resumed = watch(tag="three", silent_s=300, crashed_s=0).resumed
     assert resumed == (name_of(client, silent["Crashed"]),)

@@ -64,10 +64,13 @@ def test_a_retry_goes_on_from_the_last_committed_attempt(run_dir: Path, monkeypa
     A task that follows a good one restores nothing, and each retry restores once.
     """
     tally, failing = Tally(), Failing(2, 3)
-    restored: list[str] = []
-    monkeypatch.setattr(
-        tally, "load_state_dict", lambda state: (restored.append("x"), Tally.load_state_dict(tally, state))
-    )
+    restored: list[dict[str, Any]] = []
+
+    def load(state: dict[str, Any]) -> None:
+        restored.append(state)
+        Tally.load_state_dict(tally, state)
+
+    monkeypatch.setattr(tally, "load_state_dict", load)
     with checkpointer(run_dir) as ckpt:
 
         @resumable_task(ckpt, {"tally": tally}, retries=2, retry_delay_seconds=0)
@@ -205,7 +208,11 @@ def test_a_users_condition_narrows_ours(run_dir: Path) -> None:
     with checkpointer(run_dir) as ckpt:
         state = {"n": 1}
         how: Any = {"retries": 3, "retry_delay_seconds": 0}
-        work = resumable_task(ckpt, state, **how, retry_condition_fn=refuse)(failing.__call__)
+
+        @resumable_task(ckpt, state, **how, retry_condition_fn=refuse)
+        def work() -> None:
+            failing()
+
         with pytest.raises(RuntimeError):
             work()
         for condition in (functools.partial(refuse), later):
