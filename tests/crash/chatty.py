@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -45,14 +46,14 @@ def close() -> None:
 
 
 def have_none() -> None:
-    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    sys.stdout = sys.stderr = None
 
 
 # How standard output and error become of no use.
 WAYS: dict[str, Callable[[], object]] = {
     "its reader left": leave,
     "its disk is full": lambda: become(os.open("/dev/full", os.O_WRONLY)),
-    "its descriptor is closed": lambda: (os.close(1), os.close(2)),
+    "its descriptor is closed": lambda: os.closerange(1, 3),
     "it is closed": close,
     "there is none": have_none,
 }
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     if entry == "flow":
         from ckpt_tasks.flows.train import train as flow
 
-        given = {"program": "tests.crash.chatty:Chatty", "params": {"way": way}, "batch_steps": 3}
+        given: dict[str, Any] = {"program": "tests.crash.chatty:Chatty", "params": {"way": way}, "batch_steps": 3}
         flow(run_key="chatty", total_steps=STEPS, checkpoint=config, **given)
         return
     if entry == "close":

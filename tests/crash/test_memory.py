@@ -92,7 +92,12 @@ def harmed(file: str, how: str) -> Callable[[Path], None]:
     def harm(slot: Path) -> None:
         (path,) = slot.glob(file)
         half = path.stat().st_size // 2
-        {"flip": lambda: flip(path, half), "cut": lambda: os.truncate(path, half), "gone": path.unlink}[how]()
+        if how == "gone":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, half)
+        else:
+            flip(path, half)
 
     return harm
 
@@ -336,7 +341,7 @@ def test_a_snapshot_is_its_checkpoint_though_that_reuses_an_object(
 # ── what is let go ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_memory_is_cleaned_but_for_what_storage_lacks(lives: Callable[..., Life], memory: Path) -> None:
+def test_memory_is_cleaned_but_for_what_storage_lacks(lives: Callable[..., Life], run_dir: Path, memory: Path) -> None:
     """P67: a prune from outside clears what storage covers and leaves the rest; so does the end of a block in error."""
     (stored := lives()).train(1, 2)
     stored.end()
@@ -345,7 +350,7 @@ def test_memory_is_cleaned_but_for_what_storage_lacks(lives: Callable[..., Life]
     assert slots(memory) == {}
     (lacking := lives({3: REFUSED})).train(3)
     lacking.end()
-    with opened(lacking.ckpt.run.history.store.root, memory_dir=str(memory)) as ckpt:
+    with opened(run_dir, memory_dir=str(memory)) as ckpt:
         ckpt.acquire()
         ckpt.prune()
     assert 3 in slots(memory)
@@ -358,12 +363,12 @@ def test_memory_is_cleaned_but_for_what_storage_lacks(lives: Callable[..., Life]
 
 
 def test_a_second_process_keeps_its_snapshots_to_itself(
-    lives: Callable[..., Life], memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lives: Callable[..., Life], run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """P33: while one process holds the slots another one, which took the run over, uses its own memory and says so."""
     monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
     (first := lives(memory_dir="auto")).train(1)
-    with opened(first.ckpt.run.history.store.root, memory_dir="auto", take_over=True) as second:
+    with opened(run_dir, memory_dir="auto", take_over=True) as second:
         assert second.restore(state_of(0)) == 1
         assert "of this process holds" in caplog.text
     first.end()

@@ -225,7 +225,7 @@ def in_background(rank: int, size: int, root: str, how: str) -> list[int]:
         ckpt.restore(state)
         for step in range(1, LAST[how] + 1):
             fails = how == "refused" and step == 2
-            LocalStore.put = put if rank == 0 else refuse if fails else late  # type: ignore[method-assign]
+            LocalStore.put = put if rank == 0 else refuse if fails else late  # type: ignore[method-assign,assignment]
             ckpt.step(step, state)
             if how == "refused":
                 settle(ckpt)
