@@ -5,14 +5,13 @@ ML productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), mea
 log of every step. Wall time runs from the first owner to the last entry of an owner. A commit counts at the time of its
 snapshot (its entry's time less `flush_s`). The time between two such entries a and b is divided like this:
 
-========= ============================================================================================================
-useful b is a commit of the final line: its steps beyond a, times the seconds that a step took then lost the same for a
-commit of an abandoned line; and the time of a failed attempt, from the entry before it saving b is a commit: how long
-training waited for its snapshot (`stall_s`) starting b is the first commit of an owner or after a failure, and none of
-the above: start, restore, retry delay down b is an owner, and the owner before it had not released the run: the time
-since that owner's last entry idle b is an owner, and the run had been released other b is a commit or a release, and
-none of the above: evaluations, waiting for a commit, Prefect =========
-============================================================================================================
+- useful: b is a commit of the final line: its steps beyond a, times the seconds that a step took then.
+- lost: the same for a commit of an abandoned line; and the time of a failed attempt, from the entry before it.
+- saving: b is a commit: how long training waited for its snapshot (`stall_s`).
+- starting: b is the first commit of an owner or after a failure, and none of the above: start, restore, retry delay.
+- down: b is an owner, and the owner before it had not released the run: the time since that owner's last entry.
+- idle: b is an owner, and the run had been released.
+- other: b is a commit or a release, and none of the above: evaluations, waiting for a commit, Prefect.
 
 The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: what it
 had trained since its last entry counts as "down", not as "lost". Clocks are those of the writers: a clock that was set

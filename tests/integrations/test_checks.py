@@ -49,7 +49,11 @@ def check(arguments: Sequence[str]) -> None:
     [
         *((*row, "not slow") for row in FILES),
         *(pytest.param(*row, "not slow", marks=slow) for row in LONG),
-        *(pytest.param(*row, "slow", marks=slow) for row in FILES if row[1] in {"huggingface", "lightning"}),
+        *(
+            pytest.param(*row, "slow", marks=slow)
+            for row in FILES
+            if row[0] in {"optimizers", "huggingface", "lightning"}
+        ),
     ],
 )
 def test_each_check_passes(file: str, job: str, backend: str, marked: str, tmp_path: Path) -> None:
