@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,13 @@ def committed_steps(run_dir: Path) -> list[int]:
     history = open_run(str(run_dir)).history
     happened = [history.read_entry(n)[0].event for n in range(history.head().next_n)]
     return [event["step"] for event in happened if event["kind"] == "commit"]
+
+
+@pytest.fixture
+def after_gone() -> Iterator[None]:
+    """End Prefect's thread for events, which was made for a server that is gone: it would keep those of later tests."""
+    yield
+    EventsWorker.drain_all(timeout=10)
 
 
 @pytest.mark.slow
@@ -120,6 +127,7 @@ def moment(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
+@pytest.mark.usefixtures("after_gone")
 def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture) -> None:
     """The end waits a bounded time for the events that are queued; then it drops them, and says how many."""
 
@@ -138,6 +146,7 @@ def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture
     assert re.search(r"did not take (29|30) events", caplog.text)
 
 
+@pytest.mark.usefixtures("after_gone")
 @pytest.mark.parametrize("away", [True, False])
 @pytest.mark.parametrize("raised", [None, ValueError("oh")], ids=["ends", "fails"])
 def test_without_a_server_no_final_state_is_set(
@@ -161,7 +170,8 @@ def test_without_a_server_no_final_state_is_set(
         assert ("has completed" if raised is None else "has failed, ValueError: oh") in str(ended)
         assert "All commits are made" in caplog.text
     else:
-        assert (ended, caplog.text) == (raised, "")
+        # Prefect's own thread may still log that the server of a test before this one is gone.
+        assert (ended, [one for one in caplog.records if one.name.startswith("ckpt_tasks")]) == (raised, [])
 
 
 @pytest.mark.slow
