@@ -22,7 +22,7 @@ class NoThread(System):
         raise RuntimeError("no thread")
 
 def made(value):
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(3)])
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(6)])
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "value": value}
