@@ -118,6 +118,15 @@ def test_memory_shared_between_groups_is_shared_again() -> None:
     assert (array == 7).all()
 
 
+def test_a_tuple_of_what_is_refilled_stays_the_same() -> None:
+    """What else refers to a tuple sees the restored values in it, since its parts are restored in place."""
+    held = {"pair": (pair := ([7], torch.zeros(2)))}
+    restore(save({"it": {"pair": ([1, 2], torch.ones(2))}}), {"it": held})
+    assert held["pair"] is pair
+    assert pair[0] == [1, 2]
+    assert pair[1].tolist() == [1.0, 1.0]
+
+
 def test_tensors_without_elements_share_nothing() -> None:
     """P4, P6: two empty tensors of one shape have one address, and come back as two that grow each by itself."""
     state: dict[str, Any] = {"shown": []}
