@@ -122,6 +122,7 @@ _TAIL = (
 def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
     head = run.head()
     state, rows = head.state, _Row.all_of(head.state)
+    columns = [_column(name, rows) for name in metrics]
     names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
     facts = {
         "run_key": run.run_key,
@@ -134,16 +135,16 @@ def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
         "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
         "checkpoints": row_facts((*_HEAD, *_TAIL), rows),
     }
-    out.answer(facts, _parts(run, head, rows, metrics))
+    out.answer(facts, _parts(run, head, rows, columns))
     out.fail(head.entry is None and bool(head.damaged))
 
 
-def _parts(run: Run, head: Head, rows: list[_Row], metrics: list[str]) -> Iterator[Any]:
+def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]) -> Iterator[Any]:
     yield title(run)
-    columns = [_column(name, rows) for name in metrics] or _metric_columns(rows)[:_METRICS_SHOWN]
+    columns = chosen or _metric_columns(rows)[:_METRICS_SHOWN]
     if rows:
         names = [f"{suite}/{name}" if suite else name for suite, name in columns]
-        fewest = len(columns) if metrics else 0
+        fewest = len(chosen)
         yield from widest_listing(lambda shown: _listing(rows, columns[:shown]), names, fewest)
     else:
         yield "\nThere is no checkpoint yet.\n"

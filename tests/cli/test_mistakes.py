@@ -52,6 +52,7 @@ MISTAKES = {
     "import empty new": "empty",
     "import cut.pt new": "cut.pt",
     "import mine.pt nets --step 9": "trained",
+    "ls long --metrics wrong": "no checkpoint has the metric",
     "plan fresh": "nothing has been measured",
     "plan long --overhead-cap 0": "overhead cap",
     "plan long --overhead-cap 3": "overhead cap",
