@@ -125,7 +125,7 @@ class AutoCadence:
     def updated(self, observed: Observed) -> AutoCadence:
         """Return a cadence for new measurements, or this one if its interval is within a quarter of the best.
 
-        An interval that has become shorter than a flush, or longer than the cap, is changed at once, however little.
+        An interval that is too short now, for a flush or for the overhead cap, is changed at once, however little.
         """
         wanted = recommend(observed, overhead_cap=self.overhead_cap, prior_mtbf_s=self.prior_mtbf_s)
         margin = 1 + HYSTERESIS

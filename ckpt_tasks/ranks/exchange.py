@@ -75,7 +75,7 @@ class Exchange(Protocol):
         """Wait until every rank has read rank 0's answers: this process may hold the c10d store, and ends next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Publish a message under a topic, for `look`; it replaces the previous one."""
+        """Publish a word, some bytes, under a topic, for `look`; it replaces the topic's previous word."""
 
     def look(self, topic: str) -> bytes | None:
         """Return the newest word of a topic, posted by any rank; does not wait."""

@@ -55,7 +55,7 @@ class Listeners:
         self._tell("committed", checkpoint)
 
     def measured(self, steps: tuple[StepMetrics, ...]) -> None:
-        """Report the metrics of the steps up to a commit, from the one after the last."""
+        """Report the metrics of the steps that led from the commit before to this one."""
         self._tell("measured", steps)
 
     def failed(self, step: int, why: BaseException) -> None:

@@ -38,13 +38,13 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
     ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
-    own = state.by_rank
-    reshard(state.modules.values())
+    own, modules = state.by_rank, state.modules
+    reshard(modules.values())
     tensors = TensorSet(world)
     captured: dict[str, GroupState] = {}
     streams = current_streams() if rng else {}
     with gc_paused():
-        scope = Scope(state, state.modules, state.can_assign, parent)
+        scope = Scope(state, modules, state.can_assign, parent)
         kinds = {name: kind_of(value) for name, value in state.items()}
         for name in sorted(state, key=lambda name: _ORDER.index(kinds[name])):
             kind, value = KINDS[kinds[name]], state[name]

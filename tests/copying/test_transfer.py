@@ -34,7 +34,7 @@ from tests.support.calls import Mode
 from tests.support.cli_runs import flip, only
 from tests.support.forks import NoLinks, run_of, train
 from tests.support.sweeps import KILLED_AFTER, LANDED, Victim, failing_calls, strides, victim_of
-from tests.support.syncs import Meanwhile
+from tests.support.syncs import Full, Meanwhile
 
 Copy = Callable[[Path, Store, int], object]
 PARAMS = {"frozen": 1 << 19}  # a part that both checkpoints share
@@ -151,7 +151,7 @@ def test_what_lies_there_is_verified_and_not_replaced(root: Path, copy: Copy, ha
     shard = only(root / "run", "checkpoint_000000000004/*/model-*.safetensors")
     if copy is sync:
         with suppress(StoreError):
-            copy(root / "run", NoIndex(sent(root)), 4)
+            copy(root / "run", Full(sent(root)), 4)
     shutil.copytree(shard.parent, (root / "b" / shard.relative_to(root / "run")).parent, dirs_exist_ok=True)
     only(root / "b", "checkpoint_000000000004/*/manifest.json").unlink()
     HARMS[harm](found := root / "b" / shard.relative_to(root / "run"))
@@ -163,15 +163,6 @@ def test_what_lies_there_is_verified_and_not_replaced(root: Path, copy: Copy, ha
     found.unlink()
     copy(root / "run", sent(root), 4)
     check_whole(root)
-
-
-class NoIndex(WrappedStore):
-    """Have no room for an index."""
-
-    def put_if_absent(self, name: str, body: bytes) -> None:
-        if name.endswith("index.arrow"):
-            raise StoreError("the disk is full", key=name)
-        super().put_if_absent(name, body)
 
 
 def test_an_object_that_is_put_and_is_not_there(root: Path, copy: Copy) -> None:
