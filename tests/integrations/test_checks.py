@@ -52,7 +52,7 @@ def check(arguments: Sequence[str]) -> None:
         *(
             pytest.param(*row, "slow", marks=slow)
             for row in FILES
-            if row[0] in {"optimizers", "huggingface", "lightning"}
+            if row[0] in {"optimizers", "huggingface", "huggingface_second_starts", "lightning"}
         ),
     ],
 )
