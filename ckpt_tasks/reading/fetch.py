@@ -12,7 +12,6 @@ reads what it needs; if it needs only a part of a region, it reads the whole reg
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,12 +30,11 @@ from ckpt_tasks.reading.opening import READ_BYTES, change, merge_runs, verify_ru
 from ckpt_tasks.reading.sharing import share_reads
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
-from ckpt_tasks.tensors.memcpy import is_plain
+from ckpt_tasks.tensors.memcpy import THREADS, is_plain
 from ckpt_tasks.tensors.placements import local_of
 from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-_READERS = max(2, min(8, os.cpu_count() or 2))
 _PIECE_BYTES = 2 << 20  # A piece of this size stays in a core's cache between read and digest.
 _DIRECT_BYTES = 256 << 10  # Smaller tensors are read together, and then copied.
 
@@ -136,14 +134,14 @@ class StoredTensors:
         runs = merge_runs(parts, _PIECE_BYTES)
         devices = [local_of(into).device for into, _ in pairs if into.is_cuda]
         staged_bytes = sum(one.size_bytes for one in direct if one.into.is_cuda)
-        with Staging(devices, staged_bytes, _READERS) as staging:
+        with Staging(devices, staged_bytes, THREADS) as staging:
             jobs: list[_Job] = [
                 *(partial(self._read_direct, some, staging) for some in _dealt(direct, lambda one: one.size_bytes)),
                 *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
                 *(partial(self._read_parts, parts, some) for some in _dealt(runs, _run_bytes)),
                 *checks,
             ]
-            in_threads(lambda job: job(), jobs, _READERS, "ckpt-restore")
+            in_threads(lambda job: job(), jobs, THREADS, "ckpt-restore")
 
     def _windows(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         """Group tensors that are adjacent in a file into one read each."""
