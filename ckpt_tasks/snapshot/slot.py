@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,9 +15,11 @@ from ckpt_tasks.process.processes import in_threads
 from ckpt_tasks.reading.opening import change
 from ckpt_tasks.snapshot.memory import SlotFiles
 from ckpt_tasks.storage.port import ReadableStore
-from ckpt_tasks.tensors.memcpy import THREADS
 from ckpt_tasks.tensors.placements import local_pairs
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
+
+# Each of them only digests, so they do not wait for each other, and no training runs beside a restore.
+_READERS = max(2, min(16, os.cpu_count() or 2))
 
 
 class SlotStore:
@@ -91,9 +94,9 @@ class MappedTensors:
         self._fills.append((into, key))
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        share = -(-len(self._rows) // (4 * THREADS)) or 1
+        share = -(-len(self._rows) // (4 * _READERS)) or 1
         shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
-        in_threads(lambda rows: _verify(rows, self._maps), shares, THREADS, "ckpt-verify")
+        in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")
         fills, self._fills = self._fills, []
         self.copy(fills)
 
