@@ -11,10 +11,10 @@ from ckpt_tasks.gang.messages import Begin, Message
 
 @dataclass(eq=False)
 class RankProcess:
-    """A rank's process: its last step, how it has ended (None: unknown), and its condition when last checked.
+    """A rank's process: its last `step`, its exit `status` (None: unknown), and its condition at the last check.
 
-    `host` is the address of its node, "" for the agent's own, and `lost` says why that node cannot be reached any more;
-    `written` are the stacks that the rank has written.
+    `host` is the address of the rank's node ("": the agent's node); `lost` says why the agent cannot reach this node
+    any more; `written` are the stacks that the rank has written.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
 
     def has_more(self) -> bool:
-        """Return whether a gang started now would have more ranks; begin to prepare what these ranks need."""
+        """Return True if a gang that starts now would have more ranks; begin to prepare what these ranks need."""
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks; only `hear` shows which ranks have ended."""

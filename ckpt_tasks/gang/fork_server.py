@@ -2,9 +2,9 @@
 
 Invariants
 
-1. It never uses a device, and starts no thread: a child of such a process could not.
-2. It ends when its agent does, by end of file on their socket, and kills its ranks; they also die with it.
-3. A rank that has ended stays a zombie until the agent asks: until then no other process gets its process id.
+1. The server never uses a device and starts no thread: otherwise the ranks that it forks could do neither.
+2. The server ends at end of file on its agent's socket, and kills its ranks; the ranks also die with the server.
+3. An ended rank stays a zombie until the agent sends "reap": until then no other process gets its process id.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Server:
 def main(descriptor: int, *, bound: bool) -> NoReturn:
     """Import what ranks need, then serve the agent through a socket; if `bound`, end with our parent thread.
 
-    So a thread that ends before its process must not be the one that starts us.
+    So with `bound`, the thread that starts this server must live as long as its process.
     """
     if bound:
         dies_with_parent()

@@ -1,7 +1,7 @@
-"""How ranks that a launcher has started meet: in the c10d store at MASTER_ADDR, under a name that only this start has.
+"""The meeting of ranks that a launcher has started: in the c10d store at MASTER_ADDR, under a name of this start only.
 
-torchrun gives restarted ranks the store of the previous start, with all of its words (torch 2.13): a rank could connect
-to processes that are gone. TORCHELASTIC_RESTART_COUNT does not help: each agent counts for itself.
+torchrun gives restarted ranks the store of the previous start, with all of its values (torch 2.13): a rank could
+connect to ended processes. TORCHELASTIC_RESTART_COUNT does not help: each torchrun agent counts for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ckpt_tasks.errors import RankError, StoreError
 from ckpt_tasks.ranks.exchange import StoreExchange
 
-_JOIN_S = 1800.0  # Rank 0 may start a server first; if it fails, the launcher ends the others.
+_JOIN_S = 1800.0  # Rank 0 may start a server first; if rank 0 fails, the launcher ends the other ranks.
 
 
 def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: float) -> StoreExchange:
@@ -39,7 +39,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
 
 
 def take_device(local_rank: int, local_size: int) -> str:
-    """Use this rank's device if each rank of the host has one; return torch's backend: NCCL then, else Gloo."""
+    """Use this rank's device if each rank of the host has one; return the backend: NCCL with devices, else Gloo."""
     if torch.cuda.device_count() < local_size:
         return "gloo"
     torch.cuda.set_device(local_rank)

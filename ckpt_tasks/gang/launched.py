@@ -1,9 +1,8 @@
 """A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, other ranks follow it.
 
-Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts the order, and the
-others do the same. Each has its own Checkpointer, as in a torchrun script. Ranks agree on the step that a signal ends.
-
-No rank is started here. If a rank fails, every process ends, and the launcher starts all of them again.
+Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts an order, which
+the other ranks carry out, too. Each rank has its own Checkpointer, as in a torchrun script. After a signal, the ranks
+agree on the last step. If a rank fails, every process ends, and the launcher starts all of them again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place that a launcher gave to this process: rank `rank` of `size`, and `local_rank` on its host."""
+    """The rank that a launcher gave to this process: `rank` of `size`, and `local_rank` of `local_size` on its host."""
 
     rank: int
     size: int
@@ -49,9 +48,9 @@ class Place:
 
     @classmethod
     def find(cls) -> Self | None:
-        """Return the place that the environment names; None if this process is not one of several ranks.
+        """Return the rank that the environment names; None if this process is not one of several ranks.
 
-        Raises ConfigError if a variable is no number.
+        Raises ConfigError if a variable is not a number.
         """
         if gang_rank() is None:
             return None
@@ -77,12 +76,12 @@ class Place:
                 give_up(ckpt)
                 orders.failed(error, session.position)
                 raise
-            except BaseException:  # A signal reaches the others as well, unless it comes between two orders.
+            except BaseException:  # A signal also reaches the other ranks, unless it comes between two orders.
                 orders.give("close")
                 raise
             orders.give("close")
             orders.close(_CLOSE_S)
-        dist.destroy_process_group()  # Only one process evaluates.
+        dist.destroy_process_group()  # Evaluations come next, in this process only.
 
     def dismiss(self, config: CheckpointConfig) -> None:
         """Let the other ranks end if rank 0 has nothing to train."""
@@ -136,7 +135,7 @@ class Place:
         return Orders(join(self.rank, self.size, self.local_rank, self.local_size, config.flush_timeout_s))
 
 
-# The place of this process, for the flow that it runs, since a flow's parameters are the same at every start.
+# The rank of this process, which the flow reads from here: a flow's parameters must be the same at every start.
 launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
 
 
@@ -175,7 +174,7 @@ class _Leading(LocalSession):
 
 
 class _Patience:
-    """How long a rank that was told to end waits for an order: all ranks then end together after the next step."""
+    """The time that a rank waits for one more order after a signal: all ranks then end together after the next step."""
 
     def __init__(self, ckpt: Checkpointer):
         self._ckpt = ckpt

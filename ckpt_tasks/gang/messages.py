@@ -65,10 +65,10 @@ class Stop(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(Message):
-    """From a rank: the order was carried out, or `stopped` early by this signal.
+    """From a rank: it has carried out the order; `stopped` is the signal that has ended the order early.
 
-    `busy` is the share of the time in which its main thread has computed instead of waiting; `source` is where a
-    restore has read.
+    `busy` is the share of the time in which its main thread has computed instead of waiting; `source` is the source
+    of a restore.
     """
 
     position: int

@@ -1,11 +1,11 @@
-"""The orders of rank 0 to a launcher's ranks, and the first rank's failure, exchanged by the c10d store.
+"""The orders of rank 0 to a launcher's ranks, and the first failure of a rank, exchanged through the c10d store.
 
 Invariants
 
 1. Strangers can write into the store. So a rank takes from it only the next order and its step: no name to import, no
    parameter, no path.
-2. Once a rank has failed, the process of every other rank ends within moments: a rank that waits for it, in gloo or for
-   an order, would wait for minutes.
+2. Soon after a rank has failed, the process of every other rank ends: a rank that waits for the failed one, in gloo or
+   for an order, would wait for minutes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Orders:
         self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())
 
     def take(self, is_over: Callable[[], bool]) -> Given | None:
-        """Wait for the next order, in a rank other than 0; return None once `is_over` returns True.
+        """As another rank than 0, wait for the next order; return None once `is_over` returns True.
 
         Raises StoreError if rank 0 has ended, StateError for an invalid order.
         """
@@ -84,22 +84,22 @@ class Orders:
             self._over.set()
 
     def close(self, timeout_s: float) -> None:
-        """Meet after the last order: the process that holds the store may end next."""
+        """Wait for all ranks after the last order, since the process that holds the store may end next."""
         with suppress(StoreError):  # If a rank has ended meanwhile, its launcher notices.
             self._exchange.agree("closed", b"", lambda words: b"", timeout_s)
             self._exchange.drain(timeout_s)
 
     def watch(self, end_waits: Callable[[], None]) -> None:
-        """End this process soon after another rank has failed, or the store is gone; the main thread may be faster.
+        """Start a thread that ends this process soon after another rank has failed, or the store is gone.
 
-        `end_waits` ends waits for other ranks.
+        The main thread may end the process first. `end_waits` ends this process's waits for other ranks.
         """
         start_thread(self._watch, end_waits, name="ckpt-orders")
 
     def failed(self, error: BaseException, step: int) -> BaseException:
-        """Tell the other ranks that this one has failed, unless another one failed first; return the first error.
+        """Return another rank's failure if that came first; else tell the other ranks about `error`, and return it.
 
-        If a rank has ended without a message, the errors of the others do not show that: then that rank is named.
+        If a rank has ended without a message, return an error that names this rank: the other ranks' errors do not.
         """
         first = self._first(error)
         if first is None:

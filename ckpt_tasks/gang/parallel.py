@@ -1,4 +1,4 @@
-"""Check that a program trains one model on all ranks: two equal trainings on one rank each are no training on two."""
+"""A check that a program trains one model on all ranks together, and not the same model once on each rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ckpt_tasks.state.groups import ByRank, objects_of
 
 
 def check_parallel(program: Any, ranks: int) -> None:
-    """Raise ConfigError if a program has no DistributedDataParallel, FSDP or DTensor, in its state or beside it.
+    """Raise ConfigError if a program has no DistributedDataParallel, FSDP or DTensor in its state or attributes.
 
-    A state with `ByRank` shows that the program knows its ranks.
+    `ByRank` is enough, too: it shows that the program knows its ranks.
     """
     held = (*objects_of(program.state), *objects_of(getattr(program, "__dict__", {})))
     if not any(map(_is_parallel, held)):

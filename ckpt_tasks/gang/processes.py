@@ -2,7 +2,7 @@
 
 Invariants
 
-1. No rank outlives its agent: the ranks and the fork server see end of file, and the kernel kills all others.
+1. No rank outlives its agent: ranks and fork server end at end of file, and the kernel ends ranks with the fork server.
 2. `kill` returns when no rank runs any more, so that another process may own the run.
 """
 
@@ -30,7 +30,7 @@ from ckpt_tasks.gang.messages import Begin, Channel, Message
 from ckpt_tasks.gang.reporting import oom_kills
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
-# Pass on the agent's path, so that a rank finds the same modules.
+# Use the agent's sys.path in the fork server, so that a rank finds the same modules.
 _SERVER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -70,7 +70,7 @@ class _Server:
 
 
 class Gang:
-    """The ranks of one host: a whole gang, or those on one of its nodes; an `Engine`. `close` ends all processes."""
+    """The ranks of one host: a whole gang, or a gang's ranks on one node; an `Engine`. `close` ends all processes."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -100,7 +100,7 @@ class Gang:
     def start(self, begin: Begin) -> int:
         """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server fails.
 
-        Rank 0 listens only at its `host`: on the given port, or (0) on any free port.
+        Rank 0 listens only at the address `begin.host`: on `begin.port`, or on any free port if that is 0.
         """
         self.prepare()
         self._oom_kills = oom_kills()
@@ -151,11 +151,11 @@ class Gang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Wait a moment, and return what came: the end of a rank is heard before the failures that it causes."""
+        """Wait 50 ms, and return messages: the end of a rank arrives before the failures that it causes."""
         return self.hear(_CAUSES_S)
 
     def look(self) -> None:
-        """Check every rank; wait for the exit status of those that have ended."""
+        """Check every rank; wait at most 1 s for the exit statuses of ended ranks."""
         end_s = time.monotonic() + _STATUS_S
         while self._server is not None and any(rank.channel.closed and rank.status is None for rank in self.ranks):
             left_s = end_s - time.monotonic()
@@ -166,7 +166,7 @@ class Gang:
             rank.out_of_memory = rank.status == -signal.SIGKILL and oom_kills() > self._oom_kills
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every running rank write its stacks; a stopped one would write them when it continues."""
+        """Have every rank write its stacks; wait for running ranks only: stopped ones write when they continue."""
         self.look()
         for rank in self.ranks:
             with suppress(ProcessLookupError):
@@ -184,7 +184,7 @@ class Gang:
             return
         for rank in self.ranks:
             if rank.pid and rank.status is None:
-                # The rank is a zombie that the fork server has not reaped yet, or it ended with the fork server.
+                # The rank runs, or is a zombie that the fork server has not reaped yet, or ended with the fork server.
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         try:

@@ -67,7 +67,7 @@ def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = None) -> None:
-    """Run a rank until the agent ends it; `listening_fd` is the socket where rank 0 lets the others meet."""
+    """Run a rank until the agent ends it; on the socket `listening_fd` rank 0 listens for the other ranks."""
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACKS, stacks_fd, all_threads=True)
     channel = Channel(socket.socket(fileno=agent_fd))
@@ -108,7 +108,7 @@ class _Rank:
         self._channel.send(Done(position=0))
 
     def _serve(self, session: LocalSession, size: int) -> None:
-        """Carry out orders until the order to close; then raise StoppedError if the memory must be kept."""
+        """Carry out orders until the order to close; then raise StoppedError if snapshots in memory must be kept."""
         carried_out: dict[str, Callable[..., object]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
@@ -127,7 +127,7 @@ class _Rank:
             except StoppedError as stop:
                 stopped = int(stop.args[0])
             except BaseException as error:  # noqa: BLE001 (told to the agent)
-                # Fail here, since the end of the Checkpointer's block would wait for the other ranks.
+                # Do not leave the Checkpointer's block: its end would wait for the other ranks.
                 self._fail(error, session.position)
             self._tell_steps()
             commit, report = session.last_commit, session.ckpt.last_restore
@@ -162,7 +162,7 @@ class _Rank:
         while not self._channel.closed:
             for message in messages:
                 if isinstance(message, Stop):
-                    # Send SIGTERM to the main thread: that interrupts a blocked call there, and the handler runs.
+                    # Send SIGTERM to the main thread: the signal interrupts a blocked call and runs the handler.
                     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                 else:
                     self._orders.put(message)
@@ -183,7 +183,7 @@ class _Rank:
         self._steps, self._told_s = [], time.monotonic()
 
     def _moved(self) -> None:
-        """Tell the agent that the store makes progress, whichever thread waits for it: then this rank is no hang."""
+        """Tell the agent that the store makes progress, in any thread: this rank then does not count as hung."""
         if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
             self._moved_s = time.monotonic()
             self._channel.send(Moved())
@@ -242,7 +242,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None if there is none."""
+    """Return the network interface that has an IPv4 address; None if no interface has it."""
     if address.startswith("127."):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -2,9 +2,9 @@
 
 Invariants
 
-1. No rank outlives its actor: it is the agent of `processes.py`, and Ray ends it with its node's raylet and its driver.
-2. A node that cannot be reached is lost as a whole: no rank of it is expected any more, and its actor is killed when it
-   comes back. Until then the run's ledger fences it: the head takes the run over.
+1. No rank outlives its actor: an actor is the agent of `processes.py`, and ends with its node's raylet and its driver.
+2. A node that cannot be reached is lost as a whole: the gang does not wait for its ranks, and Ray kills its actor when
+   the node comes back. Until then the run's ledger fences the node's ranks: the head takes the run over.
 3. Every wait for a node has a time limit.
 """
 
@@ -33,7 +33,7 @@ from ckpt_tasks.snapshot.peers import Offer, newest_of
 
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_MOST_OTHERS = 3  # A node copies at most this many times its own bytes of other ranks; the rest comes from storage.
+_MOST_OTHERS = 3  # A node copies other ranks' parts if they are at most this many times its own bytes.
 _DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -58,8 +58,8 @@ class RayGang:
     """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
 
     A rank takes `resources` of its node: one GPU, or one CPU if the cluster has no GPU. A gang has at most `size` and
-    at least `least` ranks; nodes that had ranks before come first, so that ranks find their memory. With
-    `peer_copies` each node keeps a copy of what the ranks of one other node have sealed in memory.
+    at least `least` ranks; nodes that had ranks before come first, so that ranks find their snapshots in memory. With
+    `peer_copies` each node keeps a copy of the snapshots that the ranks of one other node have sealed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RayGang:
         self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
         self._peer_copies = peer_copies
         self._nodes: list[_Node] = []
-        self._doubted: dict[str, float] = {}  # When each node was lost.
+        self._doubted: dict[str, float] = {}  # The time at which each node was lost.
         self._connected = False
 
     @property
@@ -131,9 +131,9 @@ class RayGang:
         return port
 
     def _bring(self, begin: Begin) -> None:
-        """Copy to each node the parts that it lacks of the newest attempt that hosts' memory still has for all ranks.
+        """Copy to each node the parts that it lacks of the newest attempt that the hosts' memory has for all ranks.
 
-        Its ranks need their own parts; the parts of others have the values that only one rank writes.
+        A node's ranks need their own parts, and the parts of other ranks for values that only one rank writes.
         """
         asked = [(node, node.agent.offers.remote(begin, [*range(begin.size)])) for node in self._nodes]
         held = {node.id: (node, offers) for node, offers in self._answers(asked, ANSWER_S)}
@@ -148,7 +148,7 @@ class RayGang:
         [*self._answers(copying, COPY_S + ANSWER_S)]
 
     def _pair(self, begin: Begin) -> None:
-        """Let each node copy the snapshots that the ranks of the node before it in a ring seal."""
+        """Order the nodes in a ring, and let each node copy the snapshots that the previous node's ranks seal."""
         ring = [node for node in self._nodes if node.ranks]
         for node, peer in zip(ring, [ring[-1], *ring[:-1]], strict=True):
             if node is not peer:
@@ -182,7 +182,7 @@ class RayGang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Check every node, since ranks fail at once if another one is lost."""
+        """Check every node, then return messages: if a node is lost, ranks of other nodes fail at once."""
         self._ask("answer", timeout_s=ANSWER_S)
         return self.hear(POLL_S)
 
@@ -247,7 +247,7 @@ class RayGang:
             if not each["Alive"] or now_s - self._doubted.get(node_id, -_DOUBT_S) < _DOUBT_S:
                 continue
             all_of_it, left = (self._count(of) for of in (each["Resources"], free.get(node_id, {})))
-            # For a moment the cluster may count as free what an agent has just taken.
+            # For a moment the cluster may count resources as free that an agent has just taken.
             rooms[node_id] = (each["NodeManagerAddress"], min(all_of_it, held.get(node_id, 0) + left))
         order = [*held, *sorted(rooms.keys() - held.keys(), key=lambda node_id: (-rooms[node_id][1], rooms[node_id]))]
         plan, left_over = {}, self._size
@@ -264,7 +264,7 @@ class RayGang:
     def _hire(self, node_id: str, address: str, room: int) -> _Node:
         whole = {name: amount * room for name, amount in self._resources.items()}
         cpus, devices = whole.pop("CPU", 0), whole.pop("GPU", 0)
-        remote: Any = ray.remote(concurrency_groups={"tell": 1, "peers": 1})  # type: ignore[call-overload]  # it lacks this one
+        remote: Any = ray.remote(concurrency_groups={"tell": 1, "peers": 1})  # type: ignore[call-overload]  # its types lack this
         actor = remote(Agent).options(
             num_cpus=cpus,
             num_gpus=devices,
@@ -275,7 +275,7 @@ class RayGang:
         return _Node(node_id, address, room, agent, agent.warm.remote())
 
     def _gather(self) -> None:
-        """Wait until there are agents for as many ranks as fit, at least for `least`."""
+        """Wait until agents have started on the nodes with room, and have room for at least `least` ranks."""
         end_s = time.monotonic() + _ROOM_S
         while True:
             self.prepare()
@@ -303,7 +303,7 @@ class RayGang:
             self._give_up(node)
 
     def _ask(self, method: str, *arguments: Any, timeout_s: float) -> list[tuple[_Node, Any]]:
-        """Call a method of every agent that has ranks; return the answers of those that are not lost."""
+        """Call a method of the agent of every node that has ranks; return the answers of nodes that are not lost."""
         asking = [node for node in self._nodes if node.ranks and not node.lost]
         return [*self._answers([(node, getattr(node.agent, method).remote(*arguments)) for node in asking], timeout_s)]
 
@@ -322,7 +322,7 @@ class RayGang:
 
 
 def _needed(newest: Sequence[Offer], here: set[int], own: set[int]) -> list[Offer]:
-    """Return the parts that a node with its `own` ranks lacks; with many nodes only its own parts."""
+    """Return the parts that a node lacks; only those of its `own` ranks if the other parts have too many bytes."""
     lacking = [offer for offer in newest if offer.rank not in here]
     others_bytes = sum(offer.size_bytes for offer in lacking if offer.rank not in own)
     own_bytes = sum(offer.size_bytes for offer in newest if offer.rank in own)

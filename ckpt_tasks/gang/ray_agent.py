@@ -27,7 +27,7 @@ from ckpt_tasks.system import system
 POLL_S = 0.2  # An agent answers within this time, whatever event it waits for.
 ANSWER_S = 30.0  # A node that does not answer for this long is lost.
 COPY_S = 300.0  # Ranks start without a peer's memory if copying it takes longer.
-_LOOK_S = 0.5  # How often to ask whether a peer has sealed a newer snapshot.
+_LOOK_S = 0.5  # Ask a peer this often whether it has sealed a newer snapshot.
 # After each block, wait three times as long as the block took, so copies use at most a quarter of a network and a core.
 _REST = 3.0
 _STOP_S = 30.0
@@ -39,11 +39,11 @@ class Agent:
 
     def __init__(self, devices: int, threads: int) -> None:
         if not devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Devices that were not asked for may be in use by others.
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray counts an actor's CPUs, not a rank's.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Other processes may use devices that are not requested.
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray would set it to the CPUs of the actor, not of one rank.
         start_thread(_end_with, os.getppid(), name="ckpt-raylet")
         self._gang = Gang()
-        self._gang.prepare()  # The fork server is bound to this, the main thread.
+        self._gang.prepare()  # The fork server ends with this thread, the main thread.
         self._memory: HostMemory | None = None
         self._copying: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -86,7 +86,7 @@ class Agent:
         """Return, which tells the caller that all earlier calls are done."""
 
     def copy(self, begin: Begin, offers: list[Offer], agent: Any, host: str) -> None:
-        """Copy parts that ranks here will restore from a peer, before the ranks start; leave out those that fail."""
+        """Copy from a peer the parts that this node's ranks will restore when they start; stop at the first error."""
         try:
             peer = _Peer(agent, host, begin, threading.Event(), rest=0.0, longest_s=COPY_S)
             for offer in offers:

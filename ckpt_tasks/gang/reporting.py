@@ -1,4 +1,4 @@
-"""What people read of a gang: how its ranks have ended, and its row on the pages of a run."""
+"""Texts about a gang for people: how its ranks have ended, and its row on the pages of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def endings_of(ranks: Sequence[RankProcess]) -> str:
 
 
 def _ending_of(rank: RankProcess) -> str:
-    """Describe how a rank has ended: by a signal (and whether the kernel had a reason), or by itself."""
+    """Describe how a rank has ended: by itself, or by a signal, perhaps because its cgroup had no memory left."""
     why = ": the memory of its cgroup was exhausted" if rank.out_of_memory else ""
     return f"rank {rank.rank} {_ending(rank)}{why}"
 
@@ -45,14 +45,14 @@ def _ending(rank: RankProcess) -> str:
 
 
 def table_of(ranks: Sequence[RankProcess]) -> str:
-    """Return a table of the ranks before the agent ends them; many similar ranks are shown by the first rows."""
+    """Return a table of the ranks before the agent ends them; of many ranks, show the first 32."""
     rows = [f"{rank.rank:4}  {rank.pid:7}  {rank.step:9}  {_ending(rank)}" for rank in ranks[:_MOST_ROWS]]
     more = [f"and {len(ranks) - _MOST_ROWS} more"] if len(ranks) > _MOST_ROWS else []
     return "\n".join(["rank  process  last step", *rows, *more])
 
 
 def _some(words: Sequence[str]) -> str:
-    """Join the texts about several ranks."""
+    """Join texts; of many texts, only the first three and the number of the others."""
     return "; ".join(
         [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
     )
@@ -62,7 +62,7 @@ def oom_kills() -> int:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 if unknown."""
     with suppress(OSError, ValueError):
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        # The path as the host names it, or as it is within a container.
+        # The first path is right on a host, the second one within a container.
         for place in (f"/sys/fs/cgroup{own}", "/sys/fs/cgroup"):
             events = Path(place, "memory.events")
             if events.exists():
@@ -76,7 +76,7 @@ _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S
 
 
 class GangRows:
-    """The rows, newest first; `slowest` is the rank that works the longest, while the others wait for it."""
+    """The rows of gangs, newest first; the slowest rank computes longest, while the other ranks wait for it."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, str]] = []

@@ -1,7 +1,7 @@
 """The session of a gang: a program on many ranks, driven by the flow's process, which has no state and no ownership.
 
-An order to all ranks is a message over socket pairs; each rank is a `LocalSession`. The first failure ends the gang:
-gloo lets the remaining ranks wait for a dead one. The next restore starts a new gang.
+An order is a message to the ranks over socket pairs; each rank carries it out in a `LocalSession`. The first failure
+ends the gang: in gloo the remaining ranks would wait for a dead rank. The next restore starts a new gang.
 
 Invariants
 
@@ -53,8 +53,8 @@ from ckpt_tasks.session.session import Progress, watcher
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0
-# A restore, a save (ranks watch each other in both) and a rank's first step, which may compile the model, may take this
-# many times as long as a step.
+# A step may take `flush_timeout_s`. A restore, a save (ranks watch each other in both) and a rank's first step, which
+# may compile the model, may take this many times as long.
 _LONGER = 3
 _log = logging.getLogger("ckpt_tasks")
 
@@ -112,7 +112,7 @@ class GangSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interrupt.install()  # hold_signals may have removed it: a second signal must wait for the release.
+        self._interrupt.install()  # hold_signals may have uninstalled this: a second signal must wait for the release.
         try:
             self._end(keep=error is not None or self._interrupt.pending is not None)
         except Exception as second:
@@ -147,7 +147,7 @@ class GangSession:
         return self._opened().head()
 
     def listen(self, listener: Listener) -> None:
-        """Call a listener after every commit, failed save and restore from now on; during orders only."""
+        """Call a listener after every commit, failed save and restore from now on; only orders cause calls."""
         self._listeners.append(listener)
 
     def note(self, what: str, **fields: Any) -> None:
@@ -163,7 +163,7 @@ class GangSession:
                 self._start()
             self._order("restore", back=vars(self._back))
             self._back.went_back(self.position)
-            if self._gang.ranks:  # If a signal's handler returns, the signal has still ended the ranks.
+            if self._gang.ranks:  # A signal ends the ranks even if its handler returns.
                 on = self._rows.began(self._gang.ranks, gethostname(), self._done)
                 self.note("gang", step=self.position, on=on)
         except OwnedError as error:
@@ -181,7 +181,7 @@ class GangSession:
     def save(self, step: int) -> None:
         """Commit the live state as `step`, if that is not committed yet.
 
-        If there is now room for more ranks, the next batch begins with a restore in all of them.
+        If there is now room for more ranks, the next batch begins with a restore in a larger gang.
         """
         self._order("save", step=step)
         self.clean = not self._gang.has_more()
@@ -237,7 +237,7 @@ class GangSession:
         try:
             self._gang.tell(ranks, Order(name=name, arguments=arguments))
             self._await(name, {rank.rank: time.monotonic() for rank in ranks}, done)
-        # A signal's exception too: the ranks are in the middle of a step.
+        # Catch a signal's exception, too: the ranks are in the middle of a step.
         except BaseException as error:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0, error.began)
@@ -252,11 +252,11 @@ class GangSession:
         self.last_commit = read_checkpoint(first.commit) if first.commit else None
         stopped = next((each.stopped for each in done.values() if each.stopped), None)
         if stopped and self._interrupt.pending is None:
-            self._interrupt.pending = stopped  # Another process told a rank to end.
+            self._interrupt.pending = stopped  # Another process has sent a rank this signal.
         return stopped is not None
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
-        """Receive from the ranks until each is `done`; `moved_s` has the time of each rank's last progress."""
+        """Receive messages until `done` has each rank's answer; `moved_s` has the time of each rank's last progress."""
         stopping, deadline_s = False, self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
@@ -289,7 +289,7 @@ class GangSession:
         return not any(rank.is_stopped for rank in self._gang.ranks)
 
     def _check(self, heard: Heard) -> None:
-        """Raise if a rank has ended or failed: raise the first failure, which causes the others."""
+        """Raise an error if a rank has ended or failed: of several failures the first, which causes the others."""
         ended = {rank.rank: rank for rank, message in heard if message is None}
         if ended:
             self._gang.look()

@@ -1,6 +1,6 @@
-"""Arrays of other frameworks in a state: as tensors that share the arrays' memory, and back.
+"""Conversion of other frameworks' arrays to tensors that share the arrays' memory, and back.
 
-A dtype that torch lacks (of ml_dtypes: int4, float8_e4m3 and others of one byte) is kept as bytes beside its name.
+Torch lacks some one-byte dtypes of ml_dtypes (int4, float8_e4m3, …): their arrays are kept as bytes and a dtype's name.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Writable:
 def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
     """Return a tensor that shares an array's memory, or bytes with the dtype's name.
 
-    `constant`: nobody writes to that memory while the array is referenced, so a save may copy it later. Raises
-    UnsupportedStateError with the key for an array of anything but numbers.
+    `constant`: the program does not write to the memory while the array is referenced, so a save may copy it later.
+    Raises UnsupportedStateError, which names the key, for an array of a dtype that cannot be stored, such as texts.
     """
     dtype, narrow = _TORCH.get(array.dtype.name), _is_of_ml_dtypes(array.dtype)
     if dtype is None and not (narrow and array.dtype.itemsize == 1):
@@ -53,13 +53,13 @@ def array_of(saved: Any) -> Array:
 
 
 def _is_of_ml_dtypes(dtype: np.dtype[Any]) -> bool:
-    return dtype.isbuiltin == 2  # A package has added this dtype to NumPy's; every framework imports ml_dtypes.
+    return dtype.isbuiltin == 2  # 2: a package has registered the dtype; these frameworks use ml_dtypes.
 
 
 def compared(
     saved: Mapping[str, Any], live: Iterable[str], what: str, *, different: Iterable[str] = (), hint: str | None = None
 ) -> None:
-    """Raise StateMismatchError if the names in a checkpoint and in the program differ, or if an item is `different`."""
+    """Raise StateMismatchError if the names in a checkpoint and in the program differ, or if `different` has items."""
     here = {*live}
     missing, unexpected, different = sorted(here - saved.keys()), sorted(saved.keys() - here), tuple(different)
     if missing or unexpected or different:

@@ -1,4 +1,4 @@
-"""Shared parts of the adapters: the numbers of a log, and values of which each rank has its own."""
+"""Shared functions of the adapters: the numbers in a log, the user's objects, and values that differ by rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def with_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[s
 
 
 def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
-    """Return the values of all ranks, in their order: every rank gets the same list, since all save the same state."""
+    """Return the values of all ranks, by rank; every rank gets the same list, since all ranks save the same state."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     of_ranks = [None] * distributed.get_world_size()
@@ -38,7 +38,7 @@ def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
 
 
 def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:
-    """Return this rank's part of a result of `gather_of_ranks`; raises ConfigError for another number of ranks."""
+    """Return this rank's part of a `gather_of_ranks` result; raises ConfigError if the number of ranks has changed."""
     if len(saved) != ranks:
         raise ConfigError(
             f"the number of ranks was {len(saved)} and is now {ranks}",

@@ -1,11 +1,11 @@
 """Hugging Face: a mixin for Trainer that saves and resumes by itself, and the state of an Accelerator.
 
 A callback would come too late: Trainer decides how many epochs and batches to skip before it calls the first callback.
-So everything is restored when Trainer creates its own state. Parts that do not exist yet then (the schedule), or that
-Trainer resets later (sums of the loss), are restored as soon as possible.
+So the mixin restores everything when Trainer creates its own state. Some parts do not exist yet then (the schedule), or
+Trainer resets them later (sums of the loss): the mixin restores these parts as soon as possible.
 
-A checkpoint of step k is taken when the batches of the next step have been fetched: logs, evaluation, epoch ends and
-the decisions of callbacks are then all part of it. The random streams are restored at the same point.
+The mixin saves step k after Trainer has fetched the batches of the next step: the checkpoint then includes logs,
+evaluation, epoch ends and the decisions of callbacks. A resume restores the random streams at the same point.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ckpt_tasks.tensors.streams import current_streams, set_streams
 
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 __all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]
-_OURS = "the run"  # Trainer resumes from this name; we override all methods that would read from it.
+_OURS = "the run"  # Trainer gets this as its checkpoint; we override all methods that would read it.
 
 
 class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # Trainer ships no types
     """Save the steps of a Trainer's `train` into a run, and resume there when `train` is called again.
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
-    CheckpointConfig; `state` names objects of your own that are saved too; with `base` a frozen base is not stored, but
-    referred to by this name (see `without_base`). `train(resume_from_checkpoint=…)` is used only until the run has a
+    CheckpointConfig; `state` names objects of your own that are saved too; `base` is the name of a frozen base, whose
+    tensors are then not stored (see `without_base`). `train(resume_from_checkpoint=…)` is used only until the run has a
     checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the training after the
     current step, with a commit. What Trainer logs becomes the metrics of the step.
 
@@ -63,14 +63,14 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._ckpt_state: dict[str, Any] = {}
         self._progress = TrainerProgress(self)
         self._resumed = False
-        self._theirs: str | bool | None = None  # Trainer resumes from it if the run has no checkpoint.
+        self._theirs: str | bool | None = None  # Trainer's own checkpoint, used if the run has none.
         self._streams: Any = None  # Set by a restore, cleared by the first step.
         self._loader: Any = None  # Training draws batches from this loader.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
 
-        Raises ConfigError if that is True, and neither the run nor Trainer's output directory has a checkpoint.
+        Raises ConfigError if it is True and neither the run nor Trainer's output directory has a checkpoint.
         """
         self._theirs = resume_from_checkpoint or None
         return super().train(None, *args, **kwargs)
@@ -129,7 +129,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         if self._resumed:
             self._schedule.apply()
-            # A new schedule sets the optimizer to its own first learning rate: undo that.
+            # Making a schedule sets the optimizer to the schedule's first learning rate: undo this.
             for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
                 group.update(options)
         return prepared
@@ -192,10 +192,10 @@ class CkptTrainer(CkptMixin, Trainer):  # type: ignore[misc]  # Trainer ships no
 def state_of(accelerator: Accelerator) -> dict[str, Any]:
     """Return the state of everything that an Accelerator has prepared or registered, for Checkpointer.
 
-    Call it after `prepare`. A loader with a state is in it (`use_stateful_dataloader`); add a ResumableLoader yourself.
-    With gradient_accumulation_steps, the gradients and the position in the accumulation are in it, too.
+    Call this after `prepare`. The state includes loaders with a state (`use_stateful_dataloader`); add a
+    ResumableLoader yourself. With gradient_accumulation_steps it includes the gradients and the position among them.
 
-    Raises ConfigError for a loader that shuffles and would continue with other batches.
+    Raises ConfigError for a loader that shuffles and would continue with other batches after a resume.
     """
     state: dict[str, Any] = {
         "models": [accelerator.unwrap_model(model) for model in accelerator._models],
@@ -240,7 +240,7 @@ class _Loader:
         return {**state, "iteration": self._loader.iteration + (in_epoch and state["_iterator_finished"])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the position, and make the next iterator now, since it draws from streams that are set later."""
+        """Set the position, and make the next iterator now: making it draws from streams, which are set later."""
         own = {**state_dict}
         self._loader.set_epoch(own.pop("iteration"))
         self._loader.load_state_dict(own)

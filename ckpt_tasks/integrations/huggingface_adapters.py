@@ -37,7 +37,7 @@ class AdapterConfigs:
         return {"peft_adapters": self._texts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the model's own configurations have made its adapters."""
+        """Do nothing: the program has made the adapters from the model's own configurations."""
 
 
 def _text(config: Any, model: Any) -> str:
@@ -45,7 +45,7 @@ def _text(config: Any, model: Any) -> str:
     own.inference_mode = True
     base = model.get_base_model()
     own.base_model_name_or_path = own.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-    if own.task_type is None:  # AutoPeftModel needs it to find the base model's class.
+    if own.task_type is None:  # AutoPeftModel finds the base model's class by this mapping.
         own.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     return json.dumps(own.to_dict(), indent=2, sort_keys=True, default=sorted)
 
@@ -75,14 +75,14 @@ class AdaLoraRanks:
 
 @checked
 def without_base(model: nn.Module, source: str) -> dict[str, Any]:
-    """Return the state of a model without its frozen base: `source` names the base, and a restore checks its digest.
+    """Return the state of a model without its frozen base: `source` names the base; a restore compares its digest.
 
     ``state = {**without_base(model, "org/name@revision"), "optimizer": optimizer}``. The base is every tensor of the
-    state_dict that takes no gradient and belongs to no adapter of PEFT. Call it when adapters are made and layers are
-    frozen, before DistributedDataParallel. Reads all of the base once.
+    state_dict that needs no gradient and is not of a PEFT adapter. Call this after making adapters and freezing layers,
+    and before DistributedDataParallel. Reads all of the base once.
 
     Raises ConfigError if nothing is frozen; a save raises StateError if the base has changed since, and a restore
-    StateMismatchError if the run has another one.
+    StateMismatchError if the run has another base.
     """
     adapters = {*getattr(model, "peft_config", ())}
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -115,7 +115,7 @@ class _WithoutBase(nn.Module):
         model, _ = _VIEWED[self]
         return model.load_state_dict(
             state_dict, strict=False
-        )  # A restore has compared the names. The base gets no values.
+        )  # The base gets no values. A restore has compared the other names.
 
 
 class _Base:

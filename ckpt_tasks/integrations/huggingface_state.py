@@ -1,8 +1,8 @@
 """Trainer's own part of a checkpoint: counters, callbacks, the position in the data, and the arguments of the start.
 
 The position is a number of samples of an epoch, so that another batch size continues at the same sample. Trainer draws
-the order of an epoch when the epoch begins. So the random streams and the samplers' own generators at that moment are
-saved, too, and restored before Trainer skips the samples that were trained.
+the order of an epoch when the epoch begins. So a checkpoint also has the states of the random streams and of the
+samplers' generators at that moment. A resume restores these states before Trainer skips the trained samples.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SEED = "data_seed, or seed"
 
 
 class Later:
-    """Stands for a stateful object that does not exist yet, and keeps its restored state until then.
+    """A substitute for a stateful object that does not exist yet: it keeps the restored state until `apply`.
 
-    It also returns this state, since a restore from memory saves to storage at once.
+    Until then `state_dict` returns the restored state, since a restore from memory saves to storage at once.
     """
 
     def __init__(self, find: Callable[[], Any]):
@@ -97,7 +97,7 @@ class TrainerProgress(Started):
         self.logged: dict[str, Any] = {}
 
     def begin(self, loader: Any, epoch_steps: int) -> None:
-        """Record the arguments with which this training starts; `loader` is the one that it draws batches from."""
+        """Record the arguments with which this training starts; `loader`: training draws batches from it."""
         trainer, args = self._trainer, self._trainer.args
         self._samplers = [*samplers_of(loader)]
         self._epoch_steps = epoch_steps if has_length(loader) else math.inf
@@ -117,7 +117,7 @@ class TrainerProgress(Started):
     def begin_epoch(self, epoch: int, skipped: int) -> None:
         """Make Trainer draw the epoch's order as it did before; call this before the first batch is drawn.
 
-        Records the step at which the epoch began, since a stream does not know its length.
+        Also record the step at which the epoch began: a stream has no length from which to compute it.
         """
         self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
         live = self._drawn_from()
@@ -125,7 +125,7 @@ class TrainerProgress(Started):
         self._to_begin, self._begun = {}, self._states()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:  # A later call returns the same state.
+        if self._given is not None:  # Until the first step, the restored state is the state.
             return self._given
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._first_step
@@ -152,8 +152,8 @@ class TrainerProgress(Started):
     def apply(self) -> tuple[int, int]:
         """Restore Trainer's counters; return the epoch to begin with, and the number of its batches already trained.
 
-        Raises ConfigError if another number of ranks has saved them, or if the epoch's order depends on a batch size
-        that has changed.
+        Raises ConfigError if another number of ranks saved the checkpoint, or if the batch size has changed and the
+        epoch's order depends on it.
         """
         trainer, given = self._trainer, self._own()
         for name, value in given["progress"].items():
@@ -203,7 +203,7 @@ class TrainerProgress(Started):
         return steps * was // now
 
     def _set_length(self, epoch: int, steps: int) -> None:
-        """Adapt the run's steps and the remaining ones if epochs now have another number of steps."""
+        """Compute `max_steps` anew if another batch size or other data change the number of steps of an epoch."""
         state, args = self._trainer.state, self._trainer.args
         changed = any(self._was(name) != self._started.get(name) for name in (_BATCH, "data"))
         if changed and args.max_steps <= 0:
@@ -240,7 +240,7 @@ class TrainerProgress(Started):
         return (one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState))
 
     def _drawn_from(self) -> dict[str, tuple[Any, Any]]:
-        """Return the sources of an epoch's order: the streams, the samplers' generators, and their states."""
+        """Return the streams and the samplers' generators, which decide an epoch's order, each with its state."""
         drawn = current_streams()
         for one in self._samplers:
             for name, value in vars(one).items():

@@ -35,10 +35,10 @@ class JaxState:
     sharding of the program's array, so a program on another number of devices gets the same values.
 
     JAX's arrays cannot be changed, so training does not wait for their copies: a save refers to an array until it is
-    copied. A function to which such an array is donated gets new memory. Arrays on several devices are copied at once.
+    copied. If the program donates such an array to a function, JAX uses new memory. Sharded arrays are copied at once.
 
-    Raises UnsupportedStateError, by its path, for a leaf of another kind and for an array with shards in other
-    processes; StateMismatchError if names, shapes or dtypes differ.
+    Raises UnsupportedStateError, which names the path, for a leaf of another kind and for an array with shards in
+    other processes; StateMismatchError if names, shapes or dtypes differ.
     """
 
     def __init__(self, value: Any):
@@ -46,7 +46,7 @@ class JaxState:
         self._hosts: dict[str, Array] = {}  # The memory in which sharded arrays are assembled.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leaves by their paths; arrays on one device keep their memory."""
+        """Return the leaves by their paths; an array on one CPU device is not copied."""
         return {name: self._taken(name, leaf) for name, leaf in _named(self.value).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class JaxState:
         return {"weak": True, "data": saved} if leaf.weak_type else saved
 
     def _on_host(self, name: str, leaf: jax.Array) -> Array:
-        """Return the whole array: its own memory on one CPU device, else a copy of every shard."""
+        """Return the whole array in host memory: on one CPU device its own memory, else a copy."""
         if leaf.is_fully_replicated:
             return np.asarray(leaf.addressable_data(0))
         if not leaf.is_fully_addressable:
@@ -116,6 +116,6 @@ def _made(saved: Any, live: Any) -> Any:
 
 
 def _placed(value: Any, live: Any) -> jax.Array:
-    """Return the values with the program's sharding, or without one on the default device, like new arrays."""
+    """Return the values with the sharding of `live`; if it has none, on the default device, as JAX puts new arrays."""
     placed: jax.Array = jax.device_put(value, live.sharding if isinstance(live, jax.Array) and live.committed else None)
     return placed

@@ -1,11 +1,11 @@
 """Keras 3 on torch, JAX or TensorFlow: a callback of `fit` that saves, and resumes by itself.
 
-A checkpoint of step k is taken when the next batch begins: what the end of an epoch does (validation, callbacks that
-change the learning rate, the seeds of its loaders) is then part of it. Random streams and the sums of an epoch's
-metrics are restored at the same point, since Keras draws numbers and resets metrics before it.
+The callback saves step k when the next batch begins: the checkpoint then includes what the end of an epoch does
+(validation, callbacks that change the learning rate, the seeds of its loaders). A resume restores random streams and
+the sums of an epoch's metrics at the same point, since Keras draws numbers and resets metrics earlier.
 
-`fit` counts the batches of an epoch from 0. So in a resumed epoch the data repeats its next batch for each batch that
-is already trained, and the step function skips them: they cost no time, and other callbacks see the right numbers.
+`fit` counts the batches of an epoch from 0. So in a resumed epoch the loader repeats the next batch once for each
+trained batch, and the step function skips these copies: they cost no time, and other callbacks see the right numbers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class CkptCallback(keras.callbacks.Callback):
             model.fit(saving.data, epochs=3, shuffle=False, callbacks=[saving, *others])
 
     `checkpoint` is a directory, a URL or a CheckpointConfig. `data` is the loader of the training data, on every
-    backend. `state` names objects of your own that are saved too. List this callback first: what others do when a batch
-    begins belongs to that batch. A step is a batch; what `fit` logs becomes the step's metrics. Within the block
-    SIGTERM and Ctrl-C end the training after the current step, with a commit, and an error in `fit` releases the run;
-    Keras informs a callback of neither.
+    backend. `state` names objects of your own that are saved too. List this callback first: what other callbacks do
+    when a batch begins belongs to that batch. A step is a batch; what `fit` logs becomes the step's metrics. Within the
+    block SIGTERM and Ctrl-C end the training after the current step, with a commit, and an error in `fit` releases the
+    run; Keras informs callbacks of neither signals nor errors.
 
     Raises ConfigError if a resumed epoch would begin within one execution of `steps_per_execution` batches, and what
     Checkpointer's `restore` and `step` raise.
@@ -137,11 +137,11 @@ class CkptCallback(keras.callbacks.Callback):
         self._done = len(self._batches) - len(self._sampler)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Forget where `fit` began: the next epoch must not begin there, too."""
+        """Clear Keras's initial epoch: the next epoch must not begin with it, too."""
         self.model._initial_epoch = None
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report the previous step, which is complete; or restore what Keras has changed since the restore."""
+        """Report the previous step, which is complete; after a restore, restore again what Keras has changed."""
         assert self.ckpt is not None
         if self._streams is None:
             if self._step > self.ckpt.position:
@@ -206,7 +206,7 @@ _SKIP: Mapping[str, Callable[[int], Callable[..., Any]]] = {
 
 
 class _Position(Started):
-    """The position of a loader; Keras iterates, so the loader itself cannot skip batches."""
+    """The position of a loader; Keras iterates over a copy of the loader, so the loader itself skips no batches."""
 
     effects = ResumableLoader.effects
 
@@ -221,7 +221,7 @@ class _Position(Started):
 
 
 class _Batches(Sampler[list[int]]):
-    """The batches of a whole epoch, from the position on; the first one stands for each one that is `passed`."""
+    """The batches of an epoch from the position on, after `passed` copies of the first of them."""
 
     def __init__(self, sampler: ResumableSampler):
         self._sampler = sampler

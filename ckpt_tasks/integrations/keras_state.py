@@ -35,8 +35,8 @@ def state_of(model: keras.Model) -> dict[str, Any]:
 class Variables:
     """Keras variables in a state, by their paths; `of` returns them, `model` is the model that `fit` trains.
 
-    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras adds to names may differ, since they
-    count on if a process makes a model twice.
+    Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras adds to names may differ: Keras
+    increases them if a process makes a model twice.
     """
 
     def __init__(self, of: Callable[[], Mapping[str, Any]], model: Any):
@@ -103,5 +103,5 @@ class _Seeds(Variables):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if state_dict["state"] is not None:
-            global_seed_generator()  # This creates it: otherwise the first layer that draws would.
+            global_seed_generator()  # Create the generator now: else the first layer that draws would create it.
             super().load_state_dict(state_dict)

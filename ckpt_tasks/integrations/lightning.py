@@ -1,8 +1,8 @@
 """Lightning: a callback that saves, and resumes by itself.
 
-A checkpoint of step k is taken just before the next batch is fetched: validation, epoch ends, schedules and the
-decisions of other callbacks are then all part of it. The random streams are restored at the same point: Lightning draws
-from them earlier (a sanity check, workers' seeds), the data set and the hooks around a batch's transfer draw later.
+The callback saves step k just before Lightning fetches the next batch: the checkpoint then includes validation, epoch
+ends, schedules and the decisions of other callbacks. A resume restores the random streams at the same point: Lightning
+draws from them earlier (a sanity check, workers' seeds); the data set and the hooks of a batch's transfer draw later.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CkptCallback(Callback):
         self._seen_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move this callback before all others: what they do when a batch starts belongs to that batch."""
+        """Move this callback before all others: what the others do when a batch starts belongs to that batch."""
         if stage == "fit":
             every: Any = trainer
             every.callbacks = [self, *(callback for callback in _callbacks(trainer) if callback is not self)]
@@ -89,7 +89,7 @@ class CkptCallback(Callback):
             self._lightning.begin()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hold signals back from now on, because Lightning's own handlers are set; listen for fetches of batches."""
+        """Hold signals back from now on, since Lightning has set its own handlers; listen for fetches of batches."""
         assert self.ckpt is not None
         self._lightning.at_train_start()
         loop: Any = trainer.fit_loop.epoch_loop
@@ -100,11 +100,11 @@ class CkptCallback(Callback):
                 self._between_batches(trainer)
             fetching()
 
-        loop._on_before_fetch = before_fetch  # Lightning calls no hook before a fetch.
+        loop._on_before_fetch = before_fetch  # Lightning has no hook for callbacks before a fetch.
         self.ckpt.__enter__()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make streams of data sets begin the epoch at their beginning."""
+        """Make streams of data sets begin each epoch after the first at their beginning."""
         if trainer.current_epoch:
             begin_streams(trainer)
 
@@ -124,18 +124,18 @@ class CkptCallback(Callback):
             return
         if loaders is None:
             return  # This fetch is ahead of the training.
-        # Within an accumulation the optimizer has not stepped: no checkpoint has its gradients.
+        # Save nothing within an accumulation: a checkpoint would lack its gradients.
         stepped, self._seen_step = trainer.global_step > self._seen_step, trainer.global_step
         if stepped and trainer.global_step > self.ckpt.position:
             metrics = numbers(logged_values(trainer))
             self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
-            if trainer.received_sigterm:  # Lightning's own handler has got the signal.
+            if trainer.received_sigterm:  # Lightning's own handler has received the signal.
                 raise SIGTERMException
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the restored sums of the epoch to those of the first batch."""
+        """Add the restored sums of the epoch to the sums of the first batch."""
         if self._resuming:
             self._resuming = False
             self._lightning.after_first_batch()
@@ -149,7 +149,7 @@ class CkptCallback(Callback):
         self._end(trainer, None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if no step remained to train; then put averages of weights into the module, since Lightning does not."""
+        """If no step remained to train: warn, and put averages of weights into the module, since Lightning does not."""
         if self._streams is not None:
             self._lightning.nothing_left = True
             for callback in _callbacks(trainer):

@@ -56,7 +56,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
         self._lock = threading.Lock()  # AsyncCheckpointIO saves in one thread and removes in another.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Commit a checkpoint at a path; it replaces an existing one."""
+        """Commit a checkpoint at a path, in place of an existing one."""
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
         step = int(checkpoint.get("global_step", 0))
@@ -87,7 +87,7 @@ class CkptCheckpointIO(TorchCheckpointIO):
         return _checkpoint(read_values(run.history.store, run.find("latest" if which is None else which)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint that `save_checkpoint` made; do nothing if the path is missing, as Lightning's own does.
+        """Remove a checkpoint that `save_checkpoint` made; do nothing if the path is missing, as Lightning does.
 
         Raises ConfigError for any other run.
         """
@@ -128,9 +128,9 @@ def _set_up_after_restore() -> None:
 
 @contextmanager
 def _place_of(path: str | Path) -> Iterator[str | Path]:
-    """Yield where to save: a new path is written under another name, and renamed when it has its checkpoint.
+    """Yield the directory to save in: a new path has another name until its checkpoint is committed.
 
-    Lightning resumes from any path that it finds. On an object store a kill may leave a path without a checkpoint.
+    For Lightning resumes from any path that exists. On an object store a kill may leave a path without a checkpoint.
     """
     if "://" in str(path) or os.path.lexists(path):
         yield path
@@ -142,7 +142,7 @@ def _place_of(path: str | Path) -> Iterator[str | Path]:
 
 @contextmanager
 def _alone() -> Iterator[distributed.ProcessGroup | None]:
-    """Yield a process group of this rank alone: if many ranks have one state, Lightning lets the first one save."""
+    """Yield a process group of this rank alone: if all ranks share a state, Lightning lets the first rank save."""
     if not (distributed.is_available() and distributed.is_initialized()):
         yield None
         return

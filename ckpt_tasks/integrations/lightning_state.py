@@ -2,7 +2,7 @@
 
 Lightning's `dump_checkpoint` calls every hook, so the dump has all that a module, data module or callback adds. Weights
 and optimizers are separate groups; the dump keeps weights only if a hook has replaced them. The dump is taken between
-two batches, but its counters are those after the second batch is fetched: restored loops begin with that batch.
+two batches, but its counters count the second batch as fetched: restored loops begin with that batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoaderPositions:
         self._seen: deque[list[Any]] = deque(maxlen=2)
 
     def before_next(self, trainer: Trainer) -> list[Any] | None:
-        """Remember the positions before a fetch; return those before the next batch, None if they are unknown."""
+        """Remember the positions before a fetch; return the positions before the next batch, or None if unknown."""
         fetcher: Any = trainer.fit_loop._data_fetcher
         ahead = 0 if fetches_in_step(trainer) or fetcher.length is not None else 1
         if not fetcher.fetched:
@@ -59,7 +59,7 @@ def fetches_in_step(trainer: Trainer) -> bool:
 
 
 def logged_values(trainer: Trainer) -> dict[str, Any]:
-    """Return the logged values; at the begin of an epoch, `trainer.callback_metrics` would average zero batches."""
+    """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
 
 
@@ -122,7 +122,7 @@ class LightningState(Started):
         }
 
     def begin(self) -> None:
-        """Use the dump from now on: everything is restored, or nothing was to restore."""
+        """Use the dump from now on: the restore is complete, or the run had no checkpoint."""
         self._begun = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class LightningState(Started):
             loop["state_dict"] = {**loop["state_dict"], "combined_loader": self.loaders}
             for counts in (progress["total"], progress["current"]):
                 counts["ready"] = counts["started"] + 1
-        # The next batch may be the last one of the epoch: the restored loop would take the epoch for done.
+        # The next batch may be the last one of the epoch: without this the restored loop would end the epoch.
         progress["is_last_batch"] = False
         logged = {name: float(value) for name, value in logged_values(trainer).items()}
         dump["started"] = self._started
@@ -177,9 +177,9 @@ class LightningState(Started):
         self._given = state
 
     def apply(self) -> None:
-        """Restore our checkpoint through Lightning's functions, as `ckpt_path` would; ignore one of Lightning's.
+        """Restore our checkpoint through Lightning's functions, as `ckpt_path` would; ignore a checkpoint of Lightning.
 
-        Raises ConfigError if ours was saved by another number of ranks.
+        Raises ConfigError if another number of ranks saved our checkpoint.
         """
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
@@ -275,7 +275,7 @@ class LightningState(Started):
         self._trainer.fit_loop._restarting = False
 
     def after_first_batch(self) -> None:
-        """Add the restored sums to those of the first batch: an epoch's mean must cover all of its batches."""
+        """Add the restored sums to the sums of the first batch: an epoch's mean must cover all of its batches."""
         assert self._given is not None
         sums, self._given = self._own["sums"], None
         for name, metric in self._trainer.fit_loop.epoch_loop._results.items():

@@ -1,9 +1,9 @@
-"""TensorFlow: a tf.train.Checkpoint in a state, and what it leaves out.
+"""TensorFlow: a tf.train.Checkpoint in a state, and the random states that a tf.train.Checkpoint leaves out.
 
-Its tensors are saved from their own memory. What has no numbers (states of iterators, texts, the graph of its objects)
-is kept as a file of TensorFlow's own format. A tf.train.Checkpoint has neither the seeds of Keras's layers nor
-TensorFlow's global random state: a model with Dropout restores without an error, and continues with other numbers. Both
-are saved too. Only its kernel knows what a stateful random operation inside a tf.function has drawn.
+Tensors are saved from their own memory. Values without numbers (states of iterators, texts, the graph of the objects)
+are kept as files of TensorFlow's own format. A tf.train.Checkpoint has neither the seeds of Keras's layers nor
+TensorFlow's global random state: a model with Dropout would restore without an error, and continue with other numbers.
+So both are saved too. The state of a stateful random operation in a tf.function is not saved: only its kernel has it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TfState:
         begin = ckpt.restore(state)
 
     It saves models, optimizers, variables, tables, tf.random.Generator, iterators of tf.data, and all else that a
-    tf.train.Checkpoint can hold; and the seeds of Keras's layers in it, TensorFlow's global generator and the seeds of
-    eager operations. A restore raises StateMismatchError if a value in the checkpoint has no object, or an object no
-    value. Under a strategy of many workers, each worker restores and the first one commits; each worker has its own
+    tf.train.Checkpoint can hold; and also the seeds of Keras's layers, TensorFlow's global generator and the seeds of
+    eager operations. A restore raises StateMismatchError if a value in the checkpoint has no object, or an object has
+    no value. Under a strategy of many workers, each worker restores and the first one commits; each worker has its own
     iterators: ``ByRank(TfState(tf.train.Checkpoint(data=iterator)))``.
     """
 
@@ -63,7 +63,7 @@ class TfState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the tf.train.Checkpoint read the tensors; then set what it leaves out."""
+        """Let the tf.train.Checkpoint read the tensors; then set the random states, which it leaves out."""
         tensors = {name: tf.convert_to_tensor(array_of(saved)) for name, saved in state_dict["tensors"].items()}
         tensors |= _unpacked(state_dict["others"])
         with tempfile.TemporaryDirectory() as directory:
@@ -123,7 +123,7 @@ def _packed(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(content: bytes, name: str) -> tuple[int, Any]:
-    """Return a file's size and its padded bytes: if the shape changed, as an iterator's does, a save plans again."""
+    """Return a file's size and its padded bytes: an iterator's size varies, and a new shape makes a save plan again."""
     padded = content.ljust(-(-len(content) // _ROUND_BYTES) * _ROUND_BYTES, b"\0")
     return len(content), tensor_of(np.frombuffer(padded, np.uint8), name)
 
@@ -144,7 +144,7 @@ def _random_state() -> dict[str, Any]:
     """Return the state of the global generator, if it exists, and of the seeds from which eager operations draw."""
     made, eager = stateful_random_ops.global_generator, context.context()
     state = None if made is None else tensor_of(np.asarray(made.state.read_value()), "global")
-    rng = getattr(eager, "_rng", None)  # tf.random.set_seed creates it.
+    rng = getattr(eager, "_rng", None)  # tf.random.set_seed creates this generator.
     return {"global": state, "seed": context.global_seed(), "eager": rng and rng.getstate()}
 
 
@@ -165,7 +165,7 @@ def export_saved_model(
     *,
     step: int | None = None,
 ) -> Checkpoint:
-    """Write a SavedModel of a checkpoint, the newest or that of `step`, as the directory `out`.
+    """Write a SavedModel of a checkpoint, the newest or the one of `step`, as the directory `out`.
 
     ::
 
@@ -173,7 +173,7 @@ def export_saved_model(
 
     The checkpoint is verified and restored into `state`, then `write` writes the object of the state:
     `partial(tf.saved_model.save, module)`, or a Keras model's `export`. `assets.extra/checkpoint.json` names run, step
-    and digest. `out` appears when it is whole. Raises ConfigError if it exists, and what `Run.restore` raises.
+    and digest. `out` appears when it is complete. Raises ConfigError if `out` exists, and what `Run.restore` raises.
     """
     checkpoint = run.find("latest" if step is None else step)
     run.restore(checkpoint, dict(state))
@@ -186,10 +186,10 @@ def export_saved_model(
 
 
 def dataset_of(loader: DataLoader[Any]) -> Any:
-    """Return a loader as a tf.data.Dataset, whose batches are fetched only when requested, none ahead.
+    """Return a loader as a tf.data.Dataset that fetches a batch only when training requests it, never ahead.
 
-    TensorFlow fetches in a thread of its own, and the random streams of the process belong to the batch meanwhile: a
-    batch that is fetched ahead would change what a training draws between two steps.
+    TensorFlow fetches in its own thread, which draws from the process's random streams: a batch that is fetched ahead
+    would change the numbers that training draws between two steps.
     """
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 

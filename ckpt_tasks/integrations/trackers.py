@@ -1,9 +1,9 @@
 """TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
 
-A tracker gets a step when the step is committed, so it never has a step that was trained and lost. A mark, one small
-file, says which step the tracker has reached. A restart continues there: steps that were committed but did not reach
-the tracker (the process died before) are read from the run. If training goes back to an older checkpoint, the tracker
-learns which steps were abandoned.
+A tracker gets a step when the step is committed, so it never has a step that was trained and lost. A small file, the
+mark, names the last step that the tracker has. A restart continues after this step: it reads from the run the steps
+that were committed but did not reach the tracker, because the process died before. If training goes back to an older
+checkpoint, the restore tells the tracker which steps were abandoned.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tracker:
 
     @property
     def known_step(self) -> int:
-        """The last step that the tracker has; 0 without one."""
+        """The last step that the tracker has; 0 if it has no step."""
         return int(self._marked().get("step", 0))
 
     @property
@@ -88,7 +88,7 @@ class Tracker:
         new.replace(self._mark)
 
     def _with(self, first: int, last: int) -> str:
-        """Return all abandoned steps in words, with these added; after a crash the same call returns the same text."""
+        """Return all abandoned steps and the given ones in words; a repeated call after a crash adds them once."""
         return ", ".join(f"{begin} to {end}" for begin, end in [*self.left_behind, (first, last)])
 
 
@@ -117,7 +117,7 @@ class TensorBoard(Tracker):
     def _open(self, first: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Purge: a process that died between its write and its mark has written these steps already.
+        # Purge these steps: a process that died before it moved the mark may have written them already.
         if self._writer is None:
             self._writer = SummaryWriter(self.directory, purge_step=first)
         return self._writer
@@ -169,8 +169,8 @@ class MLflow(Tracker):
 class WandB(Tracker):
     """One run of Weights & Biases for one run of training; `settings` go to `wandb.init` (project, mode, …).
 
-    Metrics are drawn against `step`. When training goes back, `line` is increased, so that the two lines differ, and
-    the summary `left_behind` names the abandoned steps.
+    Metrics are drawn against `step`. When training goes back, `line` is increased, to tell later steps from abandoned
+    ones, and the summary `left_behind` names the abandoned steps.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, run_key: str, **settings: Any):
