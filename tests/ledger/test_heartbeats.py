@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,9 @@ import pytest
 from ckpt_tasks.errors import FencedError, OwnedError, StoreError
 from ckpt_tasks.format.keys import heartbeat_name
 from ckpt_tasks.ledger.history import History
+from ckpt_tasks.ledger.ownership import Signs
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.system import now_iso
+from ckpt_tasks.system import System, now_iso
 from ckpt_tasks.testing import look
 from tests.ledger.test_ownership import mine, owner_in
 from tests.support.calls import FailingReads
@@ -50,6 +49,9 @@ def test_a_silent_owner_of_another_host_is_followed_after_its_timeout(run_dir: P
         beat.unlink(missing_ok=True)
         if at_s is not None:
             beat.write_text(json.dumps({"at_s": at_s}))
+        signs = Signs(History(LocalStore(run_dir)), 120.0)
+        signs.silent_s(owner_in(run_dir))
+        assert not signs.watching  # a clock may be a little ahead
         with pytest.raises(OwnedError, match="elsewhere"):
             mine(run_dir).restore({"x": 0})
     beat.write_text(json.dumps({"at_s": time.time() - 121}))
@@ -75,22 +77,16 @@ def test_an_owner_whose_clock_cannot_be_used_is_followed_when_nothing_changes(ru
 @pytest.mark.parametrize("kind", UNTIMELY)
 def test_an_owner_whose_clock_cannot_be_used_and_who_lives_is_not_disturbed(run_dir: Path, kind: str) -> None:
     """P33: what changes lives, whatever it says of the time."""
-    beat, over = held_elsewhere(run_dir), threading.Event()
+    beat, later = held_elsewhere(run_dir), iter([untimely(kind, 1)])
+    beat.write_text(untimely(kind, 0))
 
-    def live() -> None:
-        for n in count(1):
-            LocalStore(run_dir).replace(str(beat.relative_to(run_dir)), untimely(kind, n % 50).encode())
-            if over.wait(0.05):
-                return
+    class Waiting(System):
+        def sleep(self, seconds: float) -> None:
+            beat.write_text(next(later))
 
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        with pytest.raises(OwnedError, match="elsewhere"):
-            mine(run_dir, owner_timeout_s=300.0).restore({"x": 0})
-    finally:
-        over.set()
-        thread.join()
+    with running_on(Waiting()), pytest.raises(OwnedError, match="elsewhere"):
+        mine(run_dir, owner_timeout_s=300.0).restore({"x": 0})
+    assert list(later) == []
 
 
 def test_a_clock_that_is_ahead_does_not_prolong_the_grace(run_dir: Path) -> None:

@@ -20,7 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import Heartbeat, acquire, identify, why_free
+from ckpt_tasks.ledger.ownership import Heartbeat, acquire, identify, lives_here, why_free
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.support.owner_child import OwnerChild
@@ -105,6 +105,8 @@ def test_what_can_be_seen_of_an_owner_decides(sleeper: subprocess.Popen[bytes]) 
     for owner, looking, beat_s, why in cases:
         found = why_free(owner, looking, beat_s, 120.0)
         assert (found is None) if why is None else (found is not None and why in found), (owner, beat_s)
+    others = (replace(living, **change) for change in ({"released": True}, {"process_start": "12345"}, *HIDING))
+    assert [lives_here(owner, me) for owner in (living, me, *others)] == [True] + [False] * (3 + len(HIDING))
 
 
 def test_a_killed_process_is_gone_at_once(sleeper: subprocess.Popen[bytes]) -> None:
@@ -112,6 +114,7 @@ def test_a_killed_process_is_gone_at_once(sleeper: subprocess.Popen[bytes]) -> N
     owner = held_by(sleeper.pid)
     os.kill(sleeper.pid, signal.SIGKILL)
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives_here(replace(owner, process_start=""), identify(None))
     assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
     sleeper.wait()
     assert "is gone" in (why_free(owner, identify(None), 0.0, 120.0) or "")
@@ -230,6 +233,20 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
         time.sleep(0.05)
     assert answer == "FencedError"
     ckpt.close()
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_heartbeat_that_is_of_no_use_ends_its_thread(run_dir: Path, fenced: bool) -> None:
+    """P33: once its owner has lost the directory, or nobody refers to it any more, nothing is written or read again."""
+    history, before = History(LocalStore(run_dir)), set(threading.enumerate())
+    heart = Heartbeat(history, acquire(history, identify(None), take_over=False, timeout_s=120.0), 0.04)
+    [thread] = set(threading.enumerate()) - before
+    if fenced:
+        acquire(history, identify(None), take_over=True, timeout_s=120.0)
+    else:
+        del heart
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_the_same_flow_run_waits_for_its_predecessor(run_dir: Path, child: Callable[..., OwnerChild]) -> None:

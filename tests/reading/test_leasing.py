@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from ckpt_tasks.ledger.history import History
 from ckpt_tasks.reading.leasing import leased
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import System
+from tests.support.systems import running_on
 
 SHORT_S = 0.6
 
@@ -24,6 +29,29 @@ def run(run_dir: Path) -> Run:
         for step in (1, 2):
             ckpt.save(step, {"value": step})
     return open_run(str(run_dir))
+
+
+class Pauses(System):
+    """This machine, on which something happens in each of the first pauses of a thread, which take no time."""
+
+    def __init__(self, *happens: Callable[[], object]):
+        self.asked_s, self._happens = list[float | None](), [*happens]
+
+    def event(self) -> threading.Event:
+        return _Event(self.asked_s, self._happens)
+
+
+class _Event(threading.Event):
+    def __init__(self, asked_s: list[float | None], happens: list[Callable[[], object]]):
+        super().__init__()
+        self._asked_s, self._happens = asked_s, happens
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._asked_s.append(timeout)
+        if not self._happens:
+            return super().wait(timeout)
+        self._happens.pop(0)()
+        return False
 
 
 def prune(run: Run) -> list[int]:
@@ -61,14 +89,15 @@ def test_what_is_pruned_cannot_be_leased(run: Run) -> None:
 def test_a_reader_whose_checkpoint_went_all_the_same_ends_well(run: Run) -> None:
     """Where a lease ran out (its process slept, say) and the checkpoint went, the thread ends and the block goes on."""
     gone = run.find(1)
-    with leased(run, gone, "a sleeper", SHORT_S):
-        run.history.append(
-            {"kind": "note", "note": "test"},
-            lambda state, n: state.retire(frozenset({gone.manifest_digest}), (), frozenset()),
-            owner=None,
-        )
-        time.sleep(SHORT_S)
+    digests = frozenset({gone.manifest_digest})
+    note = {"kind": "note", "note": "test"}
+    pauses = Pauses(
+        lambda: run.history.append(note, lambda state, n: state.retire(digests, (), frozenset()), owner=None)
+    )
+    with running_on(pauses), leased(run, gone, "a sleeper", 60.0):
+        pass
     assert [one.step for one in run.checkpoints()] == [2]
+    assert pauses.asked_s == [30.0]
 
 
 class Full(LocalStore):
@@ -89,3 +118,16 @@ def test_an_end_that_cannot_be_written_is_no_error(run: Run, failure: Exception)
     with leased(Run(History(store), "read"), run.find(1), "a reader"):
         store.failure = failure
     assert [one.holder for one in run.head().state.leases] == ["a reader"]
+
+
+def test_a_lease_is_renewed_after_half_its_time_and_retried_soon(run: Run) -> None:
+    """P64: while the store fails its thread tries again before the lease is over; the next one has its whole time."""
+    store = Full(run.history.store.url)
+    failures = [StoreError("no room"), CommitUncertainError("who knows"), None, None]
+    pauses = Pauses(*(partial(setattr, store, "failure", failure) for failure in failures))
+    before = run.head().next_n
+    with running_on(pauses), leased(Run(History(store), "read"), run.find(1), "a reader", 60.0):
+        pass
+    assert pauses.asked_s == [30.0, 60 / 16, 60 / 16, 30.0, 30.0]
+    assert run.head().next_n == before + 6  # three leases, and their ends
+    assert run.head().state.leases == ()
