@@ -1,8 +1,8 @@
-"""Find flow runs on which no process works, and start them again; uses their stored states instead of events.
+"""Find flow runs on which no process works, by their stored states instead of events, and start them again.
 
-A worker ignores a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone, and
-also in later waits of any kind; only leaving a final state ends that (3.8.8, their issue 22847). So such a flow run is
-marked as crashed before it is started again.
+Workers ignore a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone. They
+also ignore its later waits of any kind, until it leaves a final state (Prefect 3.8.8, issue 22847). So such a flow run
+is marked as crashed before it is started again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SKEW = timedelta(minutes=1)  # A later time was written before the clock was se
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """After how many seconds a flow run counts as abandoned, and how often it may be started."""
+    """The seconds after which a flow run counts as abandoned, and how often it may be started."""
 
     crashed_s: float = 120.0
     silent_s: float = 300.0
@@ -45,9 +45,9 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Abandoned:
-    """An abandoned flow run, on which no process works; how that is known, and what to do.
+    """A flow run on which no process works; `why` says how this is known, `due` what to do.
 
-    "resume": it has crashed. "crash", "cancel": its process is gone. "worker": no worker takes it.
+    `due` is "resume" if it has crashed, "crash" or "cancel" if its process is gone, "worker" if no worker takes it.
     """
 
     run: FlowRun
@@ -56,7 +56,7 @@ class Abandoned:
 
 
 def find_abandoned(client: SyncPrefectClient, tag: str, limits: Limits) -> Iterator[Abandoned]:
-    """Yield the abandoned flow runs with `tag`; of the crashed ones, only those of the last day."""
+    """Yield the abandoned flow runs with `tag`; crashed flow runs only if they ended within the last day."""
     look = _Look(client, tag, limits)
     yield from look.crashed()
     yield from look.started()

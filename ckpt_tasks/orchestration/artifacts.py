@@ -1,7 +1,7 @@
 """A flow run's artifacts on Prefect's pages while it trains: its progress, its checkpoints and its report.
 
-They never stop training. If Prefect or the store does not answer, one warning is logged. A request to Prefect is sent
-once, with a timeout of 5 s. After a failure nothing is published for a minute or more.
+Artifacts never stop training. If Prefect or the store does not answer, one warning is logged. A request to Prefect is
+sent once, with a timeout of 5 s. After a failure nothing is published for a minute or more.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # After an error of the run itself, another try shows no more.
+            return isinstance(error, CkptError)  # After an error of the run itself, another try would fail, too.
         self._pause_s = _PAUSE_S
         return True
 

@@ -5,7 +5,7 @@ own state hooks cannot do this: they swallow exceptions, and run a second time o
 
 Invariants
 
-1. A task's body runs only if the live state is that of the session's position.
+1. A task's body runs only if the live state is the state at the session's position.
 2. An attempt succeeds only after the state that it produced is committed.
 3. The first body of a run begins only after a checkpoint exists, so that a retry can restore.
 """
@@ -65,7 +65,7 @@ _MOST_RETRIES = 50  # Prefect's limit for a list of delays.
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a hook gets: the attempt's number (from 1), the completed steps, and why the previous attempt failed.
+    """The argument of a hook: the attempt's number (from 1), the completed steps, why the previous attempt failed.
 
     `failure` is None if the previous attempt did not fail in this process. `after_failure` gets the failure of the
     attempt that just failed.
@@ -195,7 +195,7 @@ def resumable_task(
     committed: at the step that the body reported through `ckpt.step()`, else at position + 1. A failed attempt is
     recorded in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes after
     `retry_delay_seconds`, each further one after twice the delay (at most 60 s), with jitter. A failure that no retry
-    can repair (`PERMANENT`) is not retried. `options` are those of `prefect.task`.
+    can repair (`PERMANENT`) is not retried. `options` are passed to `prefect.task`.
 
     Raises ConfigError for a function that cannot be resumed, or an option that prevents it.
     """
@@ -271,7 +271,7 @@ def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 
 def is_retryable(error: object) -> bool:
-    """Return whether a retry may help: not after a `PERMANENT` error, unless the error `rolls_back`."""
+    """Return True if a retry may help: after any error but a `PERMANENT` one, and after an error that `rolls_back`."""
     causes = [*causes_of(error)] if isinstance(error, Exception) else []
     return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 

@@ -1,4 +1,4 @@
-"""Blocks, stored on Prefect's server: places for checkpoints with their credentials, and clusters that train.
+"""Blocks, which Prefect's server stores: locations of checkpoints with their credentials, and clusters that train.
 
 A `CheckpointStore` can be named as block://NAME/PATH wherever a checkpoint directory is expected (docs/decisions/0022).
 Parameters, logs and the ledger hold the block's name or its URL; its secrets only pass from Prefect's server to the
@@ -93,7 +93,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
         self.location("run" if _RUN_KEY in self.url else "").open()
 
     def location(self, below: str = "", run_key: str | None = None) -> Location:
-        """Return the block's location, or that of the path `below` it.
+        """Return the block's location, or the location of the path `below` it.
 
         {run_key} in the URL is replaced by `below`, or by `run_key` if `below` is empty. Raises ConfigError if both are
         empty then, or if `below` is not a path below the block's own.
@@ -186,7 +186,7 @@ def _read(kind: type[_B], name: str, fields: str) -> _B:
 
 
 def _merged(options: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options, including nested ones; those in `over` replace others."""
+    """Merge options, including nested ones; options in `over` replace the others."""
     both = {**options, **over}
     for key in options.keys() & over.keys():
         if isinstance(options[key], Mapping) and isinstance(over[key], Mapping):

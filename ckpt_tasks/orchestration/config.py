@@ -69,7 +69,7 @@ def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None,
 class BatchLength:
     """The length of step-batches: `steps`, or as many steps as take `seconds`.
 
-    A batch ends at a multiple of its length, even if the one before was stopped early. A length from `seconds` is a
+    A batch ends at a multiple of its length, even if the previous batch was stopped early. A length from `seconds` is a
     multiple of `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.
     """
 
@@ -86,7 +86,7 @@ class BatchLength:
     def end(self, position: int, total: int, *, step_s: float | None, last: int | None) -> int:
         """Return the step at which the batch that begins at `position` ends, `total` at most.
 
-        `step_s` is the time of one step, `last` the length of this process's last batch in steps; None before that.
+        `step_s`: seconds of one step; `last`: steps of this process's last batch; None before the first batch.
         """
         stride = self.steps or self._timed(step_s, last)
         return min((position // stride + 1) * stride, total)

@@ -1,11 +1,11 @@
 """Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
 
 An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
-batch ends; after that an automation misses them, marks the flow run as crashed, and starts it: then it is suspended
-again. If a person cancels a crashed flow run just before an automation resumes it, it is cancelled again.
+batch ends; after that an automation misses them, marks the flow run as crashed, and starts it: the new start suspends
+it again. If a person cancels a crashed flow run just before an automation resumes it, the new start cancels it again.
 
-The ledger holds every evaluation; older entries have those of pruned checkpoints. A note summarises the entries before
-it, so that a process reads at most a few hundred entries.
+The ledger holds every evaluation; its older entries hold the evaluations of pruned checkpoints. A note summarises the
+entries before it, so that a process reads at most a few hundred entries.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NOTE_EVERY = 256  # Write a note after this many ledger entries, so that the ne
 
 
 def stay_as_decided() -> None:
-    """Suspend or cancel the current flow run again if a person had decided so and it was started automatically.
+    """Suspend or cancel the current flow run again if an automation started it after a suspension or cancellation.
 
-    A suspended flow run was marked as crashed meanwhile; a cancelled one had crashed, and was resumed although
-    cancelled. Does nothing if a person resumed or retried it, which leaves other states, or if it has no deployment.
-    Otherwise raises Prefect's Pause or Abort, which end this process.
+    The states show such a start: suspended, then crashed; or cancelled, then resumed like a crashed flow run. Does
+    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment. Otherwise raises
+    Prefect's Pause or Abort, which end this process.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return
@@ -82,7 +82,7 @@ class EarlyStopping:
         self._stop: Mapping[str, Any] | None = None  # The note of a stop by an earlier process of this flow run.
 
     def check(self) -> bool:
-        """Return whether the run should stop here; call it when everything is committed.
+        """Return True if the run should stop now; call this when everything is committed.
 
         A run that continues after a stop has its full patience again: only later evaluations count. If the store or
         Prefect does not answer, returns False; the end of the next batch checks again.
@@ -96,7 +96,7 @@ class EarlyStopping:
     def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
         if self._stop is not None and not any(state.state_details.pause_key == self._pause_key for state in _states()):
-            # The earlier process stopped before it could suspend the flow run.
+            # The earlier process ended before it could suspend the flow run.
             self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"
             return True
         self._stop = None

@@ -1,10 +1,10 @@
 """Prefect's embedded server, which lives exactly as long as the process that needs it.
 
 If no API is configured, Prefect starts a server as a child process. A signal to the process group (Ctrl-C in a
-terminal, `timeout`, a batch system, systemd) then ends that child first, and the flow asks it for minutes; after
-SIGKILL the child runs on for ever and keeps this process's output open. So we start the server ourselves: in a session
-of its own, with the signals blocked that only this process must act on, and with its output in a file. It ends when
-its parent is gone. All clients find it as the API of the settings.
+terminal, `timeout`, a batch system, systemd) then ends that child first, and the flow repeats requests to it for
+minutes. After SIGKILL of this process the child runs for ever and keeps this process's output open. So we start the
+server ourselves: in a separate session, with the signals blocked that only this process must handle, and with its
+output in a file. The server ends when its parent has ended. All clients find it as the API of the settings.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PATIENCE_S = 120.0
 _PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # For the server, and for its clients.
 _LOG = "embedded-server.log"
 
-# Arguments: the parent's id, the descriptor of the socket, and the URL, for those who look at the list of processes.
-# A server that has begun gets half a minute to end.
+# Arguments: the parent's id, the descriptor of the socket, and the URL, which is only for readers of process lists.
+# A server that has begun gets 30 s to end.
 _SERVE = """
 import os, socket, sys, threading, time
 parent, server = int(sys.argv[1]), None
@@ -52,9 +52,9 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def begin_embedded_server() -> bool:
-    """Start Prefect's embedded server if the settings ask for one; return whether this process has one.
+    """Start Prefect's embedded server if the settings ask for one; return True if this process has one.
 
-    It becomes the API of this process and its children, with a password of its own, and writes to
+    The server becomes the API of this process and its children, with a new password, and writes to
     `embedded-server.log` in Prefect's home. It ends with this process, even after SIGKILL; a signal to the process
     group does not reach it. `start_embedded_server` waits for it.
     """
@@ -63,7 +63,7 @@ def begin_embedded_server() -> bool:
     if runs or settings.api.url or not settings.server.ephemeral.enabled:
         return bool(_started)
     settings.home.mkdir(parents=True, exist_ok=True)
-    # Other users of this host can reach the server's port, and so our database.
+    # Other users of this host can reach the server's port: without a password they could read our database.
     password = secrets.token_urlsafe(32)
     own = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
     given = settings.to_environment_variables(exclude_unset=True)

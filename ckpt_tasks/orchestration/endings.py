@@ -1,12 +1,12 @@
 """End a flow run: without a new state if another process of it owns the run, as crashed if a store does not answer.
 
-Prefect may start a flow run twice: a preempted one before its old process has ended, a resumed one while the pause is
-still under way, a crashed one that two watchers report. The ledger lets one of these processes train. If the other one
-ended as failed, the flow run would be shown as failed although its sibling completes it.
+Prefect may start a flow run twice: a preempted flow run before its old process has ended, a resumed one during the
+pause, a crashed one that two watchers report. The ledger lets one of these processes train. If the other process ended
+the flow run as failed, Prefect would show it as failed although the first process completes it.
 
-Prefect does not restart a failed flow run: a person must fix the program or the credentials. A store that recovers
-needs no person. So that flow run ends as crashed, and the automations, or the flow `watch` behind them, resume it as
-often as they are configured to.
+Prefect does not restart a failed flow run: a person must fix the program or the credentials. A store recovers without
+a person. So if a store does not answer, the flow run ends as crashed, and the automations, or the flow `watch`, resume
+it as often as they are configured to.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class EvaluationResult:
 
     @property
     def new(self) -> bool:
-        """Whether this evaluation recorded the result."""
+        """True if this evaluation recorded the result."""
         return self.outcome == "recorded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """How a run's checkpoints are evaluated, in plain values only, so that the task can run in any process."""
+    """The evaluation of a run's checkpoints, as plain values, so that its task can run in any process."""
 
     run_key: str
     location: Location
@@ -85,7 +85,7 @@ class Evaluator:
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
         """Open the run. If `which` is "pending" and the run does not exist, wait `wait_s` seconds, then return None.
 
-        A flow run that follows a run may start before it. Raises CheckpointNotFoundError for any other `which`.
+        A flow run that follows a training may start before it. Raises CheckpointNotFoundError for any other `which`.
         """
         until_s = time.monotonic() + wait_s
         while True:
@@ -126,9 +126,9 @@ class Rounds:
         self._follow_s = follow_s
 
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
-        """Yield checkpoints that a suite has not evaluated, newest first; each once, even if its evaluation fails.
+        """Yield lists of checkpoints that a suite has not evaluated, newest first; each once, even if that fails.
 
-        Ends earlier if the owner has released the run: its next start starts another flow run to follow it.
+        Ends earlier if the owner has released the run: the next start of training starts another flow run like this.
         """
         until_s, held, trained = time.monotonic() + self._follow_s, False, False
         while self._limit is None or len(self.tried) < self._limit:
@@ -137,7 +137,7 @@ class Rounds:
             left = _ROUND if self._limit is None else min(_ROUND, self._limit - len(self.tried))
             pending = [each for each in lineage(state.live) if each.manifest_digest not in known][:left]
             before, held = held, state.owner is not None and not state.owner.released
-            # The run is trained, or new checkpoints came while this flow run followed it.
+            # True if a process trains the run, or if new checkpoints came while this flow run followed it.
             trained = trained or held or (bool(pending) and bool(self.tried))
             if pending:
                 self.tried |= {checkpoint.manifest_digest for checkpoint in pending}
@@ -219,7 +219,7 @@ def _result(checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float], ou
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """Call "module:function" `name` as function(run, checkpoint, result, **params) with the run's best checkpoint.
+    """A call of "module:function" `name` as function(run, checkpoint, result, **params) for the best checkpoint.
 
     The function may be called more than once for a checkpoint; `checkpoint.manifest_digest` identifies it.
     """

@@ -123,7 +123,7 @@ def delivers_events() -> Iterator[None]:
 
 @contextmanager
 def client_without_retries(timeout_s: float) -> Iterator[SyncPrefectClient]:
-    """Yield a client of Prefect's server that waits this long for an answer; with retries it could take a minute."""
+    """Yield a client of Prefect's server that waits this long for an answer; with retries that could be a minute."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         get_client(httpx_settings={"timeout": timeout_s}, sync_client=True) as client,
@@ -147,7 +147,7 @@ def absolute(checkpoint_dir: str) -> str:
 
 
 def asset_key(checkpoint_dir: str, run_key: str, checkpoint: Checkpoint) -> str:
-    """Return the URI that names a checkpoint as an asset in Prefect: its URL, with refused characters replaced.
+    """Return a checkpoint's URI as an asset in Prefect: its URL, without the characters that Prefect refuses.
 
     A URI that is too long for Prefect becomes ckpt://RUN_KEY/ATTEMPT.
     """

@@ -1,4 +1,4 @@
-"""What a flow run does at its start for Prefect's pages: end lost task runs, avoid a second follower, forward the log.
+"""Actions of a flow run at its start: end lost task runs, continue an earlier flow run, avoid two followers, log.
 
 A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """
@@ -80,9 +80,10 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 
 
 def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -> FlowRun | None:
-    """Return the flow run of the run's last owner, to be run again; None if it has ended, or if this is it.
+    """Return the flow run of the run's last owner, as pending, to be run again; None if it has ended by itself.
 
-    A flow run that has crashed, or whose process is gone, has not ended. The ledger names it, so nothing else has to.
+    Returns None, too, if that flow run has a deployment or other parameters. A flow run that has crashed, or whose
+    process is gone, is run again.
     """
     with suppress(CheckpointNotFoundError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
         owner = run_of(config).head().state.owner

@@ -1,8 +1,8 @@
 """A restore drill: restore a run's checkpoint into its program, in fresh processes of this host, and record the result.
 
-There are as many of them as ranks have saved the checkpoint. A drill is a reader: it leases the checkpoint, and takes
-nothing from a process that trains. A process is started as `python -m ckpt_tasks.session.drill ORDER RANK ANSWER`: a
-file with the order, and one for the answer (JSON).
+A drill has one process for each rank that saved the checkpoint. It is a reader: it leases the checkpoint, and does not
+disturb a process that trains. A process's command is `python -m ckpt_tasks.session.drill ORDER RANK ANSWER`: ORDER is
+a file with the order, ANSWER a file for the answer (both JSON).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt_tasks.system import now_iso, system
 _LONGEST_FAULT = 2000
 _HOST = "127.0.0.1"
 _LOOK_S = 0.05
-_END_S = 10.0  # After the first fault the other ranks have this long to tell theirs.
+_END_S = 10.0  # Before a rank ends, it waits this long for the other ranks to read its answers.
 _JOIN_S = 300.0
 _DEADLINE_S = 3600.0  # Ranks may wait this long for the slowest one's restore.
 
@@ -45,8 +45,8 @@ def drill_run(
     """Restore a checkpoint into a program ("module:Factory"; None: the run's own) in fresh processes; record it.
 
     The `fault` of the drill says why this host cannot restore it: damage, a program that cannot be built or does not
-    fit, a killed process. Raises ConfigError without a program, CheckpointNotFoundError, and StoreError if the store
-    does not answer, ProgramError if `program` cannot be built; then nothing is recorded.
+    fit, a killed process. Raises ConfigError without a program, CheckpointNotFoundError, StoreError if the store does
+    not answer, and ProgramError if `program` cannot be built; nothing is recorded then.
     """
     run = open_run(location, run_key)
     checkpoint, recorded = run.find(which), run.head().state.program
@@ -70,7 +70,7 @@ def drill_run(
 
 
 def _ranks_of(run: Run, checkpoint: Checkpoint) -> int:
-    """Return how many ranks have saved a checkpoint; 1 if it is damaged, which the restore will say."""
+    """Return how many ranks have saved a checkpoint; 1 if it is damaged, which the restore then reports."""
     try:
         return open_checkpoint(run.history.store, checkpoint).manifest.world_size
     except (IntegrityError, ObjectNotFoundError):
@@ -78,9 +78,9 @@ def _ranks_of(run: Run, checkpoint: Checkpoint) -> int:
 
 
 def _answer(order: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Have ranks carry out an order; return the slowest one's seconds, or the first fault. Raises a rank's error."""
+    """Have ranks carry out an order; return the slowest rank's seconds, or the first fault. Raises a rank's error."""
     with tempfile.TemporaryDirectory(prefix="ckpt-drill-") as place, socket.socket() as listening:
-        listening.bind((_HOST, 0))  # Only there: torch's own store would listen on every interface.
+        listening.bind((_HOST, 0))  # Torch's own store would listen on every interface.
         listening.listen()
         given, port = Path(place, "order"), listening.getsockname()[1]
         meeting = {"ranks": ranks, "port": port, "listening": listening.fileno()}
@@ -112,7 +112,7 @@ class _Rank:
             )
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Return whether the process has ended, within some time."""
+        """Wait at most `timeout_s` for the process to end; return True if it has ended."""
         try:
             return self.process.wait(timeout_s) is not None
         except subprocess.TimeoutExpired:
@@ -120,11 +120,11 @@ class _Rank:
 
     @property
     def is_good(self) -> bool:
-        """Whether the process has ended with an answer."""
+        """True if the process has written an answer."""
         return self._answer.exists()
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer, or as a fault how the process has ended."""
+        """Return the answer; without one, a fault that says how the process has ended."""
         if not self.is_good:
             said = self._said.read_text(errors="replace").strip().splitlines()
             ended = f"the process ended with {self.process.returncode}: {said[-1] if said else ''}"
@@ -134,7 +134,7 @@ class _Rank:
 
 
 def _ended(children: list[_Rank]) -> list[_Rank]:
-    """Wait for all; kill those that wait for one that has ended without an answer. Return them, that one first."""
+    """Wait for ranks and return them; once a rank has ended without an answer, kill the others and return it first."""
     running, ended = [*children], list[_Rank]()
     try:
         while running:

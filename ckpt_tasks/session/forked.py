@@ -1,4 +1,4 @@
-"""What a flow does to a run apart from training: forks, rollbacks, and the record of program and parameters."""
+"""Actions of a flow on a run, apart from training: forks, rollbacks, and the record of program and parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | 
 
 
 def roll_back(config: CheckpointConfig, step: int | None, skip_batches: str | None, flow_run_id: str | None) -> None:
-    """Roll the run back to the checkpoint of `step`, if not None; once per flow run, however often that is started.
+    """Roll the run back to the checkpoint of `step`, if that is not None; once per flow run, even if started again.
 
     `skip_batches` is "401-410" or "10", as for `ckpt rollback`. Raises what `Checkpointer.rollback` raises.
     """

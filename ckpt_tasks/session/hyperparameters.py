@@ -48,7 +48,7 @@ def settings_of(state: Mapping[str, Any]) -> Settings:
 
 
 def changed_settings(restored: Settings, old: Settings, new: Settings) -> Settings:
-    """Return the restored settings, with changes where a fresh old program and a fresh new one differ.
+    """Return the restored settings, with the new values where a fresh old program and a fresh new one differ.
 
     A learning rate that training has moved is scaled by new/old. Raises StateMismatchError if the two programs have
     other optimizers, schedules or numbers of param groups.

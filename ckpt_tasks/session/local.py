@@ -34,10 +34,10 @@ class Program(Protocol):
     """The user's part of a training: a plain class with a state, one train step and one evaluation.
 
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
-    on the next data; it returns metrics, among them how much data it used, under the name in `unit` if the program has
-    that attribute, else "samples". `evaluate` must change nothing and must not draw from the training's random streams.
-    `recorded_params`, if present, names parameters that may come from the run's ledger although they are texts or
-    objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
+    on the next data and returns metrics. One metric may be the amount of data used: its name is the program's attribute
+    `unit`, or "samples" without this attribute. `evaluate` must change nothing and must not draw from the training's
+    random streams. `recorded_params`, if present, names parameters that may come from the run's ledger although they
+    are texts or objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
     """
 
     state: dict[str, Any]
@@ -151,7 +151,7 @@ class StateSession:
         self.clean = False
         for value in objects_of(self.state):
             if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-                # A checkpoint has no gradients: those of the failed step would be added to the retry's.
+                # A restore sets no gradients: the failed step's gradients would be added to the retry's.
                 value.zero_grad(set_to_none=True)
 
 
@@ -200,8 +200,8 @@ class LocalSession(StateSession):
     def restore(self) -> int:
         """Restore as any session does, and record the program and its parameters.
 
-        If this is the checkpoint from which the run was forked, changed parameters are applied to its optimizers and
-        schedules; raises StateMismatchError if they do not fit. At any other checkpoint, raises ConfigError if a
+        After a restore of the checkpoint from which the run was forked, apply changed parameters to optimizers and
+        schedules; raises StateMismatchError if they do not fit. After any other restore, raises ConfigError if a
         changed parameter sets values that a restore brings back: the change would be lost.
         """
         step = super().restore()
@@ -248,7 +248,7 @@ class LocalSession(StateSession):
         apply_settings(state, changed_settings(settings_of(state), old, new))
 
     def _refuse_changes(self) -> None:
-        """Raise ConfigError if a changed parameter changes settings of optimizers or schedules: a restore undoes it."""
+        """Raise ConfigError if a changed parameter changes optimizers or schedules: the restore has undone that."""
         recorded = params_of(self.ckpt)
         own = recorded or {}
         changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
@@ -276,7 +276,7 @@ class LocalSession(StateSession):
             except ProgramError as error:
                 hint = "What a change of parameters does is seen by building the program with those of before, too."
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
-        gc.collect()  # `discard` gives the reason.
+        gc.collect()  # Free the program's memory now, as in `discard`.
         return settings
 
     def _train_step(self, program: Program) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""The parameters with which a program is built: those of the flow, and those recorded in the run's ledger.
+"""The parameters with which a program is built: the flow's parameters, and parameters recorded in the run's ledger.
 
 Anyone who can write to the run's directory can write its ledger, and a factory may open files that its parameters name.
-So the flow's parameters take precedence, and a recorded one is used only if the factory's signature has its name and
+So the flow's parameters take precedence. A recorded parameter is used only if the factory's signature has its name and
 its value cannot name a file: a number, a boolean, null, or a list of these. If a program needs other recorded
 parameters, it lists their names in an attribute `recorded_params`.
 """
@@ -39,7 +39,7 @@ def effective_params(
 def params_before(factory: Callable[..., Any], recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of the old program, to compare it with the program that is built with `given`.
 
-    A recorded value that must not reach the factory is replaced by that of `given`, with a warning.
+    A recorded value that must not reach the factory is replaced by the value in `given`, with a warning.
     """
     held = {name: given[name] for name in _refused(factory, recorded) if name in given}
     if changed := sorted(name for name in held if recorded[name] != held[name]):

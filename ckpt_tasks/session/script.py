@@ -27,7 +27,7 @@ Scope = ast.Module | ast.FunctionDef
 
 @dataclass
 class TrainingLoop:
-    """The loop over epochs, the loop over batches, the scope of each, and the name of the loader in it."""
+    """The loop over epochs in the scope `around`, that over batches in `within`, and the loader's name in `around`."""
 
     epochs: ast.For
     around: Scope
@@ -81,7 +81,7 @@ def find_training_loop(tree: ast.Module, run: str) -> TrainingLoop:
 
 
 def _loops(node: ast.AST) -> list[ast.For]:
-    """Return the `for` loops below a node, except those of functions in it."""
+    """Return the `for` loops below a node, except loops in functions below the node."""
     return [one for one in _below(node) if isinstance(one, ast.For)]
 
 
@@ -126,7 +126,7 @@ def _given(call: ast.Call, function: ast.FunctionDef, name: str) -> str:
 
 
 def _stored(node: ast.AST, before: int = sys.maxsize) -> set[str]:
-    """Return the names that are assigned below a node, before a line."""
+    """Return the names that are assigned below a node, in lines before the line `before`."""
     names = [one for one in _below(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
     return {one.id for one in names if one.lineno < before}
 

@@ -29,7 +29,8 @@ _VALUES = (int, float, str, bytes, type(None), tuple, *_CONTAINERS)
 def run_script(script: Path, arguments: Iterable[str], config: CheckpointConfig, say: Callable[[str], None]) -> None:
     """Run a script as `python SCRIPT ARGUMENTS` would, with its training resumable.
 
-    `say` gets a text on the state. Raises ConfigError for a script whose loop is not understood, before it runs.
+    `say` gets a text that names the objects in the state. Raises ConfigError for a script whose loop is not understood,
+    before it runs.
     """
     source = script.read_text(encoding="utf-8")
     tree = ast.parse(source, str(script))
@@ -50,7 +51,7 @@ class _Carried:
 
     def __init__(self) -> None:
         self.saved: dict[str, dict[str, Any]] = {}
-        self.handed_back = True  # False until the variables have their restored values, which may be saved before.
+        self.handed_back = True  # False from a restore until the variables have the restored values.
         self.loops: dict[str, Callable[[], dict[str, Any]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,8 +96,8 @@ class _Hook:
     def begin(self, loader: Any, numbers: Any, names: list[str], values: Callable[[], list[Any]]) -> Any:
         """Restore the script's variables from the checkpoint; return the loader over which its loop must iterate.
 
-        `numbers`: the range of the epochs. `names`: the variables that the loop over epochs replaces, of which `values`
-        returns the values; the script then sets them to `self.values`.
+        `numbers`: the range of the epochs. `names`: the variables that the loop over epochs replaces. `values` returns
+        their values; the script then sets the variables to `self.values`.
         """
         todo = hint(self.run)
         if self.epochs is not None:
@@ -164,7 +165,7 @@ def _packed(value: Any) -> Any:
 
 
 def _filled(value: Any, saved: Any) -> Any:
-    """Return a saved value; a live value to which others may refer is changed in place."""
+    """Return a saved value; change a container or an object in place, since other variables may refer to it."""
     if isinstance(value, _VALUES) and not isinstance(value, _CONTAINERS):
         return saved
     _fill(value, saved)

@@ -1,7 +1,7 @@
 """A session: live training state that the flow restores, trains, saves and discards.
 
-The flow knows nothing else of the processes that compute. `local.py` has the session of one process, whose calls are
-direct; `ckpt_tasks/gang/` has that of many ranks in processes of their own.
+A flow reaches the processes that compute only through its session. `local.py` has the session of this process, with
+direct calls; `ckpt_tasks/gang/` has the session of many ranks in separate processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_tasks.saving.listening import Listener
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of one completed step: metrics, seconds, how many `unit` it used, and the newest commit."""
+    """The progress of a completed step: metrics, seconds, the `amount` of data used (in `unit`), the newest commit."""
 
     step: int
     metrics: Mapping[str, float]
@@ -31,7 +31,7 @@ class Progress:
 
 Watcher = Callable[[Progress], None]
 
-# Called after every step of the flows that this thread starts, because a flow's parameter cannot be a function.
+# The function to call after every step of the flows that this thread starts; a flow's parameter cannot be a function.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
 
@@ -59,7 +59,7 @@ class TrainedRun(Protocol):
 class Session(Protocol):
     """Holds the live state of one run between attempts.
 
-    `clean`: the live state is that of `position`, so no restore is needed.
+    `clean`: the live state is the state at `position`, so no restore is needed.
     """
 
     clean: bool
