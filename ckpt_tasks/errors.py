@@ -205,7 +205,7 @@ class CommitUncertainError(CkptError):
 
 
 class OwnerError(CkptError):
-    """The run directory is held by another process."""
+    """Another process holds the run directory."""
 
 
 class OwnedError(OwnerError):
@@ -222,7 +222,7 @@ class FencedError(OwnerError):
 
 
 class RankError(CkptError):
-    """A rank of a gang has died, failed or hung, and the others were ended; a retry starts a new gang."""
+    """A rank of a gang has died, failed or hung, and the other ranks were ended; a retry starts a new gang."""
 
 
 class NoProgressError(CkptError):

@@ -1,4 +1,4 @@
-"""Lines for people. Neither a reader that has gone nor a full disk may end training when a line is written.
+"""Write lines for people. A reader that has left, or a full disk, must not end training.
 
 Any log handler may raise: logging's own if stderr is closed, a handler of the user's, and rich's, which raises
 SystemExit when the reader of its output has left.
@@ -47,7 +47,7 @@ def write_line(line: str) -> None:
 
 @contextmanager
 def shown_meanwhile(text: str, stream: IO[str]) -> Iterator[None]:
-    """Show a text while the block runs, if the stream is a terminal. It catches no output, as a rich status would."""
+    """Show a text while the block runs, if the stream is a terminal. Unlike rich's status, capture no output."""
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         yield
         return

@@ -50,7 +50,7 @@ class System:
         return thread
 
     def age_s(self) -> float:
-        """Return how long this process has run, in seconds; 0 if the system does not tell."""
+        """Return how long this process has run, in seconds; 0 if this is unknown."""
         start = process_start(os.getpid())
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK") if start else 0.0
 
@@ -95,22 +95,22 @@ class System:
 
 
 class Disturbed(System):
-    """The System of a script under `ckpt chaos`, which writes the faults of the moment to a file.
+    """The System of a script under `ckpt chaos`; that command writes the current faults to the file `place`.
 
-    They are `delay_s` of each request to a store, the part `failing` of the requests that fail, and `jump_s` of the
-    wall clock. A file beside it has a byte for each request and reading that was hit.
+    `delay_s` delays each request to a store, `failing` is the share of requests that fail, and `jump_s` is added to the
+    wall clock. The file `place`.hits has a byte for each request and each reading of the clock that a fault has hit.
     """
 
     def __init__(self, place: str):
         self._place = Path(place)
 
     def faults(self) -> dict[str, float]:
-        """Return the faults of the moment."""
+        """Return the current faults."""
         faults: dict[str, float] = json.loads(self._place.read_text())
         return faults
 
     def count_hit(self) -> None:
-        """Note that a fault has hit a request, or a reading of the clock."""
+        """Count a request, or a reading of the clock, that a fault has hit."""
         with suppress(OSError), open(f"{self._place}.hits", "ab") as file:  # The disk may be full as well.
             file.write(b".")
 
@@ -149,7 +149,7 @@ def boot_id() -> str:
 
 
 def gang_rank() -> str | None:
-    """Describe in words which rank a launcher gave this process, if the launcher started several ranks."""
+    """Return a text that names this process's rank, if a launcher has started several ranks; else None."""
     size = os.environ.get("WORLD_SIZE", "")
     several = size.isdecimal() and int(size) > 1 and "RANK" in os.environ
     return f"this is rank {os.environ['RANK']} of {size}" if several else None
@@ -179,7 +179,7 @@ def process_start(pid: int) -> str | None:
 
 def has_ended(pid: int, start: str) -> bool:
     """Return True if a process of this system has certainly ended; /proc may hide other users' processes."""
-    # /proc hides another user's process; a number too large for a process id raises OverflowError.
+    # os.kill raises PermissionError for another user's process, and OverflowError for a number that is too large.
     with suppress(PermissionError, OverflowError):
         try:
             os.kill(pid, 0)

@@ -1,7 +1,7 @@
 """Train a program as a flow that may be killed at any time: `python -m flows.train` does what `ckpt train` does.
 
-The flow is one page: ckpt_tasks/flows/train.py. It finds the program, cuts the run into batches of steps, and gives
-each to a task that restores if it has to, trains, and ends with a commit. However it ends, the next flow run continues.
+The flow is in ckpt_tasks/flows/train.py. It finds the program, cuts the run into batches of steps, and gives each batch
+to a task that restores if needed, trains, and ends with a commit. However the flow ends, the next flow run continues.
 """
 
 from ckpt_tasks.flows.train import TrainResult, train

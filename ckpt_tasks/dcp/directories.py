@@ -75,8 +75,8 @@ def export_directory(
 ) -> ExportReport:
     """Write a checkpoint of the run at `place` as a DCP directory, by torch; `out` appears when it is complete.
 
-    The whole checkpoint is verified and in memory meanwhile. If `groups` has one name, only that group's keys are
-    written, without its name. Raises ConfigError, IntegrityError and StoreError.
+    The whole checkpoint is verified, and is in memory meanwhile. If `groups` has one name, only that group's keys are
+    written, without the group's name. Raises ConfigError, IntegrityError and StoreError.
     """
     named = [*(groups or ())]
     if len(named) > 1:

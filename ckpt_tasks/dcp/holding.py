@@ -2,8 +2,8 @@
 
 Invariants
 
-1. One commit algorithm: the coordinator's process has a `Committer`, as a Checkpointer's first rank has.
-2. A run is held from the first save of a process to its end, so that of two trainings one is refused, or fenced.
+1. All saves have one commit algorithm: the coordinator's process has a `Committer`, as a Checkpointer's first rank has.
+2. A process holds a run from its first save to its end: if two processes train the run, one is refused or fenced.
 3. As everywhere, a process that has neither restored nor saved does not commit to a run that has checkpoints.
 """
 
@@ -40,7 +40,7 @@ class Restored(NamedTuple):
     known_n: int
 
 
-restored: dict[str, Restored] = {}  # The key is the run; an entry is removed when a save continues from its checkpoint.
+restored: dict[str, Restored] = {}  # By the URL of the run; a save that continues from the checkpoint removes it.
 _held: dict[str, HeldRun] = {}
 _lock = system().lock()
 
@@ -51,7 +51,7 @@ def store_of(config: CheckpointConfig) -> Store:
 
 
 def held_run(config: CheckpointConfig) -> HeldRun:
-    """Return the object for the run that this process holds, or will hold after its first save."""
+    """Return this process's object for a run; the process holds the run from its first save on."""
     url = store_of(config).url
     with _lock:
         held = _held.get(url)
@@ -125,7 +125,7 @@ class HeldRun:
         return new
 
     def abandon(self) -> None:
-        """Delete the objects of a save that did not reach its commit; raise FencedError if another owns the run."""
+        """Delete the objects of a save that did not reach its commit; raise FencedError if the run was taken over."""
         attempt, self._unfinished = self._unfinished, None
         if attempt is not None and self._tenure is not None and self._tenure.committer is not None:
             self._tenure.committer.abandon(attempt)

@@ -33,7 +33,7 @@ Values = Mapping[str, Any]
 
 
 class Naming(NamedTuple):
-    """How a state is named: the root group, and for each of DCP's names its group and its path in the group.
+    """The names of a state: the root group; `places` has for each of DCP's names its group and its path in the group.
 
     `exact`: the group `dcp` holds names and `paths`; `paths` is None if DCP's planner has none.
     """
@@ -125,9 +125,9 @@ def _is_module(tree: Any) -> bool:
 
 
 def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return an optimizer's tree with the parameter names of one module, as in torch's get_state_dict.
+    """Return the tree as an optimizer's, if it names its parameters like one module, as torch's get_state_dict does.
 
-    Returns None for any other tree: its numbers would have to be guessed.
+    Returns None for any other tree: the parameters of its numbers could only be guessed.
     """
     if not isinstance(tree, dict) or set(tree) != {"state", "param_groups"} or not isinstance(tree["state"], dict):
         return None
@@ -171,7 +171,7 @@ def _unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_state(groups: Mapping[str, Saved], root: str | None, group: str | None = None) -> tuple[Values, Paths | None]:
-    """Return a checkpoint's values by DCP's names, as packed trees and TensorRefs; and DCP's paths of them.
+    """Return a checkpoint's values by DCP's names, as packed trees and TensorRefs; and DCP's paths of these values.
 
     `root` is the root group named in the manifest; None if DCP did not write the checkpoint. With `group`, returns only
     that group's values, by names without the group. Random streams and generators are left out of a DCP state. Raises

@@ -4,8 +4,8 @@ Invariants
 
 1. Every byte that a rank needs is verified while DCP makes its plan: before any rank's target changes. Bytes that are
    read into the targets afterwards are digested again.
-2. DCP's load planner unpickles the bytes of every value that is not a tensor. It gets bytes that this process has made
-   in memory, from a value that was read as JSON: no pickle comes from storage (docs/decisions/0095).
+2. DCP's load planner unpickles the bytes of every value that is not a tensor. This process makes these bytes in memory,
+   from a value that it has read as JSON: no pickle comes from storage (docs/decisions/0095).
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class _Read(NamedTuple):
 
 
 class CkptReader(StorageReader):
-    """Read a checkpoint of a run into a DCP state: the newest one, or that of a `step`.
+    """Read a checkpoint of a run into a DCP state: the newest one, or the one of `step`.
 
-    `run` is a directory, a URL, a Location or a CheckpointConfig. If DCP saved the checkpoint, names are those that DCP
-    gave. Otherwise a name is the group and its keys, joined by dots; with `group`, only the keys of that group. A
-    number at the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint is refused, in every
-    rank, before any target changes.
+    `run` is a directory, a URL, a Location or a CheckpointConfig. If DCP saved the checkpoint, its names are DCP's.
+    Otherwise a name is the group and the keys in it, joined by dots. With `group`, only this group is read, by names
+    without the group. A number at the end of DCP's `checkpoint_id` (`…/step-100`) is a step, too. A damaged checkpoint
+    is refused, in every rank, before any target changes.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CkptReader(StorageReader):
         return replace(plan, storage_data=self._open.chosen.checkpoint)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise StateError if ranks have opened different checkpoints: one may have been committed meanwhile."""
+        """Raise StateError if ranks have opened different checkpoints, since a newer one was committed meanwhile."""
         chosen: list[Checkpoint] = [plan.storage_data for plan in plans]
         if len({one.manifest_digest for one in chosen}) > 1:
             steps = sorted({one.step for one in chosen})
@@ -190,7 +190,7 @@ def _tensor(rows: Sequence[IndexRow]) -> TensorStorageMetadata:
 
 
 def _verified(checkpoint: _Open, items: Sequence[ReadItem]) -> _Read:
-    """Verify the bytes that the items need; values are made here, tensors are read again into their targets."""
+    """Verify the bytes that the items need, and make their values; tensors are read again, into their targets."""
     keys: list[str | None] = []
     rows: list[IndexRow] = []
     needed: set[str] = set()

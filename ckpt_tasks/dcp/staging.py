@@ -1,7 +1,7 @@
-"""The copy of a state for dcp.async_save, in memory that is reused: touching new memory costs several times a copy.
+"""The copy of a state for dcp.async_save, in reused memory: the first use of new memory takes longer than a copy.
 
-Invariant: memory is refilled only after `write_data` of this process has written its contents. So a save that another
-process makes (DCP's PROCESS executor shares the memory with it) keeps its memory.
+Invariant: memory is reused only after `write_data` in this process has written its contents. If another process saves
+(DCP's PROCESS executor shares the memory with it), that memory is not reused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _lock = system().lock()
 def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
     """Copy a state with all its tensors and arrays, also in dicts, lists and tuples, to the CPU; wait for the copy.
 
-    Other values are treated as by DCP's own writer.
+    Other values are not copied, as by DCP's own writer.
     """
     with _lock:
         old, _free[:] = (_free[0] if _free else []), []

@@ -60,9 +60,9 @@ class _Written:
 class CkptWriter(StorageWriter, AsyncStager):
     """Write a DCP state as a checkpoint of a run, committed and verified like any other.
 
-    `run` is a directory, a URL, a Location or a CheckpointConfig, whose retention counts. `step` defaults to the number
+    `run` is a directory, a URL, a Location or a CheckpointConfig; its retention applies. `step` defaults to the number
     at the end of DCP's `checkpoint_id` (`…/step-100`). The process of DCP's coordinator holds the run from its first
-    save until it ends. Errors reach the caller inside DCP's CheckpointException, like those of its own writers.
+    save until the process ends. Errors reach the caller inside DCP's CheckpointException, as with its own writers.
     """
 
     _synchronize_after_execute = False  # `stage` returns when the copy is made.
@@ -88,7 +88,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         """Do nothing: the memory is kept for the next save."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pass on what this process has restored, since with DCP's PROCESS executor another process saves."""
+        """Include the checkpoint that this process restored: with DCP's PROCESS executor another process saves."""
         url = store_of(self._config).url
         return {**vars(self), "_restored": restored.pop(url, self._restored), "_staged": None}
 
@@ -206,8 +206,8 @@ _last_plans: list[SavePlan] = []
 def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
     """Return the plans; for a rank that sends none, because its planner has cached it, return its last plan.
 
-    Each save needs its own order, so no rank may write by a cached plan. Raises ConfigError if the last plan is not
-    known here.
+    Each save needs a new order, so a rank must not write by a cached plan. Raises ConfigError if this process does not
+    know the last plan.
     """
     full = [
         plan if plan.usable else replace(_last_plans[rank], usable=True) if rank < len(_last_plans) else None
@@ -252,7 +252,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _portions(items: Sequence[WriteItem], planner: SavePlanner, order: _Order) -> list[Portion]:
-    """Return the tensors of a plan; raise UnsupportedStateError if a tensor's part is not where DCP says."""
+    """Return the tensors of a plan; raise UnsupportedStateError if a part has another shape than DCP says."""
     portions = []
     for item in items:
         if item.tensor_data is None or item.index.fqn in order.skipped:

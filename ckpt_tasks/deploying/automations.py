@@ -47,7 +47,7 @@ _BODY = """The flow run {{ flow_run.name }} ended as {{ flow_run.state.name }} a
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was done to an automation: "created", "changed", "as it was", "removed", or whether it is "enabled"."""
+    """An automation's status: "created", "changed", "as it was", "removed", or (if shown) "enabled" or "disabled"."""
 
     name: str
     status: str
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _load(name: str) -> Block:
     block = Block.load(name)
-    assert isinstance(block, Block)  # Without an event loop, load returns no coroutine.
+    assert isinstance(block, Block)  # Without an event loop, load returns the block.
     return block
 
 

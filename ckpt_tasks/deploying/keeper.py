@@ -1,7 +1,7 @@
 """Keep the parts of a site running: restart those that died, until `ckpt down` has removed the site's file.
 
-Prefect's worker ends on an API that answers 429 for a minute, and nothing restarts it (3.8.8). The parts of the site
-are not children of this process, and it holds none of their pipes: they outlive it, and `ckpt up` restarts it.
+Prefect's worker ends if the API answers 429 for a minute, and Prefect does not restart it (3.8.8). The keeper is not
+the parent of the site's parts, and holds none of their pipes: they outlive the keeper, and `ckpt up` restarts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RESTART = "import sys; from ckpt_tasks.deploying.site import restart; sys.exit(
 
 
 def keep(path: Path) -> None:
-    """Keep the parts running that the file names; plan the schedules again if the clock was set back."""
+    """Keep the parts running that the file names; deploy again if the clock was set back: this renews the schedules."""
     pause_s, clock_s = _LOOK_S, _clock_s()
     while (site := read_site(path)) is not None:
         set_back, clock_s = _clock_s() < clock_s - _SET_BACK_S, _clock_s()

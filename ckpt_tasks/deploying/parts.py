@@ -1,4 +1,4 @@
-"""The processes of a site that were started on this host, in a file that survives them and a reboot.
+"""The processes of a site on this host, recorded in a file that survives the processes and a reboot.
 
 A process is identified by its id, its start time and the boot, so that after a reboot, or if the id is reused, another
 process is not mistaken for it.
@@ -37,7 +37,7 @@ class SiteProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether this process still runs."""
+        """True if this process still runs."""
         return self.start != "" and self.boot == boot_id() and process_start(self.pid) == self.start
 
     def send(self, number: int) -> None:
@@ -53,11 +53,11 @@ class Site:
 
     url: str
     started: Mapping[str, SiteProcess] = field(default_factory=dict)
-    password_file: str = ""  # Empty: no password, or the one of the user's own settings.
+    password_file: str = ""  # Empty: no password, or the password of the user's settings.
 
 
 def read_site(path: Path) -> Site | None:
-    """Return the site in a file; None without the file; raise SiteError if it cannot be read."""
+    """Return the site in a file; None if the file is missing; raise SiteError if it cannot be read."""
     try:
         said = json.loads(path.read_text("utf-8"))
         started = {name: SiteProcess(**one) for name, one in said["started"].items()}
@@ -69,7 +69,7 @@ def read_site(path: Path) -> Site | None:
 
 
 def write_site(path: Path, site: Site) -> None:
-    """Replace the file atomically: after a kill it is the old one or the new one."""
+    """Replace the file atomically: after a kill the file is the old one or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(asdict(site), indent=2) + "\n", "utf-8")
     new.replace(path)
@@ -106,7 +106,7 @@ def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
 
 
 def _trainer(top: int, parents: Mapping[int, int]) -> int:
-    """Return the engine below `prefect flow-run execute`, which kills it if it does not answer SIGTERM within 1 s."""
+    """Return `top`, or the engine below it: `prefect flow-run execute` kills its engine 1 s after its own SIGTERM."""
     with suppress(OSError):
         if b"\0flow-run\0execute\0" in Path(f"/proc/{top}/cmdline").read_bytes():
             return next((pid for pid, parent in parents.items() if parent == top), top)

@@ -46,7 +46,7 @@ def _texts(name: str) -> dict[str, str]:
 def _deployments(name: str) -> str:
     """Return our own prefect.yaml, adapted to the project's program, run and name.
 
-    Names are quoted there: YAML reads 001, no and 2026-01-01 as other types.
+    Names are quoted, since YAML reads 001, no and 2026-01-01 as other types.
     """
     text = (_HERE / "prefect.yaml").read_text("utf-8")
     text = text.replace(_EXAMPLE, PROGRAM).replace("byte-lm", name).replace("the byte-level model", name)

@@ -63,7 +63,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
             server.terminate()
             raise SiteError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
         time.sleep(_LOOK_S)
-    (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads it.
+    (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads this file.
     return server.pid
 
 

@@ -1,4 +1,4 @@
-"""A site on this machine: server, work pool, deployments, automations and worker; to start and to stop all of it."""
+"""Start and stop a site on this machine: server, work pool, deployments, automations, worker and keeper."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Up:
 def bring_up(directory: Path, port: int | None = None) -> Up:
     """Start the parts that do not run yet, deploy `directory`'s prefect.yaml, or the example, and wait for all parts.
 
-    The server is the one that PREFECT_API_URL names, if that is set and is not this machine's own. Raises SiteError.
+    Without a `port`, PREFECT_API_URL names the server, if it is set; this starts only a server of this machine. Raises
+    SiteError.
     """
     home = get_current_settings().home
     with _alone(home):
@@ -123,7 +124,7 @@ def restart(*, deploy: bool = False) -> str | None:
 
 
 def take_down() -> tuple[SitePart, ...]:
-    """End what `bring_up` started and still runs: the worker, its flow runs after a commit, the server."""
+    """End the processes that `bring_up` started: keeper, worker, the worker's flow runs after a commit, server."""
     home = get_current_settings().home
     with _alone(home, _PATIENCE_S):  # The keeper may be restarting a part.
         path = home / "ckpt-up.json"
@@ -197,7 +198,7 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
         )
     if process is not None:
         end_all([process], _STOP_S)  # The server runs, but does not answer.
-    # A site without a password gets one only if none of its processes runs: they would be locked out.
+    # A site without a password gets one only if none of its processes runs: a running process would be locked out.
     if not settings.auth_string and not site.password_file and not any(site_processes(_mark(home))):
         site = replace(site, password_file=str(make_password(home)))
     pid = start_server(host, port, password=_password(site))
@@ -300,7 +301,7 @@ def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
 
 @contextmanager
 def _alone(home: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the site for this process: two processes at once would start everything twice."""
+    """Lock the site for this process: two processes at once would start everything twice."""
     home.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + patience_s
     with (home / "ckpt-up.lock").open("w") as lock:

@@ -42,7 +42,7 @@ from ckpt_tasks.session.local import find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.storage.secrets import without_secrets
 
-_ENDING_S = 5.0  # A process that was just told to stop ends its step, commits and releases the run within this time.
+_ENDING_S = 5.0  # After a signal to stop, a process ends its step, commits and releases the run within this time.
 _POLL_S = 0.25
 _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
@@ -51,7 +51,7 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 class Training:
     """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s.
 
-    `place` is that of rank 0 among ranks that another launcher has started; None without a launcher.
+    `place` describes rank 0 among the ranks that another launcher has started; None without a launcher.
     """
 
     program: str
@@ -121,7 +121,7 @@ class Ended:
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
     """Train a run and evaluate its newest checkpoint, with output for people; `again` is the command that resumes it.
 
-    Raises CkptError: before a server is started, if the error can be known then.
+    Raises CkptError, if possible before a server is started.
     """
     results: list[EvaluationResult] = []
     out, config = Screen(stderr=stderr), training.config
@@ -187,7 +187,7 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
 
 
 def _check_owner(config: CheckpointConfig) -> None:
-    """Raise OwnedError if a live process of this system trains the run: before a server starts, not 20 s later."""
+    """Raise OwnedError if a live process of this system trains the run; without this check, users would wait 20 s."""
     patient_until_s = time.monotonic() + _ENDING_S
     while (owner := _live_owner(config)) is not None:
         if time.monotonic() > patient_until_s:
@@ -223,7 +223,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_password(client: SyncPrefectClient, url: str) -> None:
-    """Raise SiteError if the server needs a password that the settings lack; its health needs no password."""
+    """Raise SiteError if the server needs a password that the settings lack; its health check needs none."""
     try:
         client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
@@ -243,7 +243,7 @@ def _prefect(out: Console) -> Iterator[None]:
     quiet = "level" not in get_current_settings().logging.model_fields_set
     for handler in logging.getLogger().handlers if quiet else ():
         if isinstance(handler, PrefectConsoleHandler):  # Prefect's pages still get these records.
-            handler.addFilter(_is_for_people)  # Never remove it, since Prefect logs more at exit.
+            handler.addFilter(_is_for_people)  # Never remove this filter, since Prefect logs more at exit.
     if begin_embedded_server():
         text = "Starting Prefect's embedded server …"
         if not out.is_terminal:
@@ -264,7 +264,7 @@ def _prefect(out: Console) -> Iterator[None]:
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:
-    """Drop, as a log filter, Prefect's own records and our INFO records (restores, saves), which the screen shows."""
+    """Return False, as a log filter, for Prefect's own records and for our INFO records, which the screen shows."""
     if record.name.startswith("ckpt_tasks"):
         return record.levelno > logging.INFO
     return not record.name.startswith(_PREFECT_LOGS)

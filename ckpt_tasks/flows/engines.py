@@ -14,8 +14,8 @@ from ckpt_tasks.orchestration.config import check_ranks
 def find_engine(name: str, ranks: int, min_ranks: int | None = None, peer_copies: int = 0) -> Engine | None:
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
 
-    One rank on this host needs no engine: returns None. No cluster is ever started here. Raises ConfigError for options
-    that do not fit together, without an address, or if Ray is not installed.
+    Returns None for one rank on this host, which needs no engine. Never starts a cluster. Raises ConfigError for
+    options that do not fit together, without an address, or if Ray is not installed.
     """
     check_ranks(ranks, name, min_ranks, peer_copies)
     if name == "local":

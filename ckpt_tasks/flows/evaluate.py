@@ -48,7 +48,7 @@ def evaluate(
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
     this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits up to `follow_s`
-    seconds for a run that does not exist yet, and then looks for new commits until none has been pending for so long.
+    seconds for a run that does not exist yet, and then looks for new commits until none has been pending for as long.
     The flow's task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A
     checkpoint is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned
     unchanged. `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow

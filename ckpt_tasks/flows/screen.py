@@ -1,4 +1,4 @@
-"""What a flow shows in a terminal: one live line while it works, and tables at the end."""
+"""The output of a flow in a terminal: one live line while it works, and tables at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Unbroken:
         with suppress(OSError):  # The disk is full.
             try:
                 call(*arguments)
-            except BrokenPipeError:  # The program's prints and the flush at exit meet this error, too.
+            except BrokenPipeError:  # Drop later text, too: a program's prints, and the flush at exit.
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._file.fileno())
                 os.close(null)
@@ -70,7 +70,7 @@ class Screen(Console):
 
 
 class _Line:
-    """A line that changes on a terminal, from `first` on; elsewhere a new line every 10 s. `watched` calls it."""
+    """A line that changes on a terminal; elsewhere a new line every 10 s. In the block `watched` holds this object."""
 
     def __init__(self, out: Console, watched: ContextVar[Any], first: str, *, stays: bool):
         self._out = out
@@ -100,7 +100,7 @@ class _Line:
 
 
 class LiveLine(_Line):
-    """Shows the progress of flows during the block: on a terminal one line that changes, elsewhere one every 10 s."""
+    """Shows the progress of flows during the block: on a terminal one line that changes, else one every 10 s."""
 
     def __init__(self, out: Console, total_steps: int):
         super().__init__(out, watcher, "Preparing the first step …", stays=True)

@@ -85,7 +85,7 @@ def check_drilled(drill: Drill, run_key: str) -> None:
 def prune_run(config: CheckpointConfig) -> Pruned | None:
     """Prune a run by its policy; return None if the run is training, since it prunes itself.
 
-    A run that may be training on another host is left alone, however old its heartbeat is.
+    A run that may be training on another host is not pruned, however old its heartbeat is.
     """
     if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
         return None

@@ -37,11 +37,11 @@ def watch(
 ) -> Watched:
     """Resume the flow runs with `tag` that crashed at least `crashed_s` seconds and at most a day ago.
 
-    A flow run is resumed until it has started `max_runs` times; one that never began, because the server was too busy,
-    ten times. A running flow run without a heartbeat for `silent_s` seconds is marked as crashed, and resumed next
-    time. So is one that waits for a retry in a process that is gone, and one that is pending for `pending_s` seconds,
-    because its worker died; on a cluster, the start of a process may take long. A flow run that was being cancelled
-    when its host died is marked as cancelled after `silent_s`.
+    A flow run is resumed until it has started `max_runs` times; if it never began, because the server was too busy, it
+    is resumed ten times. A running flow run without a heartbeat for `silent_s` seconds is marked as crashed, and
+    resumed next time. So is a flow run that waits for a retry in a process that is gone, and a flow run that is pending
+    for `pending_s` seconds because its worker died; on a cluster, the start of a process may take long. A flow run that
+    was being cancelled when its host died is marked as cancelled after `silent_s`.
     """
     log = get_run_logger()
     limits = Limits(crashed_s=crashed_s, silent_s=silent_s, pending_s=pending_s, max_runs=max_runs)

@@ -208,7 +208,7 @@ class ByteLM:
 
 def use_deterministic_kernels() -> None:
     """Make a CUDA device compute the same bits every time; some of its fastest kernels add in any order."""
-    # CUDA reads it at a process's first matrix product on a device.
+    # CUDA reads this variable at a process's first matrix product on a device.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 

@@ -31,7 +31,7 @@ log = logging.getLogger("flows")
 class FsdpLM:
     """Train a byte-level transformer whose parameters are sharded over all ranks; a single process has all of them.
 
-    `batch_size` is that of each rank. Losses are in nats per byte, of this rank's batch.
+    `batch_size` is the size of one rank's batch. Losses are in nats per byte, of this rank's batch.
     """
 
     unit = "bytes"

@@ -24,7 +24,7 @@ from ckpt_tasks.tables.rules import Adagrad
 
 TASTES = 64  # Every user and every item has one of these tastes.
 _HELD_OUT = 512
-_UNEVEN = 8  # A few users and items are frequent, and most are rare.
+_UNEVEN = 8  # This power makes a few users and items frequent, and most rare.
 log = logging.getLogger("flows")
 
 
@@ -41,7 +41,7 @@ class Tops(nn.Module):
 
 
 class TwoTower:
-    """Learns which of a batch's items each user likes. `batch_size` is that of all ranks together."""
+    """Learns which of a batch's items each user likes. `batch_size` is the size of the batch of all ranks together."""
 
     unit = "pairs"
 

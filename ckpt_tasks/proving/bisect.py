@@ -1,7 +1,7 @@
 """Find the first checkpoint at which a test fails, by binary search; then the first step, by a replay.
 
-The two ends of the search are leased: nothing prunes them meanwhile. A replay trains from the last good checkpoint in a
-scratch copy, with a checkpoint after each step, and searches there.
+The search leases every checkpoint that it tries, so that no prune removes it meanwhile. A replay trains from the last
+good checkpoint in a scratch copy, with a checkpoint after each step, and searches these checkpoints.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Bisection:
 
     @property
     def exact(self) -> bool:
-        """Whether the two steps are also neighbours in the training."""
+        """True if the two steps are also neighbours in the training."""
         return self.bad_step == self.good_step + 1
 
 
 def bisect_run(run: Run, passes: Test, on_tried: OnTried = lambda step, good: None) -> Bisection:
-    """Search the checkpoints of the line that training continued for the first that fails a test.
+    """Find the first checkpoint that fails a test, among the live checkpoints that are not abandoned.
 
     The search assumes one change from good to bad: a test that passes after a failure may hide that failure. Raises
-    ConfigError if the oldest fails or the newest passes, and what the test raises.
+    ConfigError if the oldest checkpoint fails or the newest one passes, and what the test raises.
     """
     with exits_on_signals(), ExitStack() as held:
         return _search(run, passes, on_tried, held)
@@ -98,7 +98,7 @@ def _search(run: Run, passes: Test, on_tried: OnTried, held: ExitStack) -> Bisec
 
 
 def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried: OnTried) -> Bisection:
-    """Train the steps between a good and a bad checkpoint again, in a scratch copy, and search in them.
+    """Train the steps between a good and a bad checkpoint again, in a scratch copy, and search its checkpoints.
 
     The copy is in the system's directory for temporary files, with a checkpoint for each step. Raises ConfigError if
     the replay does not fail the test where the run did: then the program is not reproducible.
@@ -113,7 +113,7 @@ def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried:
             session = LocalSession(ckpt, *program)
             for step in range(session.restore() + 1, between.bad_step + 1):
                 session.run(step)
-                ckpt.wait()  # A newer snapshot could replace one that waits.
+                ckpt.wait()  # Otherwise a newer snapshot could replace one that waits for its flush.
         try:
             return _search(open_run(place), passes, on_tried, held)
         except ConfigError as error:
@@ -124,7 +124,7 @@ def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried:
 
 
 def program_of(run: Run, name: str | None, params: Mapping[str, Any]) -> Built:
-    """Return the program to build, the run's own if no name is given, and its parameters; raise ConfigError."""
+    """Return the program to build (without a name, the run's own) and its parameters; raise ConfigError if unknown."""
     state = run.head().state
     named = name or state.program
     if not named:
@@ -153,7 +153,8 @@ def function_test(name: str, program: Built) -> Test:
 def command_test(words: Sequence[str]) -> Test:
     """Return a test that runs a command, which passes with the status 0 and fails with any other up to 124.
 
-    {checkpoint} among its words is DIR@STEP, as CKPT_CHECKPOINT is in its environment; {export} is a safetensors file.
+    In its words, {checkpoint} is replaced by DIR@STEP, and {export} by the path of a safetensors file; the environment
+    variable CKPT_CHECKPOINT is DIR@STEP, too.
     The test raises ProgramError if the command cannot be started, or gives no verdict.
     """
 

@@ -1,9 +1,9 @@
 """Run a user's own command through random faults, and compare its result with that of a run without faults.
 
 Most faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
-soft limit for the size of a file, which needs no privilege). A slow or failing store and a clock that jumps are what
-ckpt-tasks in the command meets (`Disturbed` in system.py): the real store is reached as a server in trouble is, and the
-wall clock that the protocol reads is an hour off from then on. After a fault that ends the command it is started again.
+soft limit for the size of a file, which needs no privilege). The others are made by ckpt-tasks inside the command
+(`Disturbed` in system.py): requests to the real store are slow or fail, as with a server in trouble, and the wall clock
+that the protocol reads is an hour off from then on. A command that a fault has ended is started again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpt_tasks.proving.script import LOOK_S, Script, compared, exits_on_signals
 from ckpt_tasks.system import CHAOS
 from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
-# Faults inside the command's process: what each sets while it lasts. A clock that has jumped does not go back.
+# Faults inside the command's process, and the values that each sets while it lasts. A clock stays off after its jump.
 _INSIDE = {
     "slow store": {"delay_s": 0.3},
     "failing store": {"failing": 0.6},
@@ -43,7 +43,7 @@ FAULTS = ("kill", "terminate", "pause", "full disk", *_INSIDE)
 _END_S = 120.0  # A command that has not ended this long after SIGTERM is killed.
 # A disk stays full for _FULL_GAPS intervals between saves, but at least for _FULL_S seconds.
 _FULL_GAPS, _FULL_S = 10.0, 5.0
-# A fault inside lasts for so many intervals, and until it has hit something.
+# A fault inside lasts for this many intervals between saves, and until it has hit a request or a reading of the clock.
 _INSIDE_GAPS = 3.0
 
 
@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether the run is equal to the other one, and undamaged."""
+        """True if the run is equal to the run without faults, and undamaged."""
         return self.proof.good and not self.damaged
 
 
@@ -83,10 +83,10 @@ def chaos(
     kinds: Sequence[str] = FAULTS,
     on_hit: Callable[[Hit], None] = lambda hit: None,
 ) -> Verdict:
-    """Run a command twice in scratch directories, once through `rounds` faults; compare what the two have committed.
+    """Run a command twice in scratch directories, once through `rounds` faults; compare the two runs.
 
     Each of `kinds` occurs once before any occurs again. Raises ConfigError if the command makes no run, saves too
-    seldom, or ends before any fault, and ProgramError if it fails without a fault, and so cannot resume after one.
+    seldom, or ends before any fault, and ProgramError if it fails although no fault has hit its process.
     """
     if type(rounds) is not int or rounds < 1:
         raise ConfigError(f"rounds must be a whole number from 1 on, not {rounds!r}", key="rounds")
@@ -147,7 +147,7 @@ class Victim(Script):
         return True
 
     def suffer(self, fault: str, gap_s: float) -> tuple[int | None, int]:
-        """Hit all processes of the command; return its status (None: it continues), and how much was hit inside."""
+        """Hit all processes of the command; return its status (None: it continues), and the hits of a fault inside."""
         if self.process is None:
             self.restart()
         assert self.process is not None
@@ -179,7 +179,7 @@ class Victim(Script):
         return self.process.poll(), self._count() - before
 
     def _disturb(self, faults: Mapping[str, float]) -> None:
-        """Let the command meet some faults inside from now on."""
+        """Set the faults inside the command from now on."""
         self._faults |= faults
         written = self._file.with_suffix(".next")
         written.write_text(json.dumps(self._faults))

@@ -1,7 +1,7 @@
 """A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
 
-It is started as `python -m ckpt_tasks.proving.child ORDER` (JSON), each time with its own hash seed. With `ranks` it is
-the agent of a gang, and each rank records what it writes of every step.
+Its command is `python -m ckpt_tasks.proving.child ORDER` (JSON); each process has another hash seed. With `ranks` this
+process is the agent of a gang, and each rank records the values of every step that it would save.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _loaders(state: Mapping[str, Any]) -> list[str]:
 
 
 def _step(step: int, metrics: Mapping[str, Any], program: Program, world: World) -> dict[str, Any]:
-    """Return what is compared after a step: with many ranks, what this rank writes."""
+    """Return the values to compare after a step; with many ranks, the values that this rank would save."""
     numbers = {name: float(value).hex() for name, value in metrics.items()}
     known = {id(one) for one in (program.state, *_parts(program.state))}
     outside = dict(_outside(program, "program", known, 0))
@@ -172,7 +172,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
 
 
 def _evaluated(program: Any) -> dict[str, str] | None:
-    """Return the metrics that two evaluations share, so no times; None if the program cannot evaluate."""
+    """Return the metrics that are equal in two evaluations, thus no times; None if the program cannot evaluate."""
     tries = []
     for _ in range(2):
         with preserved_rng():

@@ -1,8 +1,8 @@
 """Run a user's own command without a break, and again with two kills; compare what the two runs committed.
 
-The command gets the directory for its run by the environment variable CKPT_RUN, or by {run} in its words. It is killed
-from outside, with all processes that it has started, at a random time between two saves after a commit. So a kill can
-come between saves, during a save, or during a commit.
+The command gets the directory for its run from the environment variable CKPT_RUN, or from {run} in its words. It is
+killed from outside, with all processes that it has started, at a random time up to one interval between saves after a
+commit. So a kill can come between saves, during a save, or during a commit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def may_differ(place: str) -> bool:
     """Return True if a value may differ between two equal trainings: unseeded streams, and logged durations.
 
     A script that draws nothing from the streams of Python and NumPy seldom seeds them; a draw would show in the
-    weights. Several ranks have streams of their own.
+    weights. With several ranks, the names of streams have the rank's number.
     """
     return _MAY_DIFFER.match(place) is not None
 
 
 def verify_script(command: Sequence[str]) -> Proof:
-    """Run a command twice, once with two kills; return whether the results of the two runs are equal.
+    """Run a command twice, once with two kills; return the comparison of the two runs.
 
     Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Raises
     ConfigError if the command makes no run in the given directory, or saves too seldom to be killed in between, and
@@ -178,7 +178,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def started_by(pid: int) -> Iterator[int]:
-    """Yield all descendants of a process: torchrun gives each rank a session of its own."""
+    """Yield all descendants of a process, also in other sessions: torchrun gives each rank its own session."""
     for children in Path("/proc", str(pid), "task").glob("*/children"):
         with suppress(OSError):  # The process has ended.
             for child in map(int, children.read_text(encoding="ascii").split()):
@@ -187,7 +187,7 @@ def started_by(pid: int) -> Iterator[int]:
 
 
 def compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
-    """Compare what two runs of a command have committed; `kills` are the last committed step and the time of each."""
+    """Compare two runs of a command; `kills` has the last committed step and the time in seconds of each kill."""
     expected, resumed = _steps(twin), _steps(other)
     ends = twin.find("latest"), other.find("latest")
     comparison = compare_checkpoints(twin.history.store, ends[0], other.history.store, ends[1])
