@@ -193,8 +193,8 @@ def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[i
             raise IntegrityError(f"the safetensors header claims {length} bytes")
         entries = parse_json(bytes(prefix[8 : 8 + length]), encoding="utf-8")
         metadata = entries.pop("__metadata__", None)
-        for value in {} if metadata is None else metadata.values():
-            text(value)  # Refuse a name that safetensors refuses.
+        texts = [*entries] if metadata is None else [*entries, *metadata, *map(text, metadata.values())]
+        "".join(texts).encode()  # Refuse half of a surrogate pair, as safetensors does.
         header = {name: _parse_entry(entry, 8 + length) for name, entry in entries.items()}
     at = 8 + length
     for name, (_, _, begin, end) in sorted(header.items(), key=lambda item: item[1][2:]):

@@ -46,7 +46,7 @@ def leases(state: Body, n: int) -> None:
 
 
 def of_each(name: str, value: Callable[[int], Any]) -> Callable[[Body, int], Any]:
-    return lambda state, n: [one.update({name: value(at)}) for at, one in enumerate(state["live"])]
+    return lambda state, n: [one.update({name: value(at)}) for at, one in enumerate(state["live"][-n:])]
 
 
 # What is done to the state of an entry that has n checkpoints more.

