@@ -74,7 +74,7 @@ def _derived(naming: Naming, tensors: Mapping[str, bool]) -> Paths | None:
 
 
 def _keys(places: Mapping[str, tuple[str, Path]], tensors: Mapping[str, bool]) -> dict[str, str]:
-    """Name each tensor in the files of its group: by its path, with slashes."""
+    """Return each tensor's key: its group and its path, joined by slashes; a taken key gets a number."""
     keys: dict[str, str] = {}
     taken = set[str]()
     for name, is_tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Write a rank's portions of tensors as shards, straight from the tensors, which DCP has copied or keeps unchanged.
 
-The files are those of any other save: one for each group, several for a large group. A rank's second portion of a
-tensor is in another file, since a file has each name once.
+The files are as in any other save: one for each group, several for a large group. A rank's second portion of a tensor
+is in another file, since a file has each name once.
 """
 
 from __future__ import annotations

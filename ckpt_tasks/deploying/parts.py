@@ -106,7 +106,10 @@ def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
 
 
 def _trainer(top: int, parents: Mapping[int, int]) -> int:
-    """Return `top`, or the engine below it: `prefect flow-run execute` kills its engine 1 s after its own SIGTERM."""
+    """Return the process that may get SIGTERM: `top`, or its engine if `top` is `prefect flow-run execute`.
+
+    That command kills its engine if the engine does not end within 1 s of a SIGTERM.
+    """
     with suppress(OSError):
         if b"\0flow-run\0execute\0" in Path(f"/proc/{top}/cmdline").read_bytes():
             return next((pid for pid, parent in parents.items() if parent == top), top)

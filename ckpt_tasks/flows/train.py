@@ -78,12 +78,12 @@ def train(
     ends, another one with the same `run_key` and directory continues from the newest good checkpoint. If the store or
     Prefect's API does not answer, it ends as crashed, so that it is resumed. A new run begins with the checkpoint
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a number
-    of batches). `early_stop` suspends the flow run at the end of a batch. docs/RANKS.md has `ranks` and the others.
+    of batches). `early_stop` suspends the flow run after a batch. docs/RANKS.md explains the last four parameters.
     """
     keep_log_readers_out()
-    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):  # It has the blocks.
+    with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):
         stay_as_decided()
-        processes = find_engine(engine, ranks, min_ranks, peer_copies)
+        processes = find_engine(engine, ranks, min_ranks, peer_copies)  # An unreadable block raises StoreError.
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))

@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Prepare the slow part of a start, without waiting for it."""
 
     def start(self, begin: Begin) -> int:
-        """Start the ranks, give each its Begin, and return the port where they meet. Raises RankError."""
+        """Start the ranks, send each a Begin, and return the port where the ranks meet. Raises RankError."""
 
     def has_more(self) -> bool:
         """Return True if a gang that starts now would have more ranks; begin to prepare what these ranks need."""
@@ -60,7 +60,7 @@ class Engine(Protocol):
         """Find out how ranks have ended, which are stopped, and which stacks they have written."""
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every running rank write the stacks of its threads, and wait for them."""
+        """Have every running rank write the stacks of its threads, and wait for the stacks."""
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until every rank has ended by itself."""

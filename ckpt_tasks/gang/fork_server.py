@@ -102,9 +102,9 @@ class _Server:
 
 
 def main(descriptor: int, *, bound: bool) -> NoReturn:
-    """Import what ranks need, then serve the agent through a socket; if `bound`, end with our parent thread.
+    """Import what ranks need, then serve the agent through a socket; if `bound`, end with the thread that started us.
 
-    So with `bound`, the thread that starts this server must live as long as its process.
+    So with `bound`, that thread must live as long as its process.
     """
     if bound:
         dies_with_parent()

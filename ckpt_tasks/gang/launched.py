@@ -65,7 +65,7 @@ class Place:
     def lead(
         self, config: CheckpointConfig, program: str, params: Mapping[str, Any], flow_run_id: str | None
     ) -> Iterator[LocalSession]:
-        """Open the session of rank 0: the other ranks carry out its orders, and end when it ends."""
+        """Open the session of rank 0: the other ranks carry out its orders, and end when the session ends."""
         orders = self._join(config)
         with Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
             orders.watch(partial(end_waits, ckpt))

@@ -174,7 +174,7 @@ class Channel:
             self._socket.sendall(line)
 
     def receive(self) -> list[Message]:
-        """Wait for messages and return them; return none if the other end is closed."""
+        """Wait for messages and return them; return an empty list if the other end is closed."""
         while not self.closed:
             try:
                 data = self._socket.recv(_BLOCK_BYTES)

@@ -204,7 +204,7 @@ class RayGang:
         self._ask("await_end", timeout_s, timeout_s=timeout_s + ANSWER_S)
 
     def kill(self) -> None:
-        """Kill the ranks of every reachable node; give the other nodes up."""
+        """Kill the ranks of every reachable node; drop the other nodes."""
         self._ask("kill", timeout_s=ANSWER_S)
         for node in self._nodes:
             node.ranks, node.hearing = [], None

@@ -79,11 +79,11 @@ class Agent:
         self._gang.prepare()
 
     def warm(self) -> None:
-        """Return once the fork server has imported torch, so that a start need not."""
+        """Return once the fork server has imported torch, so that a start does not wait for this import."""
         self._gang.await_server()
 
     def answer(self) -> None:
-        """Return, which tells the caller that all earlier calls are done."""
+        """Return: the caller then knows that all earlier calls are done."""
 
     def copy(self, begin: Begin, offers: list[Offer], agent: Any, host: str) -> None:
         """Copy from a peer the parts that this node's ranks will restore when they start; stop at the first error."""

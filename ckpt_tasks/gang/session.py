@@ -1,4 +1,4 @@
-"""The session of a gang: a program on many ranks, driven by the flow's process, which has no state and no ownership.
+"""The session of a gang: a program on many ranks, driven by the flow's process, which neither trains nor owns the run.
 
 An order is a message to the ranks over socket pairs; each rank carries it out in a `LocalSession`. The first failure
 ends the gang: in gloo the remaining ranks would wait for a dead rank. The next restore starts a new gang.

@@ -1,6 +1,6 @@
 """Conversion of other frameworks' arrays to tensors that share the arrays' memory, and back.
 
-Torch lacks some one-byte dtypes of ml_dtypes (int4, float8_e4m3, …): their arrays are kept as bytes and a dtype's name.
+Torch lacks some one-byte dtypes of ml_dtypes (int4, float8_e4m3, …): such an array is kept as bytes with its dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class _Writable:
-    """Shows the memory of a read-only array as writable, as torch requires; a save only reads it."""
+    """Shows the memory of a read-only array as writable, as torch requires; a save only reads the memory."""
 
     def __init__(self, array: Array):
         self._array = array  # This keeps the memory alive.
@@ -29,7 +29,7 @@ class _Writable:
 
 
 def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
-    """Return a tensor that shares an array's memory, or bytes with the dtype's name.
+    """Return a tensor that shares an array's memory; if torch lacks the dtype, its bytes with the dtype's name.
 
     `constant`: the program does not write to the memory while the array is referenced, so a save may copy it later.
     Raises UnsupportedStateError, which names the key, for an array of a dtype that cannot be stored, such as texts.
@@ -44,7 +44,7 @@ def tensor_of(array: Array, key: str, *, constant: bool = False) -> Any:
 
 
 def array_of(saved: Any) -> Array:
-    """Return an array that shares the memory of a result of `tensor_of`."""
+    """Return the array of a `tensor_of` result; both share their memory."""
     name, tensor = (saved["dtype"], saved["data"]) if isinstance(saved, Mapping) else (DTYPES[saved.dtype], saved)
     dtype = np.dtype(name)
     if not _is_of_ml_dtypes(dtype):
@@ -73,6 +73,6 @@ def compared(
 
 
 def difference(name: str, array: Any, live: Any) -> str | None:
-    """Return how an array's shape or dtype differs from the program's; None if they are equal."""
+    """Return how an array's shape or dtype differs from the program's array; None if they are equal."""
     here, there = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (live, array))
     return None if here == there else f"{name}: {here[1]}{[*here[0]]} here, {there[1]}{[*there[0]]} in the checkpoint"

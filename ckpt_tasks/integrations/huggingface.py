@@ -70,7 +70,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
 
-        Raises ConfigError if it is True and neither the run nor Trainer's output directory has a checkpoint.
+        Raises ConfigError for True if neither the run nor Trainer's output directory has a checkpoint.
         """
         self._theirs = resume_from_checkpoint or None
         return super().train(None, *args, **kwargs)
@@ -82,7 +82,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def _init_training_state(
         self, max_steps: int, epoch_steps: int, epochs: int, _: None, trial: Any
     ) -> tuple[int, int]:
-        """Restore everything that exists by now, and return where in the data training begins."""
+        """Restore everything that exists by now; return the first epoch, and the number of its trained batches."""
         begin: tuple[int, int] = super()._init_training_state(max_steps, epoch_steps, epochs, None, trial)
         optimizer = self.create_optimizer()
         self._progress.begin(self._loader, epoch_steps)
@@ -90,14 +90,14 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            # In a second train() the optimizer is wrapped by accelerate.
+            # In a second train(), accelerate has wrapped the optimizer.
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
         }
         if self._base_source is not None:
             state |= without_base(self.model, self._base_source)
-            state.pop("adapters", None)  # The group `trainer` has them.
+            state.pop("adapters", None)  # The group `trainer` has the adapters.
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
         if hasattr(getattr(self.model, "base_model", None), "rankallocator"):

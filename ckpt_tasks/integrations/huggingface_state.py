@@ -125,7 +125,7 @@ class TrainerProgress(Started):
         self._to_begin, self._begun = {}, self._states()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:  # Until the first step, the restored state is the state.
+        if self._given is not None:  # Until the first step, return the restored state.
             return self._given
         trainer, state = self._trainer, self._trainer.state
         steps = state.global_step - self._first_step

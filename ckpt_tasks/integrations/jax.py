@@ -35,7 +35,7 @@ class JaxState:
     sharding of the program's array, so a program on another number of devices gets the same values.
 
     JAX's arrays cannot be changed, so training does not wait for their copies: a save refers to an array until it is
-    copied. If the program donates such an array to a function, JAX uses new memory. Sharded arrays are copied at once.
+    copied. If the program donates such an array to a function, JAX uses new memory. A save copies sharded arrays first.
 
     Raises UnsupportedStateError, which names the path, for a leaf of another kind and for an array with shards in
     other processes; StateMismatchError if names, shapes or dtypes differ.

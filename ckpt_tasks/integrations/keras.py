@@ -103,7 +103,7 @@ class CkptCallback(keras.callbacks.Callback):
         return DataLoader(_Once(like.dataset), batch_sampler=self._batches, **options)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restore: the model and its optimizer have their variables by now, and nothing has been trained yet."""
+        """Restore the run: by now the model and its optimizer have their variables, and no step is trained yet."""
         self._end()  # An error may have ended the last `fit`.
         self.ckpt = Checkpointer(self.config)
         model = self.model
@@ -221,7 +221,7 @@ class _Position(Started):
 
 
 class _Batches(Sampler[list[int]]):
-    """The batches of an epoch from the position on, after `passed` copies of the first of them."""
+    """The batches of an epoch from the position on, preceded by `passed` copies of the first batch."""
 
     def __init__(self, sampler: ResumableSampler):
         self._sampler = sampler

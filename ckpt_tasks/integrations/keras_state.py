@@ -33,7 +33,7 @@ def state_of(model: keras.Model) -> dict[str, Any]:
 
 
 class Variables:
-    """Keras variables in a state, by their paths; `of` returns them, `model` is the model that `fit` trains.
+    """Keras variables in a state, by their paths; `of` returns the variables, `model` is the model that `fit` trains.
 
     Raises StateMismatchError if paths, shapes or dtypes differ. Numbers that Keras adds to names may differ: Keras
     increases them if a process makes a model twice.

@@ -65,7 +65,7 @@ class CkptCallback(Callback):
             every.callbacks = [self, *(callback for callback in _callbacks(trainer) if callback is not self)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore: model and optimizers are on their devices by now, and nothing has been trained yet."""
+        """Restore the run: by now the model and optimizers are on their devices, and no step is trained yet."""
         if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
             raise ConfigError(
                 f"CkptCallback cannot save with the strategy {type(trainer.strategy).__name__}",

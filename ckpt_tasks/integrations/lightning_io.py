@@ -130,7 +130,7 @@ def _set_up_after_restore() -> None:
 def _place_of(path: str | Path) -> Iterator[str | Path]:
     """Yield the directory to save in: a new path has another name until its checkpoint is committed.
 
-    For Lightning resumes from any path that exists. On an object store a kill may leave a path without a checkpoint.
+    Lightning resumes from any path that exists. On an object store a kill may leave a path without a checkpoint.
     """
     if "://" in str(path) or os.path.lexists(path):
         yield path

@@ -1,4 +1,4 @@
-"""TensorBoard, MLflow and Weights & Biases, fed from commits: their curve is the run's, over any number of resumes.
+"""TensorBoard, MLflow and Weights & Biases get the committed steps: they show the run's curve, over all resumes.
 
 A tracker gets a step when the step is committed, so it never has a step that was trained and lost. A small file, the
 mark, names the last step that the tracker has. A restart continues after this step: it reads from the run the steps
@@ -124,7 +124,7 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """One MLflow run for one run of training, however often that is resumed.
+    """One MLflow run for one run of training, however often training resumes.
 
     `directory` holds the mark. MLflow cannot delete values, so the tag `ckpt_tasks.left_behind` names abandoned steps;
     later values of the same steps are added to the earlier ones. While no process trains, the run has the status

@@ -98,7 +98,7 @@ def begin_embedded_server() -> bool:
 def start_embedded_server() -> None:
     """Start the embedded server as `begin_embedded_server` does, if needed, and wait until it answers.
 
-    Raises SiteError if it does not.
+    Raises SiteError if the server does not answer.
     """
     if not begin_embedded_server():
         return

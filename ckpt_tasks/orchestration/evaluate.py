@@ -34,7 +34,7 @@ from ckpt_tasks.state.groups import flat
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.tensors.streams import OwnStreams
 
-# Called with the numbers of finished and known evaluations; set in the thread that runs the flow.
+# A function to call with the numbers of finished and known evaluations; set in the thread that runs the flow.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
     "ckpt_tasks_evaluation_watcher", default=None
 )

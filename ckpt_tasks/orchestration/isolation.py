@@ -1,7 +1,7 @@
 """Separate Prefect from training: its threads from the random streams, its state from forked processes.
 
-Prefect's event client pings its server every 20 s from a thread. It draws the payload with `random.getrandbits`, from
-the random stream of the process, which is part of training's state (found with Prefect 3.8.8 and websockets 16.1).
+Prefect's event client pings its server every 20 s from a thread. It draws a ping's payload with `random.getrandbits`,
+from the random stream of the process, which is part of training's state (found with Prefect 3.8.8, websockets 16.1).
 
 Prefect clears its background services in a forked child but leaves their exit hooks, which then fail. So every
 DataLoader worker ends with exit code 1, and the parent raises "worker exited unexpectedly" (measured with 3.8.8: five
@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 _LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # It has the functions of the module, but its own stream.
+_OWN = random.Random()  # It has the functions of the module `random`, but its own stream.
 
 
 def keep_threads_out_of_streams() -> None:

@@ -24,8 +24,8 @@ _MOVED = {"flows.programs.byte_lm:ByteLM": "ckpt_tasks.programs.byte_lm:ByteLM"}
 def fork_run(source: str, config: CheckpointConfig, params: Mapping[str, Any] | None = None) -> None:
     """Make the run of `config` a fork of `source` ("DIR@STEP"); do nothing if it is already a fork.
 
-    The fork changes those of `params` that differ from the source's recorded ones. Raises ConfigError if the run exists
-    and is not a fork, and what `plan_fork` and `run_fork` raise.
+    The fork gets new values for the `params` that differ from the source's recorded parameters. Raises ConfigError if
+    the run exists and is not a fork, and what `plan_fork` and `run_fork` raise.
     """
     target = config.location.resolve(config.run_key)
     history = History(target.open())
