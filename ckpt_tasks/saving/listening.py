@@ -71,7 +71,7 @@ class Listeners:
         if threading.get_ident() in self._callers:
             raise StateError(
                 "a listener is called by the save that it would wait for",
-                hint="Let it return, and save, wait, restore or close in the training loop.",
+                hint="Let it return, and step, save, wait, restore or close in the training loop.",
             )
 
     def _tell(self, name: str, *arguments: Any) -> None:
