@@ -317,7 +317,7 @@ class HeldRun:
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
-        """Raise the failure of an earlier save, if any; it is the same in every rank. In a listener raise StateError."""
+        """Raise the failure of an earlier save, if any, the same in every rank; in a listener raise StateError."""
         self._process.check()
         self._saver.listeners.check()
         self._saver.raise_failure()

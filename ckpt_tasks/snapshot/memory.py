@@ -51,7 +51,7 @@ _DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
 _LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
 _HELD: set[Path] = set()  # The directories that this process holds: lockf does not exclude within a process.
-_FILLED: set[Path] = set()  # Slots that this process has filled: its threads may still be reading their files.
+_FILLED: set[Path] = set()  # Slots that this process has filled (or its parent, before a fork): threads may read them.
 
 
 Fill = Callable[[Mapping[str, int]], bool]
@@ -396,4 +396,3 @@ def _check_private(path: Path) -> None:
 
 
 os.register_at_fork(after_in_child=_HELD.clear)
-os.register_at_fork(after_in_child=_FILLED.clear)

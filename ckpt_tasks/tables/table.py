@@ -230,8 +230,6 @@ def _summed(ids: Ids, values: npt.NDArray[np.float64]) -> tuple[Ids, npt.NDArray
 
 def _sums(places: Ids, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Add the values of each index, from 0 to the last one, in their order."""
-    if not len(places):
-        return values
     order = np.argsort(places, kind="stable")
     firsts = np.flatnonzero(np.diff(places[order], prepend=-1))
     return np.add.reduceat(values[order], firsts, axis=0)

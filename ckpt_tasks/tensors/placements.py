@@ -171,8 +171,8 @@ def _place_in(
 def _is_regular(mesh: Any) -> bool:
     """Return True if a rank's number in its sorted group depends only on its coordinate in that mesh dimension."""
     for n, m in permutations(range(mesh.ndim), 2):
-        places = mesh.mesh.argsort(n).argsort(n)
-        if bool((places != places.narrow(m, 0, 1)).any()):
+        order = mesh.mesh.argsort(n)
+        if bool((order != order.narrow(m, 0, 1)).any()):
             return False
     return True
 

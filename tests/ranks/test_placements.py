@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,6 +201,17 @@ def test_an_order_of_cuts_that_is_unknown_is_refused() -> None:
         with pytest.raises(UnsupportedStateError, match="unknown order") as caught:
             taken(tensor, World(0, 4))
     assert caught.value.key == "group/name"
+
+
+def test_a_mesh_that_lists_some_of_its_ranks_backwards_is_refused() -> None:
+    """P58: a mesh may list a dimension backwards, but not in a part of another one: torch mixes such parts up."""
+    cube = np.arange(8).reshape(2, 2, 2)
+    for ranks, (n, m) in itertools.product((cube, cube.T), itertools.permutations(range(3), 2)):
+        backwards = np.flip(ranks, n)
+        for order, refused in ((backwards, False), (np.where(np.indices((2, 2, 2))[m], backwards, ranks), True)):
+            with fake_rank(0, 8), pytest.raises(UnsupportedStateError, match="order") if refused else nullcontext():
+                mesh = DeviceMesh("cpu", order.tolist())
+                place_of(DTensor.from_local(torch.zeros(1, 1, 1), mesh, [*map(Shard, range(3))]), "key", World(0, 8))
 
 
 Order = list[int] | list[list[int]]

@@ -66,10 +66,14 @@ def test_an_evaluation_adds_no_row() -> None:
 
 
 def test_gradients_of_one_id_are_added_exactly() -> None:
-    """2²⁴ and three ones, a sum that float32 lacks, are added without loss over the passes before a step."""
+    """2²⁴ and three ones, a sum that float32 lacks, are added without loss over the passes before a step.
+
+    A batch without ids, and a step without a batch, add nothing.
+    """
     users = LookupTable(1, slots=SGD(lr=1.0), spread=0.0)
     weights = torch.tensor([2.0**24, 1.0, 1.0, 1.0, 0.0, -(2.0**24)])
-    for part in (weights[:5], weights[5:]):
+    users.step()
+    for part in (weights[:0], weights[:5], weights[5:]):
         (users(torch.zeros(len(part), dtype=torch.int64)).squeeze(1) * part).sum().backward()
     users.step()
     assert users(torch.tensor([0])).item() == -3.0
