@@ -1,7 +1,8 @@
 """The only source of clocks, threads and random numbers for the protocol.
 
-Which process is fenced, which checkpoint is pruned and which rank waits depend only on these and on the store. A
-simulation of many processes passes its own `System` to `use`: then each seed gives one repeatable schedule.
+The protocol's decisions (which process is fenced, which checkpoint is pruned, which rank waits) depend only on this
+source and on the store. A simulation of many processes passes its own `System` to `use`: then each seed gives one
+repeatable schedule.
 """
 
 from __future__ import annotations

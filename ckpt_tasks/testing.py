@@ -204,8 +204,8 @@ class FaultyStore(WrappedStore):
     ) -> Rule:
         """Add a rule; of several that match, the first one strikes.
 
-        `verb` is one or more verbs, separated by spaces; `name` is a pattern. The first `skip` matching requests are
-        left alone, then at most `times` meet the fate. If `held`, they first wait for the rule's `until`.
+        `verb` is one or more verbs, separated by spaces; `name` is a pattern. The first `skip` matching requests pass;
+        then at most `times` requests meet the fate. If `held`, these requests first wait for the rule's `until`.
         """
         rule = Rule(fate=fate, verb=verb, name=name, skip=skip, times=times)
         if not held:

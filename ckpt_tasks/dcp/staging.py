@@ -1,4 +1,4 @@
-"""The copy of a state for dcp.async_save, in reused memory: the first use of new memory takes longer than a copy.
+"""The copy of a state for dcp.async_save, in reused memory: to touch new memory takes several times as long as a copy.
 
 Invariant: memory is reused only after `write_data` in this process has written its contents. If another process saves
 (DCP's PROCESS executor shares the memory with it), that memory is not reused.

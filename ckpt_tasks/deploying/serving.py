@@ -2,7 +2,7 @@
 
 A thread that collects a cursor of SQLite resets it, and waits for the lock of its connection. The connection's own
 thread may hold that lock for 60 s while it waits for the database. Python collects in any thread that creates objects.
-If that is the event loop's thread, the server hangs, and so does the request that has locked the database (3.8.8,
+If the event loop's thread collects, the server hangs, and so does the request that has locked the database (3.8.8,
 aiosqlite 0.22). If a separate thread waits for the lock, the loop continues.
 """
 

@@ -107,7 +107,7 @@ def _evaluation(evaluator: Evaluator, checkpoint: Checkpoint, step: int, suite: 
 def _promote(task: Task[..., None], looked_at: list[EvaluationResult], errors: dict[str, Exception]) -> None:
     try:
         task(looked_at)
-    except Exception as error:  # noqa: BLE001 (raised at the end: later rounds are evaluated first)
+    except Exception as error:  # noqa: BLE001 (the flow raises it after the last round)
         errors["promotion"] = error
 
 
@@ -134,7 +134,7 @@ def _side_by_side(
         for future in as_completed(futures):
             try:
                 results.append(future.result())
-            except Exception as error:  # noqa: BLE001 (the flow raises it after the others)
+            except Exception as error:  # noqa: BLE001 (the flow raises it after the last round)
                 errors[f"step {steps[future.task_run_id]}"] = error
             done += 1
             if on_progress:

@@ -28,7 +28,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
     try:
         held = _open_store(rank, size)
         name = StoreExchange(held, rank, size, "ckpt-tasks", _JOIN_S, shared=True).name(_JOIN_S)
-        store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not list it
+        store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not export this name
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return StoreExchange(store, rank, size, "orders", timeout_s)
     except (KeyError, RuntimeError, ValueError, StoreError) as error:  # From torch, or because a variable is missing.
@@ -48,7 +48,7 @@ def take_device(local_rank: int, local_size: int) -> str:
 
 def _open_store(rank: int, size: int) -> Any:
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         size,

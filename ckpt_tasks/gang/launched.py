@@ -106,7 +106,7 @@ class Place:
                         self._carry_out(orders, ckpt, program, params)
                     except StoppedError:
                         raise
-                    except BaseException as error:  # noqa: BLE001 (also a program's own exit)
+                    except BaseException as error:  # noqa: BLE001 (also a program's SystemExit)
                         orders.end_process(orders.failed(error, ckpt.position))
                 dist.destroy_process_group()
             except StoppedError as stop:

@@ -111,7 +111,7 @@ class Logged(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """From a rank: an exception has ended its work after `step`, at this time of the host's clock."""
+    """From a rank: an exception has ended its work after `step`, at `at_s` of the host's monotonic clock."""
 
     error: str
     ours: bool
@@ -141,7 +141,7 @@ class Failed(Message):
         return error
 
 
-class _Answer(Exception):  # noqa: N818 (not raised: the cause of an error)
+class _Answer(Exception):  # noqa: N818 (never raised: only the cause of an error)
     """A store's answer to a rank, in the form that `answer_of` reads."""
 
     def __init__(self, status: int | None, code: str):

@@ -49,7 +49,7 @@ class _Rank(RankProcess):
     stacks: IO[bytes]
 
     def look(self) -> None:
-        """Check whether SIGSTOP or a debugger holds the rank, and which stacks it has written."""
+        """Check whether SIGSTOP or a debugger has stopped the rank, and which stacks the rank has written."""
         with suppress(OSError):
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
             self.is_stopped = self.status is None and state in "Tt"

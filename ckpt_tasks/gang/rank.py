@@ -103,7 +103,7 @@ class _Rank:
             dist.destroy_process_group()
         except StoppedError:
             pass
-        except BaseException as error:  # noqa: BLE001 (told to the agent; also a program's own exit)
+        except BaseException as error:  # noqa: BLE001 (sent to the agent; also a program's SystemExit)
             self._fail(error, 0)
         self._channel.send(Done(position=0))
 
@@ -126,7 +126,7 @@ class _Rank:
                 carried_out[order.name](**order.arguments)
             except StoppedError as stop:
                 stopped = int(stop.args[0])
-            except BaseException as error:  # noqa: BLE001 (told to the agent)
+            except BaseException as error:  # noqa: BLE001 (sent to the agent)
                 # Do not leave the Checkpointer's block: its end would wait for the other ranks.
                 self._fail(error, session.position)
             self._tell_steps()
@@ -229,7 +229,7 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     backend = take_device(rank - begin.first_rank, begin.local_size)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
         begin.host,
         begin.port,
         begin.size,

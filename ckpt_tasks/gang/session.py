@@ -264,11 +264,11 @@ class GangSession:
                 stopping = True
             heard = self._gang.hear(_LOOK_S)
             if any(isinstance(message, Failed) for _, message in heard):
-                # If a rank fails because another one has ended, the error must name that one.
+                # If a rank fails because another rank has ended, the error must name the ended rank.
                 heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if isinstance(message, Moved):  # The others may be waiting for this rank.
+                if isinstance(message, Moved):  # Other ranks may be waiting for this one.
                     moved_s = dict.fromkeys(moved_s, time.monotonic())
                 elif not isinstance(message, Logged):  # A thread may log while the training hangs.
                     moved_s[rank.rank] = time.monotonic()

@@ -34,8 +34,8 @@ class JaxState:
     be of any type that JAX knows. A restore replaces `value` by a tree of the same structure; each array gets the
     sharding of the program's array, so a program on another number of devices gets the same values.
 
-    JAX's arrays cannot be changed, so training does not wait for their copies: a save refers to an array until it is
-    copied. If the program donates such an array to a function, JAX uses new memory. A save copies sharded arrays first.
+    JAX's arrays cannot be changed, so training does not wait for their copies, except for sharded arrays: a save refers
+    to an array until it is copied. If the program donates such an array to a function, JAX uses new memory.
 
     Raises UnsupportedStateError, which names the path, for a leaf of another kind and for an array with shards in
     other processes; StateMismatchError if names, shapes or dtypes differ.

@@ -1,4 +1,4 @@
-"""Actions of a flow run at its start: end lost task runs, continue an earlier flow run, avoid two followers, log.
+"""Actions of a flow run at its start: end lost task runs, continue an old flow run, avoid two followers, send logs.
 
 A killed process cannot end its task runs: on the pages they would stay "Running" for ever.
 """

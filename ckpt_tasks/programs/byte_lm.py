@@ -165,7 +165,7 @@ class ByteLM:
         batch = next(self._batches)
         loss = self._loss(batch)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm))
         self.optimizer.step()
         lr = self.scheduler.get_last_lr()[0]

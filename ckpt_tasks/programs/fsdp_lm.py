@@ -56,7 +56,7 @@ class FsdpLM:
         batch = next(self._batches)
         loss = self._loss(batch)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         return {"loss": loss.item(), "bytes": float(batch[:, 1:].numel())}
 

@@ -71,7 +71,7 @@ class TwoTower:
         of_user, of_item = self.tops(self.users(users[mine]), self.items(items[mine]))
         loss = functional.cross_entropy(20 * of_user @ of_item.T, torch.arange(len(of_user)))
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         self.users.step()
         self.items.step()

@@ -1,8 +1,8 @@
 """Run a user's own command through random faults, and compare its result with that of a run without faults.
 
 Most faults come from outside: a kill, SIGTERM, a pause of all its processes, and a disk that takes no more bytes (the
-soft limit for the size of a file, which needs no privilege). The others are made by ckpt-tasks inside the command
-(`Disturbed` in system.py): requests to the real store are slow or fail, as with a server in trouble, and the wall clock
+soft limit for the size of a file, which needs no privilege). ckpt-tasks inside the command makes the other faults
+(`Disturbed` in system.py): requests to the real store are slow or fail, as with a server in trouble, or the wall clock
 that the protocol reads is an hour off from then on. A command that a fault has ended is started again.
 """
 

@@ -162,7 +162,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
     try:
         parts = flat({"it": value})
         digest = digest_hex(json.dumps(_values(parts, rng=False)).encode()) if "it" in parts else None
-    except Exception:  # noqa: BLE001 (what cannot be saved is no value: look for values in it)
+    except Exception:  # noqa: BLE001 (the value cannot be saved: look at the values in it)
         digest = None
     if digest is not None:
         yield named, digest
@@ -178,7 +178,7 @@ def _evaluated(program: Any) -> dict[str, str] | None:
         with preserved_rng():
             try:
                 tries.append({name: float(value).hex() for name, value in program.evaluate(_SUITE).items()})
-            except Exception:  # noqa: BLE001 (it has no such suite)
+            except Exception:  # noqa: BLE001 (the program has no such suite)
                 return None
     return {name: value for name, value in tries[0].items() if tries[1].get(name) == value}
 

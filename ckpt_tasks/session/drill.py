@@ -174,7 +174,7 @@ def _join(rank: int, ranks: int, port: int, listening: int) -> None:
     has_devices = torch.cuda.device_count() >= ranks
     if has_devices:
         torch.cuda.set_device(rank)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export this name
         _HOST,
         port,
         ranks,
@@ -194,7 +194,7 @@ def main(given: str, rank: str, answer: str) -> None:
         run = open_run(Location(**order["location"]))
         checkpoint = next(c for c in run.checkpoints() if c.manifest_digest == order["identity"])
         answered = _restored(run, checkpoint, order, int(rank))
-    except Exception as error:  # noqa: BLE001 (the parent raises or records it)
+    except Exception as error:  # noqa: BLE001 (the parent raises or records the error)
         outage = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
         mistake = order["given"] and isinstance(error, ConfigError)  # The user may have misspelled the name.
         if isinstance(error, CkptError) and (outage or mistake):
