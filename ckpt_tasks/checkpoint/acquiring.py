@@ -1,4 +1,4 @@
-"""Take a run directory: the first rank of a training takes it; then all ranks have the ownership, or no rank has."""
+"""Take a run directory in rank 0; afterwards all ranks have the ownership, or no rank has it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckpt_tasks.upkeep.pruning import Pruner
 def share_tenure(
     ranks: Exchange, topic: str, take: Callable[[], Tenure], line: Line, cache: SnapshotCache, *, deadline_s: float
 ) -> Tenure:
-    """Take a run directory in the first rank, tell the others, and open each rank's memory for the run's key.
+    """Take a run directory in rank 0, tell the other ranks, and open each rank's memory for the run's key.
 
-    Raises in all ranks the error of any rank; then the directory is not held.
+    Raises the error of any rank in all ranks; the directory is not held then.
     """
     taken: list[Tenure] = []
 

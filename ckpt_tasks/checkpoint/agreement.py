@@ -37,7 +37,7 @@ Tried = tuple[list[Checkpoint], list[Checkpoint], Rollback | None]
 
 
 class Agreement:
-    """The agreements of the ranks of a process group: a given one, torch's default group, or this process alone."""
+    """The agreements between the ranks of a given process group, of torch's default group, or of this process alone."""
 
     def __init__(self, process_group: ProcessGroup | None, config: CheckpointConfig):
         deadline_s = config.flush_timeout_s
@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank, which writes what must be written only once."""
+        """Whether this is rank 0, which does the writes that must happen only once."""
         return self.exchange.first
 
     @property
@@ -145,7 +145,7 @@ def _same_options(words: list[bytes]) -> bytes:
 
 
 def _in_all(words: list[bytes]) -> bytes:
-    """Choose the snapshots that all ranks have sealed, and that a commit would accept: they may be uncommitted."""
+    """Choose the snapshots that all ranks have sealed and that a commit would accept; they may still be uncommitted."""
     sealed = [*map(json.loads, words)]
     chosen = []
     for name in dict.fromkeys(name for names in sealed for name in names):

@@ -1,4 +1,4 @@
-"""The facade: one object for any training loop, which flows use, too."""
+"""The facade: one object for any training loop, and for flows."""
 
 from __future__ import annotations
 
@@ -54,18 +54,20 @@ _State = Mapping[str, Any]
 class Checkpointer(HeldRun):
     """Save and restore the state of one run.
 
-    The first restore or save takes the run directory. Only one process holds it at a time; one that has lost it gets
-    FencedError at its next save. `take_over` takes it from an owner that may be alive. `flow_run_id` names the flow run
-    that this process belongs to; another attempt of the same flow run waits for this one to release the directory.
+    The first restore or save takes the run directory. Only one process holds the directory at a time; a process that
+    has lost it gets FencedError at its next save. `take_over` takes the directory from an owner that may be alive.
+    `flow_run_id` names the flow run of this process; another attempt of the same flow run waits until this process
+    releases the directory.
 
-    A save blocks training for one copy of the state into memory; a thread writes and commits it. If that fails, the
-    next call raises the error. With a memory directory the copies outlive the process, for a restart on this host.
+    A save blocks training only while it copies the state into memory; a thread writes and commits the copy. If the
+    thread fails, the next call raises the error. With a memory directory the copies outlive the process, for a restart
+    on this host.
 
-    As a context manager it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then
-    delivers the signal. The end of the block waits for saves under way and releases the run directory.
+    In a `with` block it holds SIGTERM and Ctrl-C back until the next `step()`, which saves, commits and then delivers
+    the signal. The end of the block waits for saves under way and releases the run directory.
 
-    It belongs to the process that made it. A forked child has neither its memory nor its ownership nor its signal
-    handlers: saves, restores and waits raise ConfigError there, and the end of the block does nothing.
+    A Checkpointer belongs to the process that made it. A forked child has no memory, ownership or signal handlers of
+    its parent: in the child, saves, restores and waits raise ConfigError, and the end of the block does nothing.
     """
 
     def __init__(
@@ -138,13 +140,13 @@ class Checkpointer(HeldRun):
 
         Modules, optimizers and other objects with a state are restored in place; plain values of `state` are replaced.
         A restore is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one;
-        `last_restore` says which and why. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError,
-        OwnedError or RunMismatchError; the state is untouched then.
+        `last_restore` names the skipped checkpoints, with reasons. Raises StateMismatchError, CheckpointNotFoundError,
+        NoGoodCheckpointError, OwnedError or RunMismatchError; the state is unchanged then.
 
-        A loose restore takes a part, for fine-tuning: `only` names the groups ("model", "rng") and keys ("model/head")
-        to take, or maps them to their names in the checkpoint; `leave` names those that are not taken. With
-        `missing="keep"` values that the checkpoint lacks stay as they are. Raises ConfigError for a name that matches
-        nothing.
+        A loose restore takes a part of a checkpoint, for fine-tuning. `only`: the groups ("model", "rng") and keys
+        ("model/head") to take, or a mapping of them to their names in the checkpoint. `leave`: groups and keys not to
+        take. With `missing="keep"` values that the checkpoint lacks stay as they are. Raises ConfigError for a name
+        that matches nothing.
         """
         selection, began_s = Selection.of(only, missing, leave), system().monotonic()
         groups = storable(state)
@@ -178,7 +180,7 @@ class Checkpointer(HeldRun):
         self._follow(chosen, known, cached)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        elif cached is None and selection is None:  # A restore of another kind has not read every byte from the store.
+        elif cached is None and selection is None:  # Only a full restore from the store has read every byte there.
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()
@@ -202,7 +204,7 @@ class Checkpointer(HeldRun):
         self._pruner.cancel(_PRUNE_S)  # A prune could remove the checkpoint to restore.
 
     def _begin(self, state: Groups) -> int:
-        """Begin a run without checkpoints; steps that were never committed are repeated."""
+        """Begin at step 0, because the run has no checkpoint; training repeats steps that were never committed."""
         self._log_begun(state)
         self._ranks.restored(0)
         self._knows_line = True
@@ -221,8 +223,8 @@ class Checkpointer(HeldRun):
     ) -> bool:
         """Report a completed optimizer step; save if the policy says so, or if SIGTERM or Ctrl-C is pending.
 
-        `step` counts completed optimizer steps, `epoch` completed epochs. Returns whether a snapshot was taken.
-        Training waits for the snapshot only; a thread commits it. A pending signal is delivered after the commit.
+        `step` counts completed optimizer steps, `epoch` completed epochs. Returns True if a snapshot was taken.
+        Training waits only for the snapshot; a thread commits it. A pending signal is delivered after the commit.
         Raises FencedError if this process has lost the run, NonFiniteError, and the failure of an earlier snapshot.
         """
         step, epoch = check_step(step, self._at.step), check_epoch(epoch)
@@ -253,12 +255,12 @@ class Checkpointer(HeldRun):
         epoch: int | None = None,
         interim: bool = False,
     ) -> Checkpoint:
-        """Save now; return when the checkpoint is committed. A thread then prunes what the policy no longer keeps.
+        """Save now; return when the checkpoint is committed. A thread then prunes what the policy does not keep.
 
         `interim`: the save happens because a batch has ended. If the configuration has an interval, an interim
         checkpoint does not count among the newest `max_num_checkpoints`, and does not move the interval. Raises
-        UnsupportedStateError, NonFiniteError (nothing was written), StoreError, FencedError or CommitUncertainError;
-        the newest checkpoint is still the old one then.
+        UnsupportedStateError, NonFiniteError (nothing was written), StoreError or FencedError; the newest checkpoint is
+        still the old one then. After CommitUncertainError this is unknown.
         """
         step, epoch = check_step(step, self._at.step), check_epoch(epoch)
         if not isinstance(interim, bool):
@@ -279,7 +281,7 @@ class Checkpointer(HeldRun):
     def close(self) -> None:
         """Wait for saves under way, release the run directory and restore the signal handlers.
 
-        A later save can take the directory again. The prune after the last commit has 10 s; the next owner prunes the
+        A later save can take the directory again. The prune after the last commit gets 10 s; the next owner prunes the
         rest.
         """
         if self._process.is_here:
@@ -347,7 +349,7 @@ class Checkpointer(HeldRun):
         return None
 
     def _candidates(self, step: int | None) -> Tried:
-        """Return three things: the live checkpoints, those to try in the order of trying, and the last rollback."""
+        """Return the live checkpoints, the checkpoints to try in their order, and the last rollback."""
         live = self._history.head().state
         known = lineage(live.live)
         if step is not None:
@@ -372,7 +374,7 @@ class Checkpointer(HeldRun):
         return rollback
 
     def _due(self, now: SavePoint, metrics: Metrics | None) -> tuple[bool, bool]:
-        """Return whether a save is due at this step, and whether a signal ends training there; the same in all ranks.
+        """Return whether a save is due at this step, and whether a signal ends training; all ranks return the same.
 
         Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
         """
@@ -387,8 +389,8 @@ class Checkpointer(HeldRun):
         return due or save, number is not None
 
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
-        """Deliver a pending signal; if `everywhere`, only once all ranks have it."""
+        """Deliver a pending signal if this rank is alone, or if all ranks end at this step (`everywhere`)."""
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
-            # Otherwise the next owner waits for a timeout; a later save takes the directory again.
+            # Without a release the next owner would wait for a timeout; a later save takes the directory again.
             self._release(prune_s=0)
             self._interrupt.deliver()

@@ -1,15 +1,17 @@
 """Code that torch.compile has built in a run: restored before the first step, and kept in the run after a commit.
 
-With `compile_cache` torch builds in a directory of this host, one for each run. A pack of it (`format/pack.py`) is an
-object of the run beside the checkpoints. It is read on hosts of the same kind only: the same versions, device and
-instruction set. It is code: who can write to the run can run code in a process that has asked for it.
+With `compile_cache` torch builds in a directory of this host; each run has its own directory. A pack of this directory
+(`format/pack.py`) is an object of the run beside the checkpoints. Only hosts of the same kind read the pack: the same
+versions, device and instruction set. A pack is code: a person who can write to the run can run code in every process
+that uses `compile_cache`.
 
 Invariants
 
-1. The directory has only files of a pack that was verified, and what living processes have built since. What a killed
-   compiler has left is never used.
-2. Neither reading nor keeping a pack can fail a restore, a save or a step: a failure is a warning.
-3. A file that a compiler may be writing is not packed: nothing holds a lock of torch, and no file changes meanwhile.
+1. The directory has only files of a verified pack, and files that living processes have built since. Files that a
+   killed compiler has left are never used.
+2. A failure to read or keep a pack is only a warning: it never fails a restore, a save or a step.
+3. A directory is packed only while no process holds a lock of torch and no file changes: so no compiler is writing a
+   packed file.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from ckpt_tasks.upkeep.pruning import Background
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MOST_KINDS = 2
-_KEPT = ".kept"  # This file names the pack that the directory has, and its paths.
+_KEPT = ".kept"  # This file names the pack in the directory, and the paths of the pack.
 _LOCKS = "locks"  # torch locks a file in this directory for each build.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -65,7 +67,7 @@ class CompiledCode:
             return
         began_s, base = system().monotonic(), Path(tempfile.gettempdir(), f"ckpt-compiled-{os.getuid()}")
         given = Path(os.environ.get(_VARIABLE) or base / "ours")
-        # torch itself sets the variable to its default.
+        # torch itself may have set the variable, to its default.
         if given.parent != base and not given.name.startswith("torchinductor_"):
             self._warn(f"compile_cache has no effect, because {_VARIABLE} is set: {given}")
             return
@@ -82,7 +84,7 @@ class CompiledCode:
             tenure.resume.compiled_s = system().monotonic() - began_s
 
     def committed(self, checkpoint: Checkpoint) -> None:
-        """After a commit, look in the background whether there is new code to keep."""
+        """After a commit, check in the background for new code to keep."""
         if self._directory is not None:
             self._background.request(checkpoint)
 
@@ -125,7 +127,7 @@ class CompiledCode:
         return frozenset(paths)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
-        """Keep the directory as a pack, if it has files that the last pack lacks; only the owner's rank does this."""
+        """Keep the directory as a pack, if it has files that the last pack lacks; only rank 0 does this."""
         directory, tenure = self._directory, self._tenure
         if directory is None or tenure is None or tenure.committer is None:
             return
@@ -156,7 +158,7 @@ class CompiledCode:
             self._store.put(name, pieces)
         except CkptError:
             with suppress(CkptError):
-                self._store.delete(name)  # The failed put may have left a part of it.
+                self._store.delete(name)  # The failed put may have left a part of the object.
             raise
 
     def _drop(self, new: Compiled) -> None:
@@ -174,7 +176,7 @@ class CompiledCode:
 
 
 def kind_of_host() -> str:
-    """Return a digest of all on which compiled code depends: versions, device, and the host's instruction set."""
+    """Return a digest of all that compiled code depends on: versions, device, and the host's instruction set."""
     triton = ""
     with suppress(PackageNotFoundError):
         triton = version("triton")

@@ -52,7 +52,7 @@ _REPLACED = (
 class HeldRun:
     """The half of a Checkpointer that needs no state: take the run directory, wait, write its history, release it.
 
-    With many ranks, rank 0 writes, once for all.
+    With many ranks, only rank 0 writes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HeldRun:
         if self._compiled is not None:
             self._saver.listeners.add(Listener(committed=self._compiled.committed))
         self._damaged: tuple[str, ...] = ()
-        self._knows_line = False  # True if this owner knows that no other process has committed since.
+        self._knows_line = False  # True if other processes can have committed nothing that this one has not restored.
         self._knows_state = False  # True if all ranks have captured a state.
         finalize_here(self, _leave, weakref.ref(self._saver))
 
@@ -172,7 +172,7 @@ class HeldRun:
     def pin(self, step: int, reason: str = "by hand") -> None:
         """Keep the checkpoint of a step, whatever the policy says.
 
-        Raises StateError if the directory is not held, CheckpointNotFoundError if there is none of this step.
+        Raises StateError if the directory is not held, CheckpointNotFoundError if no checkpoint has this step.
         """
         self._pin(step, reason)
 
@@ -215,10 +215,11 @@ class HeldRun:
     ) -> Checkpoint:
         """Go back to the checkpoint of a step; later checkpoints are marked as abandoned.
 
-        Call `restore` next. It skips the batches `skip_batches`, given as (first, last) of the steps that had trained
-        on them; for this an object of the state must have `skip_batches(count)`, as ResumableSampler does. Every byte
-        of the checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
-        ConfigError for batches that do not come after it, and IntegrityError if it is damaged; nothing changes then.
+        Call `restore` next. That call skips the batches of the steps `skip_batches`, given as (first, last); for this
+        an object of the state must have a method `skip_batches(count)`, as ResumableSampler has. Every byte of the
+        checkpoint is read back first. Raises StateError if the directory is not held, CheckpointNotFoundError,
+        ConfigError for batches that do not come after the checkpoint, and IntegrityError if it is damaged; nothing
+        changes then.
         """
         self._held()
         self._saver.wait()
@@ -240,8 +241,8 @@ class HeldRun:
     def prune(self, *, dry_run: bool = False) -> list[Verdict]:
         """Prune the run: remove checkpoints that the policy does not keep, and dead attempts; return all verdicts.
 
-        Before it prunes, it reads back the newest checkpoint that stays, unless one that stays is verified already.
-        Raises StateError if the directory is not held and this is not a `dry_run`.
+        First reads back the newest checkpoint that stays, unless a checkpoint that stays is verified already. Raises
+        StateError if the directory is not held and this is not a `dry_run`.
         """
         held = None if dry_run else self._held()
         self.wait()
@@ -277,8 +278,8 @@ class HeldRun:
     def _begin_save(self, error: Exception | None = None) -> Tenure:
         """Take the run for a save; the caller holds `turn()`.
 
-        `error` says why this rank cannot save; it is raised in all ranks. If this is the first save, nothing is
-        written.
+        `error` says why this rank cannot save; it is raised in all ranks. At the first save it is raised before
+        anything is written.
         """
         if not (self._ranks.alone or self._knows_state):
             with self._ranks.together("state") as confirm:
@@ -352,7 +353,7 @@ class HeldRun:
 
 
 def _leave(saver: weakref.ref[Saver]) -> None:
-    """Remember an unfinished save for the next Checkpointer on this run: nothing else refers to this Checkpointer."""
+    """Keep a garbage-collected Checkpointer's Saver, so that the next Checkpointer of the run finishes its saves."""
     left = saver()
     if left is not None and left.tenure is not None:
         left_here[left.tenure.owner.id] = left

@@ -2,11 +2,11 @@
 
 Invariants
 
-1. Before the run directory is taken, the file has been checked as a whole, including sizes and CRCs, and so has the
-   checkpoint that it will become; until then nothing is written.
+1. The whole file, with its sizes and CRCs, and the checkpoint that it will become are checked before the run directory
+   is taken; until then nothing is written.
 2. Before the checkpoint is committed, every byte is read back from the store and compared with the digest of the file's
    bytes. A file that changes meanwhile is an error, and nothing is committed.
-3. An imported checkpoint follows only imported ones: a trained run has a history that no file has.
+3. An imported checkpoint follows only imported checkpoints: a trained run has a history that no file has.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ImportedRun(HeldRun):
     def add(self, plan: ImportPlan, on_progress: OnProgress = lambda size_bytes: None) -> Checkpoint:
         """Commit a plan as the next checkpoint of the run, and release the run.
 
-        `on_progress` gets the size in bytes of every read: of the file, and of what was written. Raises StateError if
-        the run has been trained, ConfigError if it has this step or a later one, OwnedError if a process holds it,
+        `on_progress` gets the size in bytes of every read: of the file, and of the written objects. Raises StateError
+        if the run has been trained, ConfigError if it has this step or a later one, OwnedError if a process holds it,
         IntegrityError if the file changes meanwhile, and StoreError. Nothing is committed then.
         """
         self._newest(plan.step)  # Check this before the directory is made.

@@ -2,8 +2,9 @@
 
 In a flow run Prefect's engine has its own SIGTERM handler. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
-installed handler is the function that its module names. Without the acknowledgement the process is killed at once. So
-our handler takes over that name while it is installed, and Prefect's function gets the signal at the step boundary.
+installed handler is the function that its module names. Without the acknowledgement they kill the process at once. So
+the module's name refers to our handler while it is installed, and Prefect's function gets the signal at the step
+boundary.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _ONCE_S = 2.0  # A terminal and a launcher may both send Ctrl-C at about the sam
 
 
 class Interrupt:
-    """Remember a signal until the step boundary, then raise it again for the previous handler.
+    """Remembers a signal until the step boundary, then raises it again for the previous handler.
 
-    Only the main thread can set signal handlers; elsewhere this does nothing, and the process's own handlers act.
-    Ctrl-C again within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or SIGHUP does not act
-    at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is held back for at most
-    30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. While signals are held
-    back, notices of the cloud `spot_notices` also arrive as SIGTERM.
+    Only the main thread can set signal handlers; in other threads this class does nothing, and the process's own
+    handlers act. A second Ctrl-C within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or
+    SIGHUP does not act at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is
+    held back for at most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers.
+    While signals are held back, notices of the cloud `spot_notices` also arrive as SIGTERM.
     """
 
     def __init__(self, spot_notices: str | None = None) -> None:
@@ -120,7 +121,7 @@ class Interrupt:
             return
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
-            return  # Only the first SIGTERM before a delivery counts.
+            return  # It is the same Ctrl-C.
         self._noted_s[number] = now_s
         again = number in self._seen and number not in (signal.SIGTERM, signal.SIGHUP)
         self._seen.add(number)
@@ -218,7 +219,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
     """End this process's flow run by Prefect's Abort, which sets no state: another process continues the flow run.
 
-    Otherwise a failure would be shown and retried, although the run trains. Does nothing outside that flow run.
+    Prefect would show any other exception as a failure and retry, although the run trains. Does nothing outside that
+    flow run.
     """
     context: Any = sys.modules.get("prefect.context")
     current = context.FlowRunContext.get() if context else None

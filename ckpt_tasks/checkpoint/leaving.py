@@ -34,7 +34,7 @@ def die(ckpt: Checkpointer) -> None:
     ckpt._saver.wait_sealed()
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)  # The kernel would free the lock of a dead process.
+    ckpt._cache.close(keep=True)  # This frees the memory's lock, as the kernel does for a dead process.
     ckpt._saver.tenure = None
 
 

@@ -1,8 +1,8 @@
 """Notices that a cloud will take this host away: AWS, Google Cloud and Azure give them by HTTP instead of a signal.
 
-A thread asks the host's metadata server, and at a notice sends this process SIGTERM, which acts as any SIGTERM. The
+A thread asks the host's metadata server; at a notice the thread sends this process SIGTERM, with the usual effect. The
 addresses, answers and intervals are those of the clouds' documentation. A missing, slow or wrong answer does not affect
-training: it is logged once, and the server is asked again.
+training: the thread logs it once, and asks again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watch:
 
 
 def watch(cloud: str | None) -> Watch | None:
-    """Watch for notices of a cloud, in the first rank of each host; None: do nothing."""
+    """Watch for notices of a cloud, in the first rank of each host; do nothing if `cloud` is None."""
     if cloud is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     return Watch(cloud)
@@ -134,7 +134,7 @@ class _Google:
         self._etag = ""
 
     def look(self) -> list[Notice]:
-        """Return the preemption of this instance; wait for it, except at the first look."""
+        """Return the preemption of this instance; each call but the first waits up to 30 s for it."""
         query = f"?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={self._etag}" if self._etag else ""
         answer, headers = _ask(
             self._url + query, {"Metadata-Flavor": "Google"}, timeout_s=_TIMEOUT_S + (_WAIT_S if query else 0)

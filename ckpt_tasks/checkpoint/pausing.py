@@ -1,4 +1,4 @@
-"""Functions for sessions that drive a Checkpointer: signals in a pause, and rollbacks of a former process."""
+"""Functions for sessions that drive a Checkpointer: signals in a pause, and rollbacks of an earlier process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
-    """Hold SIGTERM and Ctrl-C back until the next step, or deliver them at once, including a pending one.
+    """Hold SIGTERM and Ctrl-C back until the next step; if not `hold`, deliver them, and a pending one, at once.
 
     Meant for a pause within the `with` block (the delay before a retry); outside the block this does nothing.
     """
@@ -40,7 +40,7 @@ def is_told_to_end(ckpt: Checkpointer) -> bool:
 
 
 def end_waits(ckpt: Checkpointer) -> None:
-    """End all waits for other ranks, in any thread, because one of them has failed."""
+    """End all waits for other ranks, in any thread, because a rank has failed."""
     ckpt._ranks.end_with(lambda: True)
 
 

@@ -2,10 +2,10 @@
 
 Invariants
 
-1. A step ends when the loop asks for what comes next: its next batch or, after an epoch's last batch, its next epoch.
-   So everything that belongs to the step has happened, and what the loop does at the end of an epoch as well.
-2. A batch counts as a step if an optimizer of the state has stepped since it was handed out.
-3. A signal is held back only while the loop runs. After an exception has left it, Ctrl-C acts at once.
+1. A step ends when the loop asks for its next batch or, after an epoch's last batch, for its next epoch. So all work of
+   the step is done, and the loop's work at the end of an epoch as well.
+2. A batch counts as a step if an optimizer of the state has stepped since the loop got the batch.
+3. A signal is held back only while the loop runs. After an exception has ended the loop, Ctrl-C acts at once.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def resumable(
             for batch in loader:
                 ...
 
-    `checkpoint` is a directory, a URL or a CheckpointConfig; `state` names what is saved, as for `Checkpointer`. A
-    DataLoader becomes a ResumableLoader over the same data set, with the same options but another order, which depends
-    on the seed of its generator, or else on torch's seed. The data set may be a stream that has a state.
+    `checkpoint` is a directory, a URL or a CheckpointConfig; `state`: the objects to save, by name, as for
+    `Checkpointer`. A DataLoader becomes a ResumableLoader over the same data set, with the same options but another
+    order, which depends on the seed of its generator, or else on torch's seed. The data set may be a stream that has a
+    state.
 
-    A batch after which no optimizer of the state has stepped belongs to the step after it. SIGTERM and Ctrl-C end the
-    loop after the current step, with a commit. The last step is committed when the epochs are over; a loop that a
-    `break` leaves saves nothing that was not due.
+    A batch after which no optimizer of the state has stepped belongs to the next step. SIGTERM and Ctrl-C end the loop
+    after the current step, with a commit. The last step is committed when the epochs are over; after a `break`, steps
+    for which no save was due are not saved.
 
     Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
     """
@@ -92,7 +93,7 @@ def resumable(
 
 
 class Epochs(Iterator[int]):
-    """The numbers of the remaining epochs; `resumable` makes them.
+    """The numbers of the remaining epochs; `resumable` makes this object.
 
     Asking for the next number ends the current epoch. After the last epoch the last step is committed, and the run is
     released.
@@ -167,7 +168,7 @@ class Epochs(Iterator[int]):
                     self._end_step()
 
     def _end_epoch(self) -> None:
-        """Begin the next epoch in the data; raise ConfigError if this one was not a loop over the loader's batches."""
+        """Begin the next epoch in the data; raise ConfigError if the loop did not iterate the loader once."""
         self._loader.end_epoch()
         times = self._loader.epoch - self._epoch
         if times > 1 or (not times and self._steps.has_stepped):
@@ -178,7 +179,7 @@ class Epochs(Iterator[int]):
             )
 
     def _end_step(self, *, last: bool = False) -> None:
-        """Report the step that has ended, if one has; if `last`, also commit steps for which no save was due."""
+        """Report the step that has just ended, if any; if `last`, also commit steps for which no save was due."""
         steps, epoch = self._steps, self._loader.epoch
         stepped = steps.end()
         if not stepped and not (last and steps.unsaved):
@@ -231,7 +232,7 @@ class _Steps:
         return self.number > self.saved
 
     def note(self, *_: Any) -> None:
-        """Note that an optimizer has stepped; called as its hook."""
+        """Record that an optimizer has stepped; each optimizer calls this as a hook."""
         self.has_stepped = True
 
     def handed_out(self) -> None:
@@ -249,7 +250,8 @@ def _leave(
 ) -> None:
     """Do what the end of a `with` block of the Checkpointer does, since a loop has no block.
 
-    `over`: the epochs are over; `error` has ended them. If neither is set, a `break` or an exception has left the loop.
+    `over`: the epochs are over. `error`: the exception that ended them. If neither is given, a `break` or an exception
+    has ended the loop.
     """
     for hook in hooks:
         hook.remove()

@@ -76,7 +76,7 @@ class Spikes:
         self._without = 0
 
     def seen(self, step: int, metrics: Mapping[str, Any] | None) -> tuple[int, int] | None:
-        """Add the metric of a completed step; return the first and the last step of a spike, again until a restore.
+        """Add the metric of a completed step; return a spike's first and last step, in each call until a restore.
 
         Waits for a metric that is a tensor on a device. Raises StateError if the metric is not a number.
         """

@@ -3,8 +3,8 @@
 Invariants (MUST: breaking one loses data)
 
 1. Every object is durable before the manifest is written, and the manifest before the ledger entry is put.
-2. The entry is put only when every expected rank handed in its part, the regions of every tensor tile its box exactly,
-   and every object has its expected size.
+2. The entry is put only when every expected rank has delivered its part, the regions of every tensor tile its box
+   exactly, and every object has its expected size.
 3. Every object's name holds the attempt's own nonce: no save ever writes into another save's objects.
 4. Any failure of any writer is raised, and then nothing is committed.
 """
@@ -48,16 +48,16 @@ def commit(
 ) -> Entry:
     """Put the ledger entry: at this instant the checkpoint begins to exist, as the newest live one.
 
-    `cost_s` is how long training waited. `retirement` removes older checkpoints. `observed` goes into the entry's
-    event, for people and for the cadence. Raises StateError if the checkpoint names a retired object. After FencedError
-    or StoreError the newest checkpoint is still the old one; after CommitUncertainError it may be either. The objects
-    stay after an error, since the entry may still reach the store.
+    `cost_s`: how long training waited. `retirement`: the older checkpoints that the entry retires. `observed`: facts
+    for the entry's event, for people and for the cadence. Raises StateError if the checkpoint names a retired object.
+    After FencedError or StoreError this checkpoint is not committed; after CommitUncertainError it may be committed.
+    The objects stay after an error, since the entry may still reach the store.
     """
     manifest = prepared.manifest
     named = [record.name for record in (*manifest.objects, manifest.index)]
 
     def change(state: State, n: int) -> State:
-        # A retired object may be gone, even if the ledger no longer lists it: only objects of live checkpoints stay.
+        # Only objects of live checkpoints are sure to exist: the ledger may no longer list an object that was retired.
         gone = [*filter(state.has_retired, named), *(name for name in prepared.reuses if not state.keeps(name))]
         if gone:
             raise StateError("the checkpoint names an object that has been retired", key=min(gone), step=manifest.step)

@@ -1,6 +1,6 @@
 """The committer's half of a save, for one owner of the run: owner → checks → index and manifest → entry → prune.
 
-It commits RankParts and never sees a tensor. `commit.py` has its last steps and their invariants.
+The committer uses RankParts and no tensors. `commit.py` has the last steps of a commit and their invariants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class Committer:
-    """Commits what ranks have written, as one owner of the run directory."""
+    """Commits the parts that ranks have written, for one owner of the run directory."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class Committer:
     def check_line(self) -> None:
         """Raise ConfigError if other processes have committed checkpoints that this one has not restored.
 
-        This process must not begin another line. One check per ownership suffices: only the owner commits.
+        Otherwise the saves of this process would begin another line. One check per ownership suffices, because only the
+        owner commits.
         """
         state = self._history.head().state
         check_owner(state.owner, self.owner)
@@ -74,10 +75,10 @@ class Committer:
             self._pruner.base = self._line.digest
 
     def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
-        """Return the newest head and state, on which to commit; raise FencedError if another process is the owner.
+        """Return the ledger's head and state for the next commit; raise FencedError if another process is the owner.
 
-        The heartbeat checks the owner, too, so a server is not asked again within one beat. Warns once if the disk
-        lacks the room that the policy will need for checkpoints whose parts have this `size`.
+        On a server, the head may be as old as one heartbeat interval, because the heartbeat checks the owner, too.
+        Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
         """
         head = self._history.head_within(self._beat_s)
         state = head.state.sparing(head.spared_epochs)
@@ -91,7 +92,7 @@ class Committer:
     def owning(self) -> Iterator[None]:
         """Raise FencedError instead of ObjectNotFoundError if another process owns the directory.
 
-        The new owner sweeps what this process has written.
+        The new owner deletes objects of this process that are not committed, so a missing object can mean a lost run.
         """
         try:
             yield
@@ -103,7 +104,7 @@ class Committer:
     def abandon(self, attempt: Attempt) -> None:
         """Delete what a failed attempt wrote, unless its ledger entry may exist.
 
-        Raises FencedError if another process owns the directory: then that is why the attempt failed.
+        Raises FencedError if another process owns the directory, which explains why the attempt failed.
         """
         self._pruner.base = None
         if self._entered == attempt:
@@ -120,10 +121,10 @@ class Committer:
         cost_s: float,
         observed: Mapping[str, object],
     ) -> tuple[Entry, tuple[StepMetrics, ...]]:
-        """Put the ledger entry of a checkpoint, which also retires those that the policy no longer keeps.
+        """Put the ledger entry of a checkpoint; the entry also retires checkpoints that the policy no longer keeps.
 
-        `admitted` is the result of `admit`; `cost_s` and `observed` are those of `commit.commit`. Returns the entry,
-        and the metrics of the steps that it adds.
+        `admitted`: the result of `admit`. `cost_s` and `observed`: see `commit.commit`. Returns the entry, and the
+        metrics of the steps that it adds.
         """
         self._entered = prepared.saving.attempt
         head, state = admitted
@@ -165,9 +166,9 @@ class Committer:
 
 
 class _SpaceWatch:
-    """Warn before the disk is full: before each save, compare the policy's peak with the free space.
+    """Warns before the disk is full: before each save, it compares the policy's peak with the free space.
 
-    It warns once and refuses nothing: other programs may free the space in time, and quotas are not considered
+    It warns once and never refuses a save: other programs may free the space in time, and quotas are not considered
     (docs/decisions/0071).
     """
 

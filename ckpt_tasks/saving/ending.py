@@ -1,7 +1,7 @@
-"""When the interpreter exits: commit saves under way before Python stops the threads that write them.
+"""The interpreter's exit: commit saves under way before Python stops the threads that write them.
 
 Python calls atexit functions in the reverse order of their registration, while daemon threads still run. `os._exit`,
-SIGKILL and a signal without a handler call none.
+SIGKILL and a signal without a handler call no atexit function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class Ending(Protocol):
-    """An object that must be ended when the interpreter exits."""
+    """An object whose `end` must be called when the interpreter exits."""
 
     def end(self) -> None: ...
 
@@ -29,8 +29,8 @@ class Ending(Protocol):
 def end_with_interpreter(ending: Ending) -> None:
     """Call `ending.end()` when the interpreter exits, if it still exists then."""
     if not _endings:
-        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use: use it here
-        # first.
+        # s3fs closes its connections by weakref.finalize, which registers with atexit at its first use. Register it
+        # here first, so that it runs after `_end_all`.
         weakref.finalize(Ending, int)
         atexit.unregister(_end_all)
         atexit.register(_end_all)
@@ -38,7 +38,7 @@ def end_with_interpreter(ending: Ending) -> None:
 
 
 def say_wait(step: int, moved_s: float, timeout_s: float) -> bool:
-    """If the store is silent, log for which step the exit waits, until when, how to leave; return True if logged."""
+    """If the store is silent, log the step to wait for, until when, and how to stop waiting; return True if logged."""
     silent_s = system().monotonic() - moved_s
     if silent_s < min(_SILENT_S, timeout_s / 2):
         return False

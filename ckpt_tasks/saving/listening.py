@@ -22,9 +22,9 @@ _log = logging.getLogger("ckpt_tasks")
 class Listener:
     """Functions to be called after an event of a run. They must return at once; their exceptions are only logged.
 
-    The listener `committed` gets the checkpoint of each durable commit; just before, `measured` gets the metrics of the
-    steps that it adds. `failed` gets step and error of a snapshot that will not be committed, `restored` the report of
-    a restore.
+    `committed` gets the checkpoint of each durable commit. Just before this call, `measured` gets the metrics of the
+    steps that the commit adds. `failed` gets step and error of a snapshot that will not be committed. `restored` gets
+    the report of a restore.
     """
 
     committed: Callable[[Checkpoint], object] | None = None
@@ -34,7 +34,7 @@ class Listener:
 
 
 class Listeners:
-    """Calls all listeners; logs only the first exception of each, and keeps calling it."""
+    """Calls all listeners; logs only the first exception of each listener, and keeps calling the listener."""
 
     def __init__(self) -> None:
         self._all: list[Listener] = []
@@ -55,7 +55,7 @@ class Listeners:
         self._tell("committed", checkpoint)
 
     def measured(self, steps: tuple[StepMetrics, ...]) -> None:
-        """Report the metrics of the steps that led from the commit before to this one."""
+        """Report the metrics of the steps between the previous commit and this one."""
         self._tell("measured", steps)
 
     def failed(self, step: int, why: BaseException) -> None:
@@ -67,7 +67,7 @@ class Listeners:
         self._tell("restored", report)
 
     def check(self) -> None:
-        """Raise StateError in a listener that a save has called: to wait for this save there would never end."""
+        """Raise StateError in a listener that a save has called: it would wait for its own save forever."""
         if threading.get_ident() in self._callers:
             raise StateError(
                 "a listener is called by the save that it would wait for",

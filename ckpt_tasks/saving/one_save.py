@@ -1,7 +1,7 @@
 """One save, from a snapshot in memory to its ledger entry: the same for one rank and for many.
 
-Each rank writes its part, the first rank commits all parts, and all follow the new checkpoint. A rank that is alone
-gathers its own part, and gets the answer that it publishes.
+Each rank writes its part, rank 0 commits all parts, and then every rank continues from the new checkpoint. A single
+rank gathers only its own part, and receives its own answer.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class OneSave:
     def run(self, snapshot: Snapshot) -> Checkpoint:
         """Write this rank's part of a snapshot, and commit it with the parts of all ranks; return the checkpoint.
 
-        Raises SupersededError if a rank already has a newer snapshot; an error in any rank is raised in all. Then
-        nothing is committed.
+        Raises SupersededError if a rank already has a newer snapshot; raises an error of any rank in all ranks. After
+        an error nothing is committed.
         """
         topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
         try:
@@ -65,18 +65,19 @@ class OneSave:
             if (done := _checkpoint_of(entry)) is None:
                 self._failed(snapshot, error)
                 raise
-            # Otherwise the save is committed, although not all ranks know it.
+            # The entry exists: the save is committed, although not all ranks know this.
         if done is None or part is None:
-            if snapshot.tenure.committer is not None and any(parts):  # All ranks have answered: none is still writing.
+            if snapshot.tenure.committer is not None and any(parts):  # All ranks have answered: no rank writes now.
                 snapshot.tenure.committer.abandon(snapshot.saving.attempt)
             raise SupersededError
         self._follow(snapshot, done, part, entry)
         return done
 
     def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
-        """Write this rank's part, but no object of the last checkpoint; return it, and in rank 0 the ledger's head.
+        """Write this rank's new objects; return its part, and in rank 0 also the ledger's head and state.
 
-        The part is None if a newer snapshot has replaced this one.
+        The part names unchanged objects of the last checkpoint again. It is None if a newer snapshot has replaced this
+        one.
         """
         committer, line, store = snapshot.tenure.committer, snapshot.tenure.line, self._history.store
         admitted = None
@@ -95,9 +96,9 @@ class OneSave:
             moved()
 
     def _commit(self, snapshot: Snapshot, admitted: tuple[Head, State], parts: list[RankPart | None]) -> Entry:
-        """Check the parts, write index and manifest, and put the ledger entry: here the checkpoint begins to exist."""
+        """Check the parts, write index and manifest, and put the ledger entry, which creates the checkpoint."""
         committer = snapshot.tenure.committer
-        assert committer is not None  # This rank is the first one.
+        assert committer is not None  # This is rank 0.
         present = same_step([part for part in parts if part is not None])
         prepared = prepare_checkpoint(snapshot.saving, present, snapshot.sealed)
         committer.put_manifest(prepared)
@@ -128,7 +129,7 @@ class OneSave:
             tenure.committer.abandon(attempt)
 
     def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
-        """Continue from the new checkpoint: call listeners, measure its cost, and prune what it replaces."""
+        """Continue from the new checkpoint: call listeners, learn its cost, and prune older checkpoints."""
         tenure = snapshot.tenure
         for file in snapshot.files:
             file.file.committed(checkpoint.manifest_digest)

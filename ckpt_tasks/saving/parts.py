@@ -1,6 +1,6 @@
-"""A rank's part of a checkpoint: index rows and objects, from its digested images.
+"""A rank's part of a checkpoint: index rows and objects, made from the rank's digested images.
 
-This module does not know the ledger. The committer's half is `commit.py`.
+This module does not use the ledger. `committer.py` has the committer's half of a save.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _REUSED_BYTES = 1 << 20  # Below this size, writing an object costs less than de
 
 
 class SupersededError(Exception):
-    """A newer snapshot has replaced this one; the pipeline catches it."""
+    """A newer snapshot has replaced this one; `Saver` catches this error."""
 
 
 @dataclass(frozen=True)
 class RankPart:
     """A rank's part of one attempt: its index rows, its objects, and the trees of its state.
 
-    `trees` are the groups of which each rank has its own; `compared` holds what must be equal in all ranks.
+    `trees`: the trees of the groups that are saved by rank. `compared`: values that must be equal in all ranks.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Digested(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What is known of a save before it begins: step, groups, metrics, attempt, owner."""
+    """The facts of a save that are known before it begins: step, groups, metrics, attempt, owner."""
 
     attempt: Attempt
     run_key: str
@@ -95,13 +95,13 @@ class Saving:
 
     @property
     def turn(self) -> int:
-        """A number for each save, the same in all ranks: it grows by one, and begins anywhere in each process."""
+        """A number that grows by one with each save, equal in all ranks; its first value depends on the owner's id."""
         return zlib.crc32(self.owner.id.encode()) + self.number
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The objects of a committed checkpoint, by the last part of their names, for reuse if nothing has changed."""
+    """The objects of a committed checkpoint, by the last part of their names; a save reuses unchanged objects."""
 
     records: Mapping[str, ObjectRecord]
     index: Index
@@ -112,7 +112,7 @@ class Stored:
         return cls({_last(record.name): record for record in records}, index)
 
     def kept(self, keeps: Callable[[str], bool]) -> Stored:
-        """Return those objects whose names satisfy `keeps`: the run still keeps them."""
+        """Return the objects that the run still keeps: `keeps` returns True for their names."""
         return Stored({last: record for last, record in self.records.items() if keeps(record.name)}, self.index)
 
 
@@ -140,9 +140,9 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
 def digest_file(
     attempt: Attempt, file: TableFileCapture, given_up: Callable[[], bool], stored: Stored | None, rank: int
 ) -> Digested:
-    """Digest a lookup table's file, or find it in the previous checkpoint; raise as `digest_image` does.
+    """Digest a lookup table's file, or find the file in the previous checkpoint; raise as `digest_image` does.
 
-    Raises StoreError if neither the process nor that checkpoint has it.
+    Raises StoreError if neither the process nor that checkpoint has the file.
     """
     if given_up():
         raise SupersededError
@@ -180,9 +180,9 @@ def put_tensors(
     *,
     places: Places = WHOLE,
 ) -> RankPart:
-    """Digest the tensors of one file, and put it; `data_of` returns the bytes of a tensor by its name in the group.
+    """Digest the tensors of a file, and put the file; `data_of` returns the bytes of a tensor by its name in the group.
 
-    Without a store, nothing is read or put: the part has the digest of no bytes.
+    If `store` is None, nothing is read or put: every region gets the digest of empty bytes.
     """
     digests = [digest_bytes(b"")] * len(layout.regions)
     if store is not None:
@@ -219,9 +219,9 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 
 
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
-    """Return the part of a file, or that of a stored object if its header, regions and digests are equal.
+    """Return a file's part, or the part of a stored object whose header, regions and digests are equal.
 
-    Raises StoreError if there is no such object, and only storage had the file.
+    Raises StoreError if no stored object is equal, and this process does not have the file's bytes.
     """
     part, data = digested
     (record,) = part.objects

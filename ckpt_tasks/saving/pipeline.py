@@ -34,7 +34,7 @@ from ckpt_tasks.snapshot.snapshot import ImageSet, LateCopy
 from ckpt_tasks.system import system
 from ckpt_tasks.tensors.device import DeviceCopy
 
-_LOOK_S = 1.0  # A waiting thread checks this often whether the store is stuck.
+_LOOK_S = 1.0  # A waiting thread checks at this interval whether the store is stuck.
 # After these errors no other snapshot may be committed: the run is lost, or the commit may have succeeded.
 _LAST = (FencedError, CommitUncertainError)
 
@@ -62,12 +62,12 @@ Outcome = Committed | Superseded | Failed
 class Snapshot:
     """One moment of training in memory, on its way to storage.
 
-    `keep`: no newer snapshot may replace it. `digested` yields each file, then None; then `known` is set, and `error`
-    says why digesting ended early. `sealed` is the index and manifest that the snapshot has in memory. `copy` may be
-    unfinished: call its wait() before reading the images. `given_up` asks the threads to drop the snapshot;
-    `superseded` are the steps of the snapshots that it replaced; `outcome` says how its flush ended. `patience`: the
-    flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the memory directory could
-    not take its seal. `compared` returns what is compared between ranks. `files`: those of lookup tables.
+    `keep`: no newer snapshot may replace this one. `digested`: a queue of each digested file, then None; then `known`
+    is set, and `error` says why digesting ended early. `sealed`: the index and manifest in memory. `copy` may be
+    unfinished: call its wait() before you read the images. `given_up`: the threads must drop the snapshot.
+    `superseded`: the steps of the snapshots that this one replaced. `outcome`: how the flush ended. `patience`: the
+    flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the snapshot has no seal in
+    memory. `compared` returns the values that ranks compare. `files`: the files of lookup tables.
     """
 
     slot: str
@@ -115,7 +115,7 @@ class Snapshot:
 
 
 class Pipeline:
-    """The snapshots under way: the one being flushed, the waiting one, those replaced since, and the slots' content.
+    """The snapshots under way (one is being flushed, one waits), the replaced ones, and the content of the slots.
 
     A flush is stuck after `timeout_s` without progress.
     """
@@ -139,7 +139,7 @@ class Pipeline:
 
     @property
     def stuck(self) -> bool:
-        """Whether the store, or the other ranks, have accepted nothing of the running flush for too long."""
+        """Whether the running flush has made no progress for too long, because of the store or of other ranks."""
         with self._changed:
             flushing, silent_s = self._flushing, system().monotonic() - self._moved_s
             return flushing is not None and silent_s > flushing.patience * self._timeout_s
@@ -172,13 +172,13 @@ class Pipeline:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
 
     def take_slot(self) -> str:
-        """Return the slot to fill next; wait for a flush if no slot may be filled before.
+        """Return the slot to fill next; if no slot may be filled yet, wait for a flush.
 
         Raises StoreError if the store is stuck and the slot holds the only snapshot for a restart.
         """
         self.wait_sealed()  # Until then the other slot holds the only complete snapshot.
         with self._changed:
-            # The flush thread is about to take the waiting snapshot.
+            # If a snapshot waits while no flush runs, the flush thread is about to take the snapshot.
             self._changed.wait_for(lambda: self._goes_on() and (self._flushing is not None or self._waiting is None))
             while self._flushing and ((self._waiting and self._waiting.keep) or self._is_only(self.next_slot())):
                 if self.stuck:
@@ -211,7 +211,7 @@ class Pipeline:
         return next(slot for slot in SLOTS if slot != (newest.slot if newest else self._held))
 
     def _is_only(self, slot: str) -> bool:
-        """Return True if neither storage nor the other slot has a slot's sealed snapshot or a newer one."""
+        """Return True if only this slot is left for a restart: neither storage nor the other slot has one as new."""
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return self._only_memory_has(slot) and any(other.lacks_seal for other in others)
 
@@ -242,11 +242,11 @@ class Pipeline:
 
     @contextmanager
     def submitting(self, snapshot: Snapshot) -> Iterator[Snapshot | None]:
-        """Accept a filled slot after the block, which starts the threads; yield the snapshot in the other slot.
+        """Run a block that starts the threads, then accept a filled slot; yield the other slot's snapshot or None.
 
         The other snapshot is yielded only if storage lacks it. The threads wait until the block has ended, so that
-        training continues before they start. If the block fails, or the run was lost, it raises the error and the
-        caller keeps the slot.
+        training continues before they work. If the block fails or the run was lost, the error is raised and the slot is
+        not accepted.
         """
         with self._changed:
             # The flush thread is about to take the waiting snapshot.
@@ -264,7 +264,7 @@ class Pipeline:
         return next((other for other in others if not isinstance(other.outcome, Committed)), None)
 
     def wait(self) -> BaseException | None:
-        """Wait until no snapshot is under way; return the failure as `take_failure` does, StoreError if stuck."""
+        """Wait until no snapshot is under way; return the failure as `take_failure` does, or StoreError if stuck."""
         idle = self.wait_idle()
         failure = self.take_failure()
         return failure if failure is not None or idle else self._stuck_error()
@@ -300,7 +300,7 @@ class Pipeline:
     # ── for the threads ──────────────────────────────────────────────────────────────────────────────────────
 
     def take(self) -> list[Snapshot]:
-        """Return the next snapshot to flush, after those that it replaced; an empty list if none waits."""
+        """Return the snapshots that the waiting one has replaced, then the waiting one; an empty list if none waits."""
         with self._changed:
             waiting, replaced = self._waiting, self._replaced
             self._flushing, self._waiting, self._moved_s = waiting, None, system().monotonic()

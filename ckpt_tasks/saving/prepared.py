@@ -1,6 +1,6 @@
-"""Make a checkpoint from the parts of the ranks: index and manifest, checked as a restore does; write nothing.
+"""Make index and manifest of a checkpoint from the parts of the ranks, and check them as a restore does; write nothing.
 
-What must be equal in all ranks is compared here, too: values and digests, by path.
+This module also compares the values and digests that must be equal in all ranks, by path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 80  # A longer value is replaced by a digest.
 class PreparedCheckpoint:
     """A checkpoint before its ledger entry: its manifest, and the bytes of manifest and index.
 
-    `reuses` names the objects of older attempts that are part of it.
+    `reuses` names the objects of older attempts that are part of the checkpoint.
     """
 
     saving: Saving
@@ -84,9 +84,9 @@ class PreparedCheckpoint:
 
 
 def prepare_part(saving: Saving, part: RankPart, sealed: PreparedCheckpoint | None = None) -> PreparedCheckpoint:
-    """Make index and manifest of one rank's part, for its own host; check a part that is a whole checkpoint.
+    """Make index and manifest of one rank's part, for its own host; check them if there is only one rank.
 
-    Returns `sealed`, which was made for the seal of the same part, if the part has reused no other objects since.
+    `sealed`: an earlier result for this snapshot; it is returned if the part still names the same objects.
     """
     if sealed is not None and sealed.manifest.objects == part.objects:
         return sealed
@@ -102,7 +102,7 @@ def prepare_checkpoint(
 ) -> PreparedCheckpoint:
     """Make index and manifest from the parts of all ranks, and check them as a restore does; write nothing.
 
-    `sealed` is the result of `prepare_part` for the first part: the checkpoint itself if there is no other part. Raises
+    `sealed`: the result of `prepare_part` for the first part; with one rank and the same objects it is returned. Raises
     IntegrityError if a rank or a region is missing, UnsupportedStateError if the checkpoint would be too large, and
     StateError if the states of ranks differ.
     """
@@ -111,9 +111,9 @@ def prepare_checkpoint(
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
     index_bytes = write_index(index)
-    del index  # It takes 130 MiB for 10⁶ regions.
+    del index  # The index takes 130 MiB for 10⁶ regions.
     prepared = _prepared(saving, index_bytes, objects, groups)
-    # Let the readers check it, so that nothing is written that a restore would refuse: holes, overlaps, bounds.
+    # Check holes, overlaps and bounds with the code of a restore: a save must not write what a restore would refuse.
     try:
         open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
     except IntegrityError as error:
@@ -147,7 +147,7 @@ def _prepared(
 
 
 class _PreparedStore:
-    """The index and manifest of a checkpoint that is not written yet, as a store of these two objects."""
+    """A store of two objects: the index and the manifest of a checkpoint that is not written yet."""
 
     url = ""
     near = True
@@ -187,9 +187,9 @@ def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[Ob
 def _combine_groups(
     groups: Mapping[str, Mapping[str, object]], parts: Sequence[RankPart]
 ) -> dict[str, Mapping[str, object]]:
-    """Return the checkpoint's groups: the trees of all ranks if by rank, otherwise rank 0's tree.
+    """Return the checkpoint's groups: a group by rank has the trees of all ranks, any other group has rank 0's tree.
 
-    Raises StateError if ranks differ in what must be equal.
+    Raises StateError if values that must be equal in all ranks differ.
     """
     ordered = sorted(parts, key=lambda part: part.rank)
     refuse_differences([part.compared for part in ordered])
@@ -200,9 +200,9 @@ def _combine_groups(
 
 
 def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicated: Samples) -> Compared:
-    """Return what must be equal in all ranks: short values and digests, by path.
+    """Return the short values and digests that must be equal in all ranks, by path.
 
-    `all`: what every rank has; `held`: parts of replicated tensors, which only some ranks hold.
+    `all`: values that every rank has. `held`: parts of replicated tensors; only some ranks hold each part.
     """
     same: dict[str, str] = {}
     for name, group in groups.items():
@@ -218,7 +218,7 @@ def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicate
 
 
 def refuse_differences(ranks: Sequence[Compared]) -> None:
-    """Raise StateError, with a key, if ranks differ in what must be equal; `ranks` has each rank's `compared`."""
+    """Raise StateError, with a key, if values that must be equal differ; `ranks` has each rank's `compared`."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(ranks):
         held = one.get("held", {})

@@ -1,7 +1,7 @@
 """Where a checkpoint comes from: code, command, versions and machine, as texts for people.
 
-They are collected once per process, in the background, and put into every manifest's `environment`. The command line is
-reduced to the names of options, and to values that are known to be harmless. Environment variables are never read.
+Each process collects them once, in the background, and every manifest has them in its `environment`. The command line
+is reduced to the names of options, and to values that are known to be harmless. Environment variables are not read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PACKAGES = ("ckpt-tasks", "numpy", "prefect", "lightning", "transformers", "acc
 
 @cache
 def provenance() -> MappingProxyType[str, str]:
-    """Return the facts of this process by name; omit unknown ones, except the code, which is "unknown" then."""
+    """Return the facts of this process by name; omit unknown facts, but give unknown code as "unknown"."""
     facts = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -66,8 +66,8 @@ def provenance() -> MappingProxyType[str, str]:
 def command_of(arguments: Sequence[str]) -> str:
     """Return a command line as one text: its program, the names of options, and values that are known to be harmless.
 
-    Harmless are numbers, switches, devices, existing paths, paths in an object store, imported programs, and the
-    options of a CheckpointConfig. Everything else is hidden, because any word can be a secret.
+    Numbers, switches, devices, existing paths, paths in an object store, imported programs, and the options of a
+    CheckpointConfig are harmless. Everything else is hidden, because any word can be a secret.
     """
     shown: list[str] = []
     name = ""
@@ -142,7 +142,7 @@ def _git(directory: str, *arguments: str) -> str | None:
 
 
 def directory_of(script: str | None) -> str:
-    """Return the directory of the running script; the working directory for an installed script, or without one."""
+    """Return the directory of the running script; the working directory if the script is installed or missing."""
     installed = {"site-packages", "dist-packages"}  # The user's, the system's or PYTHONPATH's packages.
     if script is None or not installed.isdisjoint(Path(script).resolve().parts):
         return os.curdir
@@ -161,6 +161,6 @@ def _packages() -> dict[str, str]:
 
 
 def _accelerator() -> str:
-    """Return the CUDA devices if this process uses them already; does not initialise CUDA."""
+    """Return the CUDA devices if this process uses them already; do not initialise CUDA."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     return f"{count} × {torch.cuda.get_device_name(0)}" if count else "none in use"

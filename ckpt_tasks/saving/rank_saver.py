@@ -58,7 +58,7 @@ class RankSaver:
         self._plan: SnapshotPlan | None = None
         self._sets: dict[str, ImageSet] = {}  # The key is the slot.
         self._taking = system().lock()
-        self._hurries = False  # Training sets it while it waits for the lock, so that an allocating thread releases it.
+        self._hurries = False  # True while training waits for the lock, so that an allocating thread releases the lock.
 
     # ── while training waits ─────────────────────────────────────────────────────────────────────────────────
 
@@ -102,8 +102,9 @@ class RankSaver:
     def fill(self, slot: str, captured: Captured) -> tuple[ImageSet, DeviceCopy | LateCopy | None]:
         """Copy a state into the images of a slot; the plan must fit it.
 
-        On return host tensors are copied, except constant ones. A device copies its tensors before any work that
-        training queues later: wait for the result before you read the images. Raises StoreError if there is no memory.
+        Host tensors are copied on return, except constant ones. Device tensors are copied before any device work that
+        training queues later: call wait() of the result before you read the images. Raises StoreError if there is no
+        memory.
         """
         assert self._plan is not None
         first = FirstCopy(self._plan, captured.tensors)
@@ -125,14 +126,14 @@ class RankSaver:
     # ── in the background of training ────────────────────────────────────────────────────────────────────────
 
     def take_ahead(self, *slots: str) -> None:
-        """Allocate the memory of slots in advance: touching memory for the first time costs several times a copy."""
+        """Allocate the memory of slots in advance: a first write to memory takes several times as long as a copy."""
         system().lower_priority()
         for slot in slots:
             self._touch(slot)
 
     def _touch(self, slot: str) -> None:
         images: tuple[Image, ...] = ()
-        with suppress(CkptError, GaveWay), self._taking:  # The snapshot that needs the memory will raise.
+        with suppress(CkptError, GaveWay), self._taking:  # The snapshot that needs the memory raises the error.
             if (plan := self._plan) is not None:  # The plan may have been dropped or replaced meanwhile.
                 images = self._take(slot, plan, partial(self._allocate, plan)).images
         for image in images:
@@ -143,7 +144,7 @@ class RankSaver:
         return True
 
     def _wants(self, plan: SnapshotPlan | None) -> bool:
-        """Return True if a save may need memory that is made in advance; the exit of Python must not wait for it."""
+        """Return True if a save may still need this plan's memory; False when the interpreter exits, to end early."""
         return self._plan is plan and threading.main_thread().is_alive()
 
     def seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
@@ -192,8 +193,8 @@ class RankSaver:
     def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
         """Put every image as soon as it is digested, except those already `stored`; return this rank's part.
 
-        Returns None if a newer snapshot has replaced this one. With a local directory, this rank's objects are written
-        there first; a failure of that is logged.
+        Returns None if a newer snapshot has replaced this one. If the run has a local directory, this method first
+        writes the objects to that directory, and logs a failure of this copy.
         """
         attempt = snapshot.saving.attempt
         digested: Iterable[Digested] = iter(snapshot.digested.get, None)
@@ -236,7 +237,7 @@ class RankSaver:
             _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
-        """Return a slot's images, which are made at first use; the caller holds `_taking`."""
+        """Return a slot's images, and make them at the first use; the caller holds `_taking`."""
         images = self._sets.get(slot)
         if images is None:
             images = self._sets[slot] = ImageSet(plan, self._cache.take(slot, plan.sizes, fill))

@@ -33,18 +33,18 @@ from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 from ckpt_tasks.upkeep.pruning import Pruner
 
-_END_S = 5.0  # The prune after the last commit, and threads inside torch or Arrow, get this long to stop.
+_END_S = 5.0  # At the end, wait this long for a prune to stop, and for other ranks to read rank 0's answers.
 _log = logging.getLogger("ckpt_tasks")
 
 
 class UnderWay(NamedTuple):
     """The unfinished saves of a moment, and the memory for them.
 
-    `steps` are the step being written and the one that waits; `stuck`: the store has taken nothing for too long.
-    `superseded` are the steps that newer ones have replaced since the last commit. `next_slot` is the slot of the next
-    snapshot, and `size_bytes` what a checkpoint will write. `owner` is the id of the ownership that this process
-    believes to have, None if it holds no run; `parent` is then the identity of the checkpoint that its next one will
-    follow.
+    `steps`: the step that is being written, and the step that waits. `stuck`: the store has taken nothing for too long.
+    `superseded`: the steps that newer steps have replaced since the last commit. `next_slot`: the slot of the next
+    snapshot. `size_bytes`: the bytes that this rank writes for a checkpoint. `owner`: the id of this process's
+    ownership, as far as it knows; None if it holds no run. `parent`: the identity of the checkpoint that the next one
+    follows; None without an owner.
     """
 
     steps: Sequence[int]
@@ -59,8 +59,8 @@ class UnderWay(NamedTuple):
 class Saver:
     """Takes snapshots of the state and commits them in the background.
 
-    `tenure` is the current one; it is released when the interpreter exits. Every snapshot is committed in the tenure in
-    which it was taken.
+    `tenure`: the current ownership; the exit of the interpreter releases it. A snapshot is committed only under the
+    ownership under which it was taken.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Saver:
             deadline_s=config.flush_timeout_s,
         )
         self._workers: list[threading.Thread] = []  # These threads seal snapshots, or allocate memory.
-        self._early = False  # True if memory was prepared before a step, which may change the state's structure.
+        self._early = False  # True if memory was prepared before a step; this step may change the state's structure.
         self._warned_stuck = False
         self._turn = system().lock()
         self._watched = watched()
@@ -111,13 +111,13 @@ class Saver:
     def prepare(self, captured: Captured) -> None:
         """Prepare the memory of the next snapshots in the background.
 
-        A slot that holds a sealed snapshot is left alone, except the one that is filled next.
+        Does not touch a slot that holds a sealed snapshot, except the slot that is filled next.
         """
         self._early = False
         self._plan(captured)
         following = self._pipeline.next_slot()
         free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
-        with suppress(StoreError):  # Without a thread, the first saves wait for their memory.
+        with suppress(StoreError):  # If no thread can start, the first saves allocate their memory.
             self._work(start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
 
     def snapshot(
@@ -132,9 +132,10 @@ class Saver:
     ) -> Snapshot | None:
         """Copy a captured state and submit it; training has waited since `started_s`.
 
-        `keep`: no newer snapshot may replace it. `step_s` goes into the ledger. On return host tensors are copied; a
-        device copies its tensors before any work that training queues later. Raises StoreError if there is no memory.
-        If no slot may be filled, copies nothing and returns None; the failure is kept, like that of a flush.
+        `keep`: no newer snapshot may replace this one. `step_s`: seconds per step, for the ledger. Host tensors are
+        copied on return; device tensors are copied before any device work that training queues later. Raises StoreError
+        if there is no memory. If no slot may be filled, copies nothing, keeps the failure like that of a flush, and
+        returns None.
         """
         try:
             slot = self._pipeline.take_slot()
@@ -178,21 +179,21 @@ class Saver:
         return snapshot
 
     def checkpoint_of(self, snapshot: Snapshot | None) -> Checkpoint:
-        """Wait, then return a snapshot's checkpoint; raise its failure, even if another thread has taken it."""
+        """Return a snapshot's checkpoint, after `wait`; raise its failure, even if another thread has taken that."""
         outcome = snapshot.outcome if snapshot is not None else None
         if isinstance(outcome, Committed):
             return outcome.checkpoint
         raise outcome.error if isinstance(outcome, Failed) else StoreError("another thread was told why it failed")
 
     def wait(self) -> None:
-        """Wait until every snapshot is committed; raise the first failure, StoreError if the store is stuck."""
+        """Wait until every snapshot is committed; raise the first failure, or StoreError if the store is stuck."""
         self.listeners.check()
         failure = self._pipeline.wait()
         if failure is not None:
             raise failure
 
     def wait_idle(self) -> None:
-        """Wait until no snapshot is under way or the store is stuck; keep the failure."""
+        """Wait until no snapshot is under way or the store is stuck; keep a failure for a later call."""
         self.listeners.check()
         self._pipeline.wait_idle()
 
@@ -230,7 +231,7 @@ class Saver:
             raise failure
         _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
-        self._pruner.unnoted.append(event)  # The next committed checkpoint brings the event into the history.
+        self._pruner.unnoted.append(event)  # The next commit writes the event into the history.
 
     def restored(self, slot: str | None, *, lacks: bool = False) -> None:
         """Fill the restored snapshot's slot only after the other slot; `lacks`: storage lacks the snapshot."""
@@ -242,10 +243,10 @@ class Saver:
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return the lock that a training thread and a closing thread take in turn.
+        """Return the lock of saving and closing: only one thread at a time may do either.
 
-        When the interpreter exits, the main thread takes no lock, and daemon threads wait for it until they are
-        stopped.
+        When the interpreter exits, the main thread takes no lock, and daemon threads wait for the lock until Python
+        stops them.
         """
         self.listeners.check()
         ends = self._pipeline.has_ended and threading.current_thread() is threading.main_thread()
@@ -257,11 +258,11 @@ class Saver:
             return False
         tenure, self.tenure = self.tenure, None
         if tenure is not None and not tenure.release():
-            self._cache.close(keep=False)  # The memory of a fenced process is not part of the run.
+            self._cache.close(keep=False)  # A fenced process's memory is not part of the run.
         return True
 
     def finish(self) -> None:
-        """Commit the saves under way of a lost Checkpointer, and release its memory for the next one."""
+        """Commit the saves under way of a garbage-collected Checkpointer, and release its memory for the next one."""
         failure = self._end_pipeline()
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
@@ -273,8 +274,8 @@ class Saver:
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
-            # A daemon thread that is taking a snapshot submits it first: it may have replaced the previous one. The
-            # next daemon thread waits here until Python stops it.
+            # Let a daemon thread that is taking a snapshot submit it first: this snapshot may have replaced the
+            # previous one. A later daemon thread waits for the lock until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._end_pipeline()
             if failure is not None:
@@ -312,7 +313,7 @@ class Saver:
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
         self._pipeline.submitted()
-        system().lower_priority()  # Only now, because training has waited for the start of this thread.
+        system().lower_priority()  # Not earlier: training has waited for the start of this thread.
         try:
             if snapshot.copy is not None:
                 snapshot.copy.wait()
@@ -324,7 +325,7 @@ class Saver:
         finally:
             snapshot.digested.put(None)
             snapshot.known.set()
-        # Wait for the seal: until then the other slot may hold the previous process's snapshot.
+        # Allocate only after the seal: until then the other slot may hold the previous process's snapshot.
         if not (snapshot.lacks_seal or snapshot.given_up) and snapshot.saving.attempt.step:
             self._rank.take_ahead(next(slot for slot in SLOTS if slot != snapshot.slot))
 

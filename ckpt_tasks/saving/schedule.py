@@ -1,4 +1,4 @@
-"""When to save: the position of training, its speed, and what the policy or the cadence decides."""
+"""When to save: the position and the speed of training, and the decision of the policy or the cadence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _STEPS = 20
 class Position:
     """The position of one training: which steps are completed, restored and saved.
 
-    `step` counts the steps completed, as restored or reported last; `saved_step` is the newest step that was restored
-    or of which a snapshot was taken; `last` is the point from which the intervals between saves count.
+    `step`: the number of completed steps, as last restored or reported. `saved_step`: the newest step that was restored
+    or has a snapshot. `last`: the point at which the present interval between saves began.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Position:
     def unsaved(self) -> str:
         """The steps since the last save, as "11 to 13"; "" if there are none.
 
-        The end of a block does not save them: the state may have changed since step() (an evaluation, a fetched batch),
-        and only the program knows whether it is still that of the last step.
+        The end of a `with` block does not save these steps: an evaluation or a fetched batch may have changed the state
+        since step(), and only the program knows whether the state still belongs to the last step.
         """
         return f"{self.saved_step + 1} to {self.step}" if self.step > self.saved_step else ""
 
@@ -54,7 +54,7 @@ class Position:
         self.last, self._resume = point(step, epoch), resume
 
     def saves(self, now: SavePoint) -> tuple[Save, Save]:
-        """Return the save at `now` and the previous one, in the form for retention rules."""
+        """Return the save at `now` and the previous save, as retention rules take them."""
         at_s = system().time()
         return Save(now.step, at_s), Save(self.last.step, at_s - now.clock_s + self.last.clock_s)
 
@@ -69,20 +69,20 @@ class Position:
         self._since = now
 
     def saved(self, step: int, epoch: int | None, *, interim: bool) -> None:
-        """Record a save; an interim save does not move the intervals."""
+        """Record a save; an interim save does not begin a new interval."""
         self.step = self.saved_step = step
         self._since = point(step, epoch)
         if not interim:
             self.last = self._since
 
     def waited(self) -> None:
-        """Let the next step begin now, because training has waited for a commit."""
+        """Measure the next step from now on, because training has waited for a commit."""
         if self._since is not None:
             self._since = replace(self._since, clock_s=system().monotonic())
 
 
 def point(step: int, epoch: int | None) -> SavePoint:
-    """Return a step, an epoch and the present time as one point, to be compared with earlier points."""
+    """Return a step, an epoch and the present time as a SavePoint."""
     return SavePoint(step=step, epoch=epoch, clock_s=system().monotonic())
 
 
@@ -98,7 +98,7 @@ class SaveSchedule:
         self._config = config
 
     def steady(self, last: SavePoint, now: SavePoint) -> bool:
-        """Return True if a save is due at `now` by steps or epochs, the same in every rank; `last` is the last save."""
+        """Return True if a save is due at `now` by steps or epochs, as in every other rank; `last` is the last save."""
         return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:

@@ -1,4 +1,4 @@
-"""What each rank knows of the run that it saves: its line of checkpoints, and the current ownership (tenure)."""
+"""The facts that each rank knows of its run: the line of checkpoints, and the current ownership (tenure)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class Line:
     """The line of checkpoints that this process continues; it outlives an ownership.
 
-    `parent` is the checkpoint that the next one follows: the one restored or committed last. `known_n` is the newest
-    ledger entry that, as this process knows, committed a checkpoint. `unsure`: a save of many ranks failed here, but
-    may have been committed, so that other ranks may have another parent.
+    `parent`: the checkpoint that was restored or committed last; the next checkpoint follows it. `known_n`: the number
+    of the newest commit that this process knows. `unsure`: a save of many ranks failed in this rank but may have been
+    committed, so other ranks may have another parent.
     """
 
     parent: Checkpoint | None = None
     last_commit: Checkpoint | None = None
     known_n: int = -1
     unsure: bool = False
-    # The digest of a manifest, and the objects that it names: at least this rank's.
+    # The digest of a manifest, and the objects of its checkpoint: at least those of this rank.
     stored: tuple[str, Stored] | None = None
 
     @property
@@ -66,7 +66,7 @@ class Line:
             try:
                 opened = open_checkpoint(store, self.parent)
             except CkptError:
-                return None  # Nothing that storage has is used again: everything is written.
+                return None  # The save reuses nothing, and writes every object.
             self.stored = self.parent.manifest_digest, Stored.of(opened.manifest.objects, opened.index)
         return self.stored[1]
 
@@ -83,9 +83,9 @@ class Line:
 
 
 class Resume:
-    """Where the time of a resume is spent, from the start of the process to the end of its first step.
+    """The time that each part of a resume takes, from the start of the process to the end of its first step.
 
-    The event of the next commit has it, in seconds by part (docs/FORMAT.md, "Events").
+    The event of the next commit has these times, in seconds (docs/FORMAT.md, "Events").
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Resume:
         self._parts: dict[str, float] = {}
 
     def restored(self, report: RestoreReport, state: Mapping[str, object], began_s: float) -> Resume:
-        """Begin with a restore that was called at `began_s`; the first restore of a tenure also has its start."""
+        """Begin with a restore that was called at `began_s`; the first one of a tenure also has the process's start."""
         now_s = system().monotonic()
         rest_s = now_s - max(began_s, self._at_s)
         parts = {"read_s": rest_s - report.verify_s - report.copy_s, "verify_s": report.verify_s}
@@ -133,9 +133,9 @@ class Resume:
 class Tenure:
     """One ownership of a run directory, as each rank of the training sees it.
 
-    Only the first rank has the `committer` and the `heartbeat`. `damaged` names the unreadable ledger entries; the
-    owner's own entry is above them. `fenced` is set once a save finds that another process owns the directory.
-    `failed_saves` counts those since the last commit.
+    Only rank 0 has the `committer` and the `heartbeat`. `damaged`: the names of unreadable ledger entries, which are
+    older than the owner's own entry. `fenced`: a save has failed because another process owns the directory.
+    `failed_saves`: the number of failed saves since the last commit.
     """
 
     owner: Owner
@@ -190,7 +190,7 @@ class Tenure:
             raise self.heartbeat.fenced
 
     def beat(self) -> None:
-        """In the first rank, restart the heartbeat if `quiet` has stopped it."""
+        """In rank 0, restart the heartbeat if `quiet` has stopped it."""
         if self.heartbeat is None and self.committer is not None:
             self.heartbeat = self.committer.heartbeat()
 
@@ -201,9 +201,9 @@ class Tenure:
             self.heartbeat = None
 
     def owning(self) -> AbstractContextManager[None]:
-        """Return `Committer.owning` in the first rank; the other ranks raise what the first one raises."""
+        """Return `Committer.owning` in rank 0; the other ranks raise the errors of rank 0."""
         return nullcontext() if self.committer is None else self.committer.owning()
 
     def release(self) -> bool:
-        """In the first rank, release the run directory; return False if another process owns it."""
+        """In rank 0, release the run directory; return False if another process owns it."""
         return not self.fenced if self.committer is None else self.committer.release()
