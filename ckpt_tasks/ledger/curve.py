@@ -1,6 +1,6 @@
 """The curve of a run: the metrics of every step, read from the tables that its commits name.
 
-To read them needs no torch; to draw a curve needs no Arrow.
+Reading the tables needs no torch; drawing a curve needs no Arrow.
 """
 
 from __future__ import annotations

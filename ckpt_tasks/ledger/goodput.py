@@ -1,4 +1,4 @@
-"""Where a run's time went: the training that its result is made of, and the rest by cause.
+"""How a run spent its time: the training that led to its result, and the rest by cause.
 
 Goodput is useful time / wall time, as Google's ML Goodput defines it (cloud.google.com, "Goodput metric as measure of
 ML productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), measured from the ledger instead of from a
@@ -88,7 +88,7 @@ class Course:
 
     @property
     def returns(self) -> list[tuple[Moment, dict[str, float]]]:
-        """The first commit after each restore, and where the time before it went: seconds by the names in RETURNED."""
+        """The first commit after each restore, and the seconds before it, by the names in RETURNED."""
         returns: list[tuple[Moment, dict[str, float]]] = []
         before, gap_s = None, None
         for moment in (place.moment for place in self.of(*_CLOCK)):
@@ -115,8 +115,8 @@ class Course:
     def redone_steps(self) -> int:
         """The completed steps that training repeated after a restore.
 
-        The ledger shows those before a commit, and those of an attempt that failed in a process that lived on; it does
-        not show how far a killed process had come since its last commit.
+        The ledger shows repeated steps that come before a commit, and those of an attempt that failed in a process that
+        lived on. It does not show the steps of a killed process after its last commit.
         """
         steps: dict[str | None, int] = {None: 0}
         redone = reached = 0
@@ -126,7 +126,7 @@ class Course:
                 reached = max(reached, step)
                 continue
             steps[moment.identity] = step
-            # Without `resumed`, it continues without a break, or from a snapshot in memory: nothing is repeated.
+            # Without `resumed`, training continued without a break or from a snapshot in memory: no step is repeated.
             if moment.resumed:
                 redone += max(0, reached - steps.get(moment.parent, reached))
                 reached = step
@@ -203,8 +203,8 @@ def _cut(
 ) -> Mapping[str, float]:
     """Divide the time between two moments of owners into shares by kind, in the order of time.
 
-    `moment` adds `steps` steps to its parent; `usual_s` is the time of a step if the moment has none. `in_line`: it is
-    on the line that training continued, so its steps are not lost.
+    `moment` adds `steps` steps to its parent; `usual_s` is the time of a step if the moment has none. `in_line`: the
+    moment is on the final line, so its steps are not lost.
     """
     if moment.kind in _OWNERS:
         return {"idle" if before.kind == "released" else "down": gap_s}
@@ -232,7 +232,7 @@ def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator
 
 
 def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
-    """Move the times of other writers' entries between the owner's moments around them, and into the wall time."""
+    """Move the times of other writers' entries between the owner's nearest moments, and into the wall time."""
     clamped: list[Placed] = []
     latest_s = wall_s
     for place in reversed(list(placed)):
@@ -242,7 +242,7 @@ def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
 
 
 def _final_line(commits: list[Moment]) -> frozenset[int]:
-    """Follow parents down from the newest commit; if a parent cannot be read, take the commit before instead."""
+    """Follow parents down from the newest commit; if a parent cannot be read, take the previous commit instead."""
     known = {commit.identity: commit for commit in commits if commit.identity is not None}
     line: set[int] = set()
     at = commits[-1] if commits else None

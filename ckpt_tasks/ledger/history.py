@@ -1,11 +1,12 @@
 """Read the newest entry of the ledger, append the next one, and know the outcome of the append.
 
-An append reads the entry back, whatever the store answered, and compares the nonce. If it is ours, the append is done.
-If it is another valid entry, try the next number, unless the directory has another owner. If it is missing, send the
-same bytes again. If it is unreadable, the outcome is unknown.
+An append reads the entry back, whatever the store answered, and compares the nonce. If the entry is ours, the append is
+done. If another entry or a damaged object has the number, the append tries the next number, unless the directory has
+another owner. If the entry is missing, the append sends the same bytes again. If the store fails to return the entry,
+the outcome is unknown.
 
-A damaged newest entry is skipped, and objects that it may have named are spared: `append` does that, for every event.
-An entry that this process had read before it was damaged is not skipped.
+`append` skips a damaged newest entry and spares the objects that the entry may have named, for every event. It does not
+skip an entry that this process read before the damage.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SYNCED = "synced"  # The event that a finished copy of a run writes into the tar
 _SAME_NUMBER_TRIES = 5
 _LOOKED_AT = 8  # An overview reads this many of an entry's live checkpoints.
 _NEWEST = 16  # List this many names at first; if that is not enough, list all.
-# Give up after losing this many numbers to other writers. Chance never costs so many, since other writers wait.
+# Give up after losing this many numbers to other writers. Chance alone never costs so many, since other writers wait.
 _NUMBERS_TRIED = 64
 _LONGEST_WAIT_S = 30.0
 _FOLLOWED = 8  # Read up to this many entries one by one, then list names.
@@ -85,7 +86,7 @@ class Head:
 class History(RunFormat):
     """Reads and extends the ledger of one run directory.
 
-    If not `whole`, the entries that it reads have only their newest live checkpoints: enough for an overview.
+    If not `whole`, entries are read with their newest live checkpoints only, which is enough for an overview.
     """
 
     def __init__(self, store: Store, *, whole: bool = True):
@@ -100,24 +101,26 @@ class History(RunFormat):
     def head(self) -> Head:
         """Read the newest good entry; skip torn and foreign entries, and warn of them by name.
 
-        Numbers are dense: on a local disk, a reader of entry n only looks for n + 1, since a list of 6,000 names takes
-        5 ms. A server lists the newest few names as fast, and might cache the answer that n + 1 is missing.
+        Numbers are dense. On a local disk, a process that knows entry n only looks for n + 1, since listing 6,000 names
+        takes 5 ms. On a server it lists the newest names: this is as fast, and a server might cache that n + 1 is
+        missing.
         """
         known = self._known
         return self._truth((self.store.near and known and self._followed(known)) or self._listed(known), known)
 
     def head_within(self, seconds: float) -> Head:
-        """Return the head that this process read or put at most `seconds` ago; read it if there is none.
+        """Return the head that this process read or put at most `seconds` ago; otherwise read the head.
 
-        On a disk, always read it.
+        On a disk, always read the head.
         """
         fresh = self._seen and not self.store.near and system().monotonic() - self._looked_s < seconds
         return self._known if fresh and self._known else self.head()
 
     def _truth(self, head: Head, before: Head | None) -> Head:
-        """Prefer what this process read before, even if it is damaged by now; warn of damage.
+        """Prefer a newer entry that this process has read, even if the entry is damaged by now; warn of damage.
 
-        `before` is the head that it knew before it read `head`: another thread may have read a newer one meanwhile.
+        `before`: the head that this process knew before it read `head`; another thread may have read a newer one
+        meanwhile.
         """
         known = self._known
         if head.damaged and known and known.entry and (head.entry is None or head.entry.n < known.entry.n):
@@ -221,9 +224,9 @@ class History(RunFormat):
     ) -> Entry:
         """Append one event; `change(state, n)` returns the state after entry n.
 
-        `owner`: only this owner may write the event. `standing`: a checkpoint of the newest entry, of which every byte
-        has just been read. Raises FencedError if the directory has another owner, CommitUncertainError if the outcome
-        is unknown, StoreError if nothing was written, and errors of `change`.
+        `owner`: only this owner may write the event. `standing`: the checkpoint that the newest entry committed, if
+        every byte of it has just been read. Raises FencedError if the directory has another owner, CommitUncertainError
+        if the outcome is unknown, StoreError if nothing was written, and errors of `change`.
         """
         nonce, head = system().token_hex(16), self._to_follow(owner, standing)
         for lost in range(_NUMBERS_TRIED):
@@ -277,7 +280,7 @@ class History(RunFormat):
         return stored == data
 
     def _read_back(self, entry: Entry) -> bool:
-        """Put an entry until its outcome is known: True if it is ours; or raise CommitUncertainError or StoreError."""
+        """Put an entry, and return True if it is ours; raise CommitUncertainError if that is unknown, or StoreError."""
         name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
         self._segments.put(entry.segments)
         failure: StoreError | None = None
@@ -345,7 +348,7 @@ def _numbered(names: list[str]) -> list[tuple[int, str]]:
 def newest_first(history: History, *, since: int = 0) -> Iterator[tuple[Entry, str]]:
     """Yield (entry, digest) from the newest entry down to number `since`; skip damaged ones.
 
-    Reads grow from a few entries to many at a time, so that a caller that stops early has read few. It requests only
+    Reads a few entries at first and then more at a time, so that a caller that stops early has read few. Requests only
     entries that exist, even if the newest number is absurdly high.
     """
     numbers, batch_size = _existing(history, since), _FEWEST

@@ -28,7 +28,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as plain numbers, but as copies of tensors on a device: reading them would wait for the device.
+    """Return metrics as plain numbers; copy tensors on a device, because reading them would wait for the device.
 
     Raises StateError that names a value which is not a number.
     """
@@ -42,11 +42,11 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class GoingBack:
-    """Where the next restore goes back to, after steps whose metrics were not finite or had spiked.
+    """Decides how far the next restore goes back, after steps whose metrics were not finite or had spiked.
 
     `failed_step`: the last bad step, before which the next restore must go; None if there is none. `began`: the first
-    step of a spike that ends there. `furthest`: the highest bad step that training has not passed yet. `limit`: the
-    step of the last rollback; the next one must go back further.
+    step of a spike that ends at `failed_step`. `furthest`: the highest bad step that training has not passed yet.
+    `limit`: the step of the last rollback; the next one must go back further.
     """
 
     failed_step: int | None = None
@@ -57,7 +57,7 @@ class GoingBack:
 
     @property
     def event(self) -> dict[str, int]:
-        """What the ledger event of a rollback says of a spike."""
+        """The facts about a spike for the ledger event of a rollback."""
         return {} if self.began is None else {"began": self.began}
 
     def failed(self, step: int, began: int | None = None) -> None:
@@ -73,7 +73,7 @@ class GoingBack:
     def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints to go back to: those with finite metrics before the bad step and the last rollback.
 
-        Raises NonFiniteError if there is none, or after three rollbacks that did not get past the bad step.
+        Raises NonFiniteError if no such checkpoint exists, or after three rollbacks that did not get past the bad step.
         """
         assert self.failed_step is not None
         bad = self.failed_step if self.began is None else self.began
@@ -98,7 +98,7 @@ class GoingBack:
 
 
 class FiniteMetrics:
-    """Check the metrics of every step; warn, stop or go back if one is NaN or infinite.
+    """Checks the metrics of every step; warns, stops or goes back if a metric is NaN or infinite.
 
     Consecutive bad steps give one warning. A tensor on a device is checked only when its step is saved, since reading
     it waits for the device, and the save reads it anyway.
@@ -110,10 +110,10 @@ class FiniteMetrics:
         self._warned = False
 
     def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
-        """Warn or raise NonFiniteError, by `on_non_finite`, if a metric is NaN or infinite; a finite step ends a
-        stretch.
+        """Warn or raise NonFiniteError, by `on_non_finite`, if a metric is NaN or infinite.
 
-        `saving`: also check tensors on a device. Raises StateError for a metric that is not a number.
+        A finite step ends a stretch of bad steps. `saving`: also check tensors on a device. Raises StateError for a
+        metric that is not a number.
         """
         if not isinstance(metrics, Mapping):
             raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)

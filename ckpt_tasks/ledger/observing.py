@@ -1,4 +1,4 @@
-"""What a run's own history says about saves and failures, for the cadence.
+"""Measurements of saves and failures in a run's own history, for the cadence.
 
 The result only decides how often to save, never what is restored: events and times in the ledger are for people. A
 wrong clock only makes an interval a little longer or shorter.
@@ -17,7 +17,7 @@ from ckpt_tasks.ledger.timeline import Moment, moment
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.process.processes import in_threads
 
-ENTRIES_READ = 256  # At most half of them retire checkpoints; costs are those of the newest 32 commits.
+ENTRIES_READ = 256  # Read this many entries: at most half of them retire checkpoints.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _MEASURED = 32  # Costs are medians of this many commits: they follow a slower store soon, but not a single slow save.
 _TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds show costs and failures.
@@ -108,7 +108,7 @@ def _failures(events: list[Moment]) -> int:
 
 
 def _steps_s(events: list[Moment]) -> Iterator[float]:
-    """Yield an upper bound of the time of a step between successive commits: it includes other work."""
+    """Yield an upper bound of the time of a step between successive commits; the bound includes other work."""
     for gap_s, before, after in _trained(events):
         steps = (after.step or 0) - (before.step or 0)
         if before.kind == after.kind == "commit" and steps > 0 and gap_s > 0:

@@ -1,8 +1,8 @@
 """The owner of a run directory, and when another process may take the directory.
 
-Safety does not depend on this: the ledger's dense numbers fence a writer that has lost the directory. This module only
-decides when a take-over needs no `take_over`: if the owner has released the directory, is certainly dead, or has a
-heartbeat older than the timeout.
+Safety does not depend on this module: the ledger's dense numbers fence a writer that has lost the directory. This
+module only decides when a process may take the directory without `take_over`: if the owner has released it, is
+certainly dead, or has a heartbeat older than the timeout.
 """
 
 from __future__ import annotations
@@ -139,11 +139,12 @@ def acquire(
 ) -> Owner:
     """Take the run directory and return the owner record of this process.
 
-    If the owner is another attempt of the same flow run, waits up to 35 s for its release, or one and a half heartbeats
-    if that is longer: a preempted process commits and releases within its grace period. If it still renews its
-    heartbeat then, the flow run was started twice: raises OwnedError with `same_flow_run`. A flow run waits `timeout_s`
-    for an owner that is not a flow run (upkeep, a person who prunes), to see whether it is alive. Every process waits
-    as long if the owner's clock is unusable. Raises OwnedError if the owner may be alive and `take_over` is False.
+    If the owner is another attempt of the same flow run, waits for its release for 35 s, or for one and a half
+    heartbeats if that is longer: a preempted process commits and releases within its grace period. If the owner still
+    renews its heartbeat then, the flow run was started twice: raises OwnedError with `same_flow_run`. If the owner has
+    no flow run (upkeep, a person who prunes), a flow run waits `timeout_s` to see whether the owner is alive. If the
+    owner's clock is unusable, every process waits `timeout_s`. Raises OwnedError if the owner may be alive and
+    `take_over` is False.
     """
     began_s, signs = system().monotonic(), Signs(history, timeout_s)
     while True:
@@ -210,7 +211,7 @@ def _take(
     event = {"kind": "owner", "because": why, "pid": me.pid, "host": me.host}
     history.append(event, change, owner=None)
     if seen is not None:
-        with suppress(StoreError):  # Ignore a heartbeat that cannot be replaced: it is of another epoch.
+        with suppress(StoreError):  # A heartbeat that cannot be deleted does no harm: it is of an earlier epoch.
             history.store.delete(heartbeat_name(seen.epoch))
     return taken[0]
 
@@ -229,11 +230,11 @@ def release(history: History, owner: Owner, deleted: frozenset[str] = frozenset(
 
 
 class Heartbeat:
-    """Renews a heartbeat while this process owns the directory, and notices when it no longer does.
+    """Renews a heartbeat while this process owns the directory, and notices the loss of the directory.
 
     A daemon thread writes a small object every quarter of the timeout. `fenced` holds the FencedError once the ledger
-    names another owner, so that training stops before its next commit fails. The thread ends when no one refers to this
-    object.
+    names another owner, so that training stops before its next commit fails. The thread ends when this object is
+    garbage-collected.
     """
 
     held_here: ClassVar[WeakValueDictionary[str, Heartbeat]] = WeakValueDictionary()  # The key is the owner's id.
@@ -286,7 +287,7 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 
 def _finish_here(owner: Owner) -> None:
-    """Release the directory of a lost Checkpointer of this process, after its save under way."""
+    """Finish the save of a garbage-collected Checkpointer of this process, and release the directory."""
     if owner.id in Heartbeat.held_here:
         gc.collect()
     if owner.id in left_here:
@@ -294,10 +295,11 @@ def _finish_here(owner: Owner) -> None:
 
 
 class Signs:
-    """An owner's heartbeats: the age of the newest one by the owner's clock, or how long it is unchanged by ours.
+    """An owner's heartbeats: the age of the newest one by the owner's clock, or the time without a change by ours.
 
     `watching`: the owner's clock is useless (ahead by more than the timeout, or the heartbeat is damaged), and the
-    heartbeat has not changed since the first look. `beating`: the same owner has renewed it since then.
+    heartbeat has not changed since the first look. `beating`: the same owner has renewed the heartbeat since the first
+    look.
     """
 
     def __init__(self, history: History, timeout_s: float):

@@ -76,7 +76,7 @@ class RunFormat:
         return key
 
     def _no_run(self) -> CheckpointNotFoundError:
-        """Return the error that says what was looked for, with runs in this directory, or beside it with its name."""
+        """Return the error for a missing run; its hint names runs in the directory, or beside it with such a name."""
         url, names = self.store.url, list[str]()
         with suppress(StoreError):
             names = list(self.store.names("", limit=_LOOKED_AT))

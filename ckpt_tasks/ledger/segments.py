@@ -1,6 +1,6 @@
 """The segments of a long list of live checkpoints (format/live.py) as objects in a store.
 
-Segments never change: those that were read or put are cached while they are in use.
+Segments never change, so they are cached while they are in use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The history of a run as moments, read from its ledger alone, for pages and reports.
 
-No decision depends on it: events and their times are for people. `goodput.py` computes where the time went.
+No decision depends on the moments: events and their times are for people. `goodput.py` computes how the time was spent.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Moment:
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
     "compiled" (compiled code was kept, of `text` bytes) or "copied". `at_s` is in seconds since 1970 by the writer's
-    clock. `text` is the entry's own text: why an owner came, what failed, which suite. A commit also has identities,
-    and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None: unknown; of
-    "compiled": the first step, which built the code). `steps` are name and digest of its table of steps; `resumed` has
-    the parts of the preceding resume, by RESUMED. `failed_saves` counts those between the previous commit and this one.
+    clock. `text` is the entry's own text: why an owner took the run, what failed, which suite. A commit also has
+    identities, and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None:
+    unknown; of "compiled": the first step, which built the code). `steps` are name and digest of its table of steps;
+    `resumed` has the parts of the preceding resume, by RESUMED. `failed_saves` counts the failed saves between the
+    previous commit and this one.
     """
 
     kind: str
@@ -131,7 +132,7 @@ def moment(entry: Entry) -> Moment | None:
             return _commit(entry, about)
         case "evaluation":
             return _evaluation(entry, about)
-        case "retire":  # Without checkpoints, it only gave up objects of dead owners.
+        case "retire":  # A retire without checkpoints only gave up objects of dead owners.
             gone = event.get("checkpoints")
             return Moment(**about, kind="pruned", text=_count(gone)) if gone else None
         case "owner":

@@ -1,7 +1,7 @@
 """When to save: a pure decision from the steps, epochs and seconds since the last save; and the best interval.
 
 Saving costs time: training waits `stall_s` at every save. Failures cost time as well: the training since the newest
-committed snapshot is repeated. A longer interval costs less of the former and more of the latter. `AutoCadence` turns a
+committed snapshot is repeated. A longer interval means less waiting and more repeated training. `AutoCadence` turns a
 run's measurements into an interval; nothing here reads a clock or a store.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531; J. T.
@@ -36,7 +36,7 @@ class SavePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePolicy:
-    """Save when a number of steps, epochs or seconds has passed, whichever comes first; None switches a rule off."""
+    """Saves when a number of steps, epochs or seconds has passed, whichever comes first; None switches a rule off."""
 
     step_interval: int | None = None
     epoch_interval: int | None = None
@@ -109,7 +109,7 @@ class TradeOff:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoCadence:
-    """Save as often as this run's measurements say is best; immutable: `updated` returns a new one.
+    """Saves at the interval that is best by a run's measurements; immutable: `updated` returns a new cadence.
 
     `interval_s` is the first interval, until there are measurements. Raises ConfigError, which is a ValueError.
     """

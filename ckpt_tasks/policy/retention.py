@@ -40,7 +40,7 @@ class Save(NamedTuple):
 class Rule(NamedTuple):
     """A rule that keeps checkpoints for ever: the option that sets it, what it keeps, and the reason it gives.
 
-    `keeps(value, save, before)`: `value` is the option's, `before` the save before this one, if there is one.
+    `keeps(value, save, before)`: `value` is the option's value, `before` the save before this one, or None.
     """
 
     option: str
@@ -54,7 +54,7 @@ RULES = (Rule("keep_every_n_steps", lambda n, save, before: save.step % n == 0, 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Keep the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
+    """Keeps the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
 
     Interim checkpoints, and those whose step was saved again, count among the newest only if there are too few others;
     they never displace any other checkpoint.

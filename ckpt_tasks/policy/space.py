@@ -1,8 +1,8 @@
 """Forecast how much disk space a run will need, from what the policy keeps and the size of one checkpoint.
 
 A save is written before the checkpoint that it replaces is deleted, so the peak has one checkpoint more than the policy
-keeps. What never changes (frozen parameters) is stored once, however many checkpoints use it. The forecast is an upper
-bound: the best and the pinned checkpoints may be among the newest.
+keeps. Frozen parameters are stored once, however many checkpoints use them. The forecast is an upper bound: the best
+and the pinned checkpoints may be among the newest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CheckpointSize(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The bytes that a run still needs on the disk, against those that are free there.
+    """The bytes that a run still needs on the disk, and the bytes that are free there.
 
     `most` is the number of checkpoints at the peak, including the one being written. `grows`: the policy keeps more and
     more checkpoints, so any disk will be full one day; then `most` counts only up to the next save.

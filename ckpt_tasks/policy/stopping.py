@@ -16,7 +16,7 @@ from ckpt_tasks.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """Stop a run once `patience` evaluations in a row have not made `metric` better than its best.
+    """Stops a run once `patience` evaluations in a row have not made `metric` better than its best.
 
     Better means smaller if `mode` is "min", larger if it is "max", by more than `min_delta`; NaN is never better. Only
     evaluations by `suite` count. Raises ConfigError, which is a ValueError.
@@ -45,7 +45,7 @@ class EarlyStop:
 
 @dataclass(frozen=True)
 class Standing:
-    """The best value of a run's metric, its step (None: no evaluation yet), and the evaluations since."""
+    """The best value of a run's metric, its step (None: no evaluation yet), and the count of evaluations since then."""
 
     best: float | None
     best_step: int | None

@@ -61,7 +61,7 @@ def stacked(rows: Sequence[IndexRow]) -> list[IndexRow]:
 
 
 def _stack(one: IndexRow, two: IndexRow) -> Box | None:
-    """Return the box of two regions together; None if its elements in C order are not their bytes in a row."""
+    """Return the box of two regions together; None if their consecutive bytes are not its elements in C order."""
     (offset, shape), (after, more) = one.box, two.box
     if one.object != two.object or one.end != two.begin or not shape:
         return None

@@ -3,7 +3,7 @@
 A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
 reads straight into the live tensors, and digests the bytes again. So a restore needs no memory beside the state, and
 touches no new pages (which would cost several times a copy). A new tensor, which the program cannot see yet, is read
-only once. What belongs on a CUDA device is read into pinned buffers, from which the device takes it (staging.py).
+only once. Tensors on a CUDA device are read into pinned buffers, and the device copies them from there (staging.py).
 
 With many ranks, the ranks of a host divide the first pass among themselves (sharing.py). In the second pass each rank
 reads what it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest it.
@@ -115,7 +115,7 @@ class StoredTensors:
         return key not in self._cut and local_of(into).shape == self._rows[key][0].tensor_shape
 
     def _read(self, pairs: Sequence[_Pair], checks: Iterable[_Job] = ()) -> None:
-        """Read the stored values into the tensors of `pairs`, and run the `checks` beside that."""
+        """Read the stored values into the tensors of `pairs`, and run the `checks` at the same time."""
         direct: list[_Direct] = []
         rest: list[_Pair] = []
         parts: dict[IndexRow, list[Piece]] = {}

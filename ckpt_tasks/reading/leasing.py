@@ -13,7 +13,7 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 
 LEASE_S = 3600.0  # A killed reader protects a checkpoint at most this long.
-_COPY_LEASE_S = 1800.0  # It is renewed after half of this time; a killed copy protects a checkpoint at most this long.
+_COPY_LEASE_S = 1800.0  # Renewed after half of this time; a killed copy protects a checkpoint at most this long.
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("ckpt_tasks")
 def renewable(run: Run, checkpoint: Checkpoint, holder: str, lease_s: float) -> Iterator[Callable[[], None]]:
     """Lease a checkpoint while the block runs; yield a function that renews the lease for `lease_s` more seconds.
 
-    Both raise CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
+    This and the yielded function raise CheckpointNotFoundError if the checkpoint has been pruned, and StoreError.
     """
     held = ExitStack()
 

@@ -41,7 +41,7 @@ class SavedGroup:
 
     @cached_property
     def tree(self) -> Any:
-        """The decoded tree of the rank that opened it.
+        """The decoded tree of the rank that opened the checkpoint.
 
         Raises IntegrityError if the tree does not fit its kind, or names a tensor that the index lacks.
         """

@@ -126,8 +126,9 @@ class Run:
     def lease(self, checkpoint: Checkpoint, holder: str, expires_s: float = 3600.0) -> Iterator[Lease]:
         """Protect a checkpoint from being pruned while the block runs, for at most `expires_s` seconds.
 
-        If the end of the lease cannot be written, it expires by itself. A child that is forked in the block does not
-        end the lease. Raises CheckpointNotFoundError if the checkpoint has been pruned, ConfigError, and StoreError.
+        If the end of the lease cannot be written, the lease expires by itself. A child that is forked in the block does
+        not end the lease. Raises CheckpointNotFoundError if the checkpoint has been pruned, ConfigError, and
+        StoreError.
         """
         process = Process()
         if not 0 <= expires_s < _LONGEST_LEASE_S:
@@ -262,7 +263,7 @@ class Run:
 def put_pin(history: History, checkpoint: Checkpoint, reason: str | None, owner: Owner | None = None) -> None:
     """Pin a checkpoint; without a `reason`, unpin it. `owner` (None: any process) is the writer.
 
-    Raises CheckpointNotFoundError if it has been pruned, and FencedError if `owner` has lost the directory.
+    Raises CheckpointNotFoundError if the checkpoint has been pruned, and FencedError if `owner` has lost the directory.
     """
 
     def change(state: State, n: int) -> State:

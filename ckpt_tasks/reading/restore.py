@@ -79,13 +79,13 @@ class RestoreReport:
     """What a restore did: step, source, number of tensors and bytes, and what it skipped and why.
 
     `skipped` holds (step, reason), newest first; `damaged` names ledger entries that could not be read.
-    `derived_streams`: another number of ranks saved it, so all ranks but 0 derive new random streams. A loose restore
-    lists the names that it has `taken` and that it `left` in the checkpoint; `new` names values of the state that were
-    kept. A name is a group, or a key of a group that was taken in part. `replaced` has a line for each setting that the
-    restore has replaced (a learning rate, the length of a schedule, with an integration also the batch size), for each
-    plain value of another kind, and for each top-level tensor of another shape or dtype. `seconds` includes `verify_s`
-    for reading and verifying the bytes, and `copy_s` for copying them into the state. Of the bytes,
-    `peer_bytes` come from copies of another host's memory (docs/RANKS.md).
+    `derived_streams`: another number of ranks saved the checkpoint, so all ranks but 0 derive new random streams. A
+    loose restore lists the names that it has `taken` and that it `left` in the checkpoint; `new` names values of the
+    state that were kept. A name is a group, or a key of a group that was taken in part. `replaced` has a line for each
+    setting that the restore has replaced (a learning rate, the length of a schedule, with an integration also the batch
+    size), for each plain value of another kind, and for each top-level tensor of another shape or dtype. `seconds`
+    includes `verify_s` for reading and verifying the bytes, and `copy_s` for copying them into the state. `peer_bytes`
+    of the bytes come from copies of another host's memory (docs/RANKS.md).
     """
 
     step: int
@@ -128,8 +128,9 @@ def restore_newest(
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
     `in_memory` are snapshots of this host, in memory or in a local directory: snapshots that storage lacks are tried
-    first, others before their copies in storage. All `ranks` restore the same checkpoint, or no rank restores any;
-    `topic` names their agreement. Returns the checkpoint, the report, and the snapshot that was used (None: storage).
+    first; every other snapshot is tried before the same checkpoint in storage. All `ranks` restore the same checkpoint,
+    or no rank restores any; `topic` names their agreement. Returns the checkpoint, the report, and the snapshot that
+    was used (None: storage).
 
     A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
     """
@@ -206,14 +207,14 @@ def restore_one(
     snapshot: HostSnapshot | None = None,
     together: Together | None = None,
 ) -> RestoreReport:
-    """Restore one checkpoint into `state`; with `partial` only the groups that it names, and no random streams.
+    """Restore one checkpoint into `state`; with `partial` only the groups that `state` names, and no random streams.
 
     `selection` restores a part. The bytes come from `snapshot` if it is not None. `together` are the ranks that restore
     at the same time. If another number of ranks saved the checkpoint, each rank but 0 seeds its random streams from
     rank 0's streams and its own number.
 
-    Raises IntegrityError or StoreError if its bytes are not good, StateMismatchError if it does not fit, and
-    RunMismatchError if it does not belong to the run `run_key`; then the target is untouched.
+    Raises IntegrityError or StoreError if the checkpoint's bytes are not good, StateMismatchError if the checkpoint
+    does not fit, and RunMismatchError if it does not belong to the run `run_key`; the target is unchanged then.
     """
     started = system().monotonic()
     together = together or Together(ALONE)

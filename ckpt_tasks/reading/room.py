@@ -12,8 +12,8 @@ from ckpt_tasks.reading.reading import Run
 def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
     """Forecast the space that a run needs for checkpoints like its newest one; return None if it has none.
 
-    Objects of older checkpoints that the newest one reuses are assumed to be reused by the next ones, too. Raises
-    IntegrityError or StoreError if the newest one's manifest cannot be read.
+    Assumes that later checkpoints reuse the same objects of older checkpoints as the newest one. Raises IntegrityError
+    or StoreError if the newest one's manifest cannot be read.
     """
     state = run.head().state
     newest_first = lineage(state.live)

@@ -88,7 +88,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
 
 def share_reads(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> ReadShare | None:
-    """Agree with the other ranks of this host on who reads what; return None if this rank reads for itself.
+    """Agree with the other ranks of this host on which rank reads what; return None if this rank reads for itself.
 
     `kept`: the bytes stay in memory that all these ranks map. All ranks must call it.
     """

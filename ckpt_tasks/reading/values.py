@@ -25,7 +25,7 @@ class Values(NamedTuple):
 def read_values(store: Store, checkpoint: Checkpoint) -> dict[str, Values]:
     """Read every group of a checkpoint except the random streams; every byte is verified.
 
-    Raises IntegrityError and StoreError. Of a checkpoint of many ranks rank 0's values are read.
+    Raises IntegrityError and StoreError. If many ranks saved the checkpoint, the values of rank 0 are read.
     """
     opened = open_checkpoint(store, checkpoint)
     groups = {name: group for name, group in opened.groups.items() if name != RNG}

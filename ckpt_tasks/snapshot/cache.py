@@ -47,8 +47,9 @@ _log = logging.getLogger("ckpt_tasks")
 class CachedSnapshot:
     """A complete snapshot on this host: its bytes, and its checkpoint, committed or not.
 
-    `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the one in the
-    ledger, or the one that the commit would create (`n` is -1). `origin` is the host from whose memory it was copied.
+    `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the snapshot's
+    checkpoint in the ledger, or the one that the commit would create (`n` is -1). `origin` is the host from whose
+    memory the snapshot was copied.
     """
 
     seal: Seal
@@ -63,7 +64,7 @@ class CachedSnapshot:
         return "in memory" if self.slot else "in the local directory"
 
     def open(self) -> Opened:
-        """Open the snapshot by its own manifest; the one in the ledger may name objects of older checkpoints."""
+        """Open the snapshot by its own manifest; the committed manifest may name objects of older checkpoints."""
         return open_checkpoint(self.store, self.seal.checkpoint)
 
     def copied_bytes(self, rows: Iterable[IndexRow]) -> int:
@@ -151,7 +152,7 @@ class SnapshotCache:
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
-        Those in memory come first, then local copies; each kind newest first.
+        Snapshots in memory come first, then local copies; each kind newest first.
         """
         live = tuple(live)
         snapshots = self._in_memory(live)
@@ -176,7 +177,7 @@ class SnapshotCache:
     def _snapshot(
         self, slot: str | None, own: Part, of_rank: Callable[[int], Iterable[Part]], live: tuple[Checkpoint, ...]
     ) -> CachedSnapshot | RankSnapshot:
-        """Return the snapshot of this rank's part; `of_rank` has for each other rank of this host its parts."""
+        """Return the snapshot that has this rank's part; `of_rank` returns the parts of another rank on this host."""
         checkpoint = next((one for one in live if one.manifest == own.seal.checkpoint.manifest), own.seal.checkpoint)
         if self._world.size == 1:
             return CachedSnapshot(own.seal, own.store, slot, checkpoint, own.origin)
@@ -248,7 +249,7 @@ class SnapshotCache:
             self.left.clear(slot)
 
     def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
-        """Delete local copies that no restart needs; many ranks keep the newest, of which a restart needs all parts."""
+        """Delete local copies that no restart needs; many ranks keep only the newest: a restart needs all parts."""
         if self.copies is not None:
             self.copies.retain(live if self._world.size == 1 else [checkpoint])
 

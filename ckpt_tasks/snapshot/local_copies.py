@@ -65,7 +65,7 @@ class LocalCopies:
             return False
 
     def unseal(self, attempt: Attempt) -> None:
-        """Delete the seal of a copy, so that nobody reads the copy; raise StoreError if that fails."""
+        """Delete the seal of a copy, so that no process reads the copy; raise StoreError if that fails."""
         self.store.delete(attempt_prefix(attempt) + SEAL_NAME)
 
     def seals(self) -> list[Seal]:

@@ -16,8 +16,8 @@ Invariants
 2. Only the process that holds the lock writes, and only it reads the files of earlier processes.
 3. Everything belongs to this user: a directory of another user, or one open to others, is refused.
 4. A forked child has no image and holds no slot: see process/processes.py.
-5. A file of a slot is written again only if an earlier process left it, and never resized: otherwise a new one takes
-   its name.
+5. A file of a slot is written again only if an earlier process left it, and is never resized; otherwise a new file
+   takes its name.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class SnapshotMemory(Protocol):
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Return memory for the images of a slot, by name; the slot's old contents are lost.
 
-        Raises StoreError if there is no room. If the memory is files, `fill` gets name → descriptor; it may write them,
-        and then returns True.
+        Raises StoreError if there is no room. If the memory consists of files, `fill` gets name → descriptor; it may
+        write the files, and returns True if it did.
         """
 
     def sealed(self, slot: str) -> bytes | None:
@@ -151,7 +151,7 @@ class SlotFiles:
         return {name: os.lstat(directory / name).st_size for name in names if name not in (SEAL_NAME, ORIGIN_NAME)}
 
     def origin(self, slot: str, seal: bytes) -> str:
-        """Return from which host the snapshot with this seal was copied; "" if it was taken on this one."""
+        """Return the host from which the snapshot with this seal was copied; "" if it was taken on this host."""
         with suppress(OSError, StoreError):
             of, _, host = self.read(slot, ORIGIN_NAME, 0, 4096).decode(errors="replace").partition(" ")
             return host if of == digest_hex(seal) else ""  # Older copies in the slot had another seal.
@@ -320,7 +320,7 @@ def default_directory(size_bytes: int) -> Path | None:
 
 
 def _lock(lock: int) -> None:
-    """Take the lock; raise OSError if another process still holds it after 5 s: the run is ours, so it is dying."""
+    """Take the lock; wait 5 s for another process, which must be dying since the run is ours, then raise OSError."""
     until_s = system().monotonic() + _DYING_S
     while system().monotonic() < until_s:
         with suppress(OSError):

@@ -1,6 +1,7 @@
 """Allocate pages of memory before training needs them.
 
-The first touch of a page costs several times its copy. A thread that allocates ahead gives way to training.
+The first touch of a page takes several times as long as a copy of the page. A thread that allocates ahead gives way to
+training.
 """
 
 from __future__ import annotations

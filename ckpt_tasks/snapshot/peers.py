@@ -1,7 +1,7 @@
 """The memory of a run on one host, as the agents of a gang see it: sealed snapshots, and copies from other hosts.
 
-A copy has the place and the form of the rank's own memory on this host. So a rank that is started here after its host
-was lost finds and verifies the copy as its own memory. The caller chooses how bytes travel.
+A copy has the place and the form of the rank's own memory on this host. So a rank that starts on this host after its
+own host was lost finds and verifies the copy like its own memory. The caller chooses how to send the bytes.
 
 Invariants
 
@@ -174,7 +174,7 @@ class HostMemory:
             memory.close(keep=True)
 
     def release(self, own: Iterable[int]) -> None:
-        """Remove the copies if the run has ended, which shows by its `own` ranks' memory: they have removed it."""
+        """Remove the copies if the run has ended: then the `own` ranks of this host have removed their memory."""
         if self.is_there and not any(self._cache.slots_of(rank).path.is_dir() for rank in own):
             self._remove(range(self.size))
 

@@ -2,7 +2,7 @@
 
 Each rank seals its own part: its images, an index and a manifest of these alone, and its own trees. Parts with the same
 attempt name belong together. A rank restores from its own trees and from all regions on this host. If these do not
-cover what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used here.
+cover what the rank needs (ranks on other hosts wrote some replicas), the snapshot cannot be used on this host.
 """
 
 from __future__ import annotations

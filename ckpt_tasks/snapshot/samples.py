@@ -5,7 +5,7 @@ takes a step differently, nearly every element of every parameter differs, so a 
 element is found later: every save samples other tensors and slices, a 64th of all bytes.
 
 Rank 0 writes all tensors of values that must be equal in all ranks. Every save compares each of these tensors: a small
-tensor whole, a larger one by a slice, another slice in each save.
+tensor as a whole, and one slice of a larger tensor, a different slice in each save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt_tasks.snapshot.snapshot import storable
 from ckpt_tasks.tensors.device import DeviceCopy, Devices
 
 _TENSORS = 32  # Each save samples about this many tensors.
-_SAVES = 64  # After this many saves all bytes were sampled; after more with over 2,048 tensors.
+_SAVES = 64  # After this many saves all bytes were sampled (after more saves if there are over 2,048 tensors).
 _WHOLE_BYTES = 4096  # A smaller tensor is sampled as a whole.
 _VALUE_BYTES = 1 << 16  # Sample at most about this many bytes of a tensor that all ranks share.
 _VALUES_BYTES = 16 << 20  # The samples of all such tensors have together about this many bytes.

@@ -18,14 +18,14 @@ from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.tensors.placements import local_pairs
 from ckpt_tasks.tensors.tensors import copy_all, tensor_at
 
-# Each of them only digests, so they do not wait for each other, and no training runs beside a restore.
+# Each reader only digests, so readers do not wait for each other; no training runs beside a restore.
 _READERS = max(2, min(16, os.cpu_count() or 2))
 
 
 class SlotStore:
-    """A slot as a readable store: its files have the names that they have, or would have, in storage.
+    """A slot as a readable store: its files have their names in storage, or the names that they would have there.
 
-    It lacks the files of lookup tables that older checkpoints have: these are read from storage.
+    A slot lacks files of lookup tables that older checkpoints wrote: these are read from storage.
     """
 
     near = True

@@ -1,7 +1,7 @@
 """Prune as the owner: decide, verify one checkpoint that stays, retire, delete, sweep.
 
-The entry that commits a checkpoint also retires those that may go (`with_commit`). Their objects are deleted after the
-commit, in a thread of its own: a save is done when it is committed, and errors of the prune are only logged.
+The entry that commits a checkpoint also retires the checkpoints that the policy does not keep (`with_commit`). A thread
+deletes their objects after the commit: a save is done when it is committed, and errors of the prune are only logged.
 
 Invariants
 
@@ -39,7 +39,7 @@ from ckpt_tasks.upkeep.upkeep import (
     verify_checkpoint,
 )
 
-_MOST_ORPHANS = 20_000  # An entry takes this many, of 100 bytes each; the next prune takes the rest.
+_MOST_ORPHANS = 20_000  # An entry lists at most this many orphans, of 100 bytes each; the next prune lists the rest.
 _MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all of them.
 _log = logging.getLogger("ckpt_tasks")
 _T = TypeVar("_T")
@@ -49,10 +49,10 @@ class Pruner:
     """Prunes for one owner; remembers which checkpoints are known to be good and which retired objects are deleted.
 
     `verified` holds the identities of checkpoints that this process read from storage; `deleted` names objects that the
-    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events, which are recorded
-    when the store accepts a checkpoint again. `named` has the objects of checkpoints that this process committed,
-    manifest first, so that they need not be listed. `in_use` returns the checkpoints whose objects saves under way may
-    reuse; a save holds `retiring` while it chooses one.
+    next entry can remove from the ledger's list of retired ones. `unnoted` holds the newest events to write into the
+    ledger when the store accepts a checkpoint again. `named` has the objects of checkpoints that this process
+    committed, manifest first, so that they need not be listed. `base`: the checkpoint whose objects saves under way may
+    reuse; a save holds `retiring` while it sets `base`.
     """
 
     def __init__(self, history: History, policy: RetentionPolicy):
@@ -94,7 +94,7 @@ class Pruner:
         plan = partial(self._agreed, going_on_from=checkpoint.manifest_digest, base=checkpoint.parent)
         try:
             return Retirement(store, after, plan, self.deleted, named=self.named)
-        except CkptError:  # A failed listing, say: the prune after the commit meets it too, and logs it.
+        except CkptError:  # For example a listing failed: the prune after the commit logs this error.
             return Retirement(store, after, lambda state: (), self.deleted)
 
     def new_owner(self) -> None:
@@ -129,7 +129,7 @@ class Pruner:
                 else:
                     self._prune(owner, self._newest(owner, math.inf), newest, self._behind.check)
         except (CancelledWorkError, FencedError):
-            return  # It was cancelled or fenced; the next save will raise.
+            return  # A process that was fenced raises in its next save.
         except Exception as error:  # noqa: BLE001 (the checkpoint is committed, whatever is met here)
             if not self._failed:
                 _log.warning("Older checkpoints were not removed (%s); this is tried again after each save", error)
@@ -173,7 +173,8 @@ class Pruner:
             plan = partial(self._agreed, going_on_from=going_on_from)
             retirement = Retirement(self._history.store, state, plan, self.deleted, unnamed, named=self.named)
             if unnamed or retirement.checkpoints:
-                # Do this before the first delete: if this process stalls here, others may commit what it would delete.
+                # Do this before the first delete: if this process stalls here, others may commit objects that it would
+                # delete.
                 given_up = retire(self._history, owner, retirement, standing)
                 self.deleted -= retirement.deleted
         self._delete((*waiting, *given_up), check)
@@ -197,7 +198,7 @@ class Pruner:
     def pin(self, owner: Owner, step: int, reason: str | None) -> None:
         """Pin the checkpoint of a step; without a `reason`, unpin it.
 
-        Raises CheckpointNotFoundError if it is not live, or is pruned meanwhile.
+        Raises CheckpointNotFoundError if no live checkpoint has this step, or if it is pruned meanwhile.
         """
         put_pin(self._history, Run(self._history, None).find(step), reason, owner)
 
@@ -220,7 +221,7 @@ class Pruner:
                 self.deleted -= retirement.deleted
                 self._delete(retirement.given_up, lambda: None)
                 now = self._newest(owner)
-            # If it stays, it was pinned or leased meanwhile.
+            # If the checkpoint stays, it was pinned or leased meanwhile.
             gone = digest not in now.by_identity
             verdict = next(v for v in plan(state if gone else now) if v.manifest_digest == digest)
             if not (verdict.keep or gone):
@@ -272,7 +273,7 @@ def is_older(name: str, epoch: int) -> bool:
 
 
 class CancelledWorkError(Exception):
-    """Raised in a background thread whose work was cancelled; nobody else sees it."""
+    """Raised in a background thread whose work was cancelled; the thread itself catches it."""
 
 
 class Background(Generic[_T]):

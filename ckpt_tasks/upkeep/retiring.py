@@ -27,7 +27,7 @@ _DELETED_AT_ONCE = 1000  # One request to S3 can name as many.
 
 
 class Retirement:
-    """The part of a ledger entry that removes the checkpoints that `plan` removes from `state`, and their objects.
+    """The part of a ledger entry that retires checkpoints by `plan(state)`, and gives up their objects.
 
     The constructor lists these objects, unless `named` has them. `unnamed` objects, which no checkpoint names, are
     given up with them. `deleted` names objects given up earlier and deleted by now. An entry lists at most
@@ -99,7 +99,8 @@ def retire(
 ) -> tuple[str, ...]:
     """Put an entry that removes checkpoints; return the objects to delete, manifests first.
 
-    No object may be deleted before this returns. `standing` is passed to `append`. Raises FencedError and StoreError.
+    No object may be deleted before this function returns. `standing` is passed to `append`. Raises FencedError and
+    StoreError.
     """
     event = {"kind": "retire", "checkpoints": retirement.checkpoints}
     history.append(event, lambda state, n: retirement.apply(state), owner=owner, standing=standing)

@@ -133,10 +133,10 @@ def verify_run_directory(history: History, *, whole: bool | None = None) -> RunF
 
 
 def record_verification(history: History, faults: RunFaults) -> str:
-    """Record that the whole run was verified, and what was found; return why it could not be recorded, or "".
+    """Record the result of verifying the whole run; return why it could not be recorded, or "".
 
-    Anyone may: no owner is disturbed. If the newest ledger entry is damaged, nothing is written: a new entry would hide
-    that.
+    Any process may do this: it does not disturb the owner. If the newest ledger entry is damaged, nothing is written: a
+    new entry would hide the damage.
     """
     wrong = [listed[0] for _, listed in faults.checkpoints.values() if listed]
     try:
@@ -153,7 +153,7 @@ def record_verification(history: History, faults: RunFaults) -> str:
         )
         event = {"kind": "note", "note": "verification", **asdict(result)}
         history.append(event, lambda state, n: state.with_result(result), owner=None)
-    except CkptError as error:  # What was found counts, also where this process may only read.
+    except CkptError as error:  # The result counts, even if this process may only read.
         return error.message
     return ""
 
@@ -223,7 +223,8 @@ def plan_prune(
 ) -> list[Verdict]:
     """Return a verdict on each live checkpoint by the policy; reads and changes nothing.
 
-    `verified` are digests known to be good; `restored_from` is that of the checkpoint that training continues from.
+    `verified`: the identities of checkpoints that are known to be good. `restored_from`: the identity of the checkpoint
+    from which training continues.
     """
     now = system().time()
     return plan_retention(
