@@ -61,7 +61,7 @@ def take_run(
     flow_run_id: str | None,
     world_size: int = 1,
 ) -> Tenure:
-    """Take a run directory, and make what its owner needs: a heartbeat, the run's key, and the committer.
+    """Take a run directory; make the heartbeat and the committer of its owner, and write the run's key.
 
     `single_writer`: the store cannot refuse a second writer. Raises OwnedError, RunMismatchError, NoGoodCheckpointError
     or StoreError; the directory is not held then.

@@ -1,4 +1,4 @@
-"""What the ranks of one training agree on: who owns the run, which checkpoints to try, what to do at a step.
+"""Agreements of the ranks of a training: the owner of the run, the checkpoints to try, the action at a step.
 
 Every rank makes the same calls in the same order. A single process agrees with itself.
 """
@@ -27,7 +27,7 @@ from ckpt_tasks.tensors.placements import World
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DRAIN_S = 10.0  # Rank 0 waits this long for the others to read its last answers.
+_DRAIN_S = 10.0  # Rank 0 waits this long until the other ranks have read its last answers.
 
 _OF_HOST = ("memory_dir", "local_dir")  # These options may differ between ranks.
 
@@ -114,7 +114,7 @@ class Agreement:
     def at(
         self, step: int, *, save: bool, signal: int | None, spike: tuple[int, int] | None
     ) -> tuple[bool, int | None, tuple[int, int] | None]:
-        """Return what all ranks do at a step: whether they save, which signal ends them, which spike they go back from.
+        """Return the action of all ranks at a step: whether they save, which signal ends them, which spike they undo.
 
         The arguments are this rank's requests. Raises StoreError if rank 0 does not answer.
         """

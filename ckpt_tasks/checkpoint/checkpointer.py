@@ -136,7 +136,7 @@ class Checkpointer(HeldRun):
         missing: Literal["error", "keep"] = "error",
         leave: Iterable[str] = (),
     ) -> int:
-        """Restore the newest good checkpoint (or that of `step`) into the state; return its step, 0 if there is none.
+        """Restore the newest good checkpoint (or the one of `step`) into the state; return its step, or 0 without one.
 
         Modules, optimizers and other objects with a state are restored in place; plain values of `state` are replaced.
         A restore is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one;
@@ -180,7 +180,7 @@ class Checkpointer(HeldRun):
         self._follow(chosen, known, cached)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
-        elif cached is None and selection is None:  # Only a full restore from the store has read every byte there.
+        elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
             self._pruner.verified.add(chosen.manifest_digest)
         self._saver.listeners.restored(report)
         self._deliver_signal()

@@ -93,7 +93,7 @@ class CompiledCode:
         self._background.finish(limit_s)
 
     def _packs(self) -> list[Compiled]:
-        """List the run's packs of compiled code, those of the newest owner first."""
+        """List the run's packs of compiled code, packs of the newest owner first."""
         return sorted(filter(None, map(parse_compiled, self._store.names(COMPILED_PREFIX))), reverse=True)
 
     def _bring(self, directory: Path) -> None:
@@ -188,7 +188,7 @@ def kind_of_host() -> str:
 
 
 def _processor() -> list[str]:
-    """Return what Linux reports of the first processor: its model and its instruction set."""
+    """Return the model and the instruction set of the first processor, as Linux reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0].splitlines()
     except OSError:

@@ -111,7 +111,7 @@ def _new_saving(tenure: Tenure, plan: ImportPlan) -> Saving:
 
 
 def _check_bounds(plan: ImportPlan) -> None:
-    """Make index and manifest without a store or tensor bytes, and raise what a save or a reader would raise."""
+    """Make index and manifest without a store or tensor bytes; raise the errors that a save or a reader would raise."""
     saving = _new_saving(Tenure(identify(None), "run", Line()), plan)
     prepare_checkpoint(saving, [_write_all(None, saving.attempt, plan)])
 

@@ -27,7 +27,7 @@ from ckpt_tasks.system import system
 _log = logging.getLogger("ckpt_tasks")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# Look this module up in sys.modules and never import it: if Prefect is not loaded, there is nothing to do.
+# Look this module up in sys.modules and never import it: without Prefect, its handlers do not matter.
 _PREFECT = "prefect.utilities.engine"
 _TIMEOUTS = "prefect._internal.concurrency.cancellation"
 _TIMEOUT_GRACE_S = 30.0
@@ -168,7 +168,7 @@ def held_back() -> int | None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that a scheduler sends before it ends this process: those in CKPT_STOP_SIGNALS, else SIGUSR1.
 
-    Raises ConfigError if a name is not that of a signal.
+    Raises ConfigError for a name that is not a signal's.
     """
     names = os.environ.get("CKPT_STOP_SIGNALS", "USR1").replace(",", " ").upper().split()
     try:

@@ -1,7 +1,7 @@
 """Notices that a cloud will take this host away: AWS, Google Cloud and Azure give them by HTTP instead of a signal.
 
 A thread asks the host's metadata server; at a notice the thread sends this process SIGTERM, with the usual effect. The
-addresses, answers and intervals are those of the clouds' documentation. A missing, slow or wrong answer does not affect
+addresses, answers and intervals come from the clouds' documentation. A missing, slow or wrong answer does not affect
 training: the thread logs it once, and asks again.
 """
 

@@ -248,7 +248,7 @@ class _Steps:
 def _leave(
     ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
 ) -> None:
-    """Do what the end of a `with` block of the Checkpointer does, since a loop has no block.
+    """End the Checkpointer like the end of its `with` block, since a loop has no block.
 
     `over`: the epochs are over. `error`: the exception that ended them. If neither is given, a `break` or an exception
     has ended the loop.

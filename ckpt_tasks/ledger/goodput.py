@@ -13,10 +13,10 @@ snapshot (its entry's time less `flush_s`). The time between two such entries a 
 - idle: b is an owner, and the run had been released.
 - other: b is a commit or a release, and none of the above: evaluations, waiting for a commit, Prefect.
 
-The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: what it
-had trained since its last entry counts as "down", not as "lost". Clocks are those of the writers: a clock that was set
-back hides time, and one that jumped ahead adds time. The ledger of a copied run has the times of the copy, not of the
-training.
+The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: its
+training since its last entry counts as "down", not as "lost". Times are by the writers' clocks: a clock that was set
+back hides time, and a clock that jumped ahead adds time. The ledger of a copied run has the times of the copy, not of
+the training.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Course:
     def redone_steps(self) -> int:
         """The completed steps that training repeated after a restore.
 
-        The ledger shows repeated steps that come before a commit, and those of an attempt that failed in a process that
+        The ledger shows repeated steps before a commit, and repeated steps of an attempt that failed in a process that
         lived on. It does not show the steps of a killed process after its last commit.
         """
         steps: dict[str | None, int] = {None: 0}

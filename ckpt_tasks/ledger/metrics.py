@@ -44,9 +44,9 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
 class GoingBack:
     """Decides how far the next restore goes back, after steps whose metrics were not finite or had spiked.
 
-    `failed_step`: the last bad step, before which the next restore must go; None if there is none. `began`: the first
-    step of a spike that ends at `failed_step`. `furthest`: the highest bad step that training has not passed yet.
-    `limit`: the step of the last rollback; the next one must go back further.
+    `failed_step`: the last bad step, before which the next restore must go, or None. `began`: the first step of a spike
+    that ends at `failed_step`. `furthest`: the highest bad step that training has not passed yet. `limit`: the step of
+    the last rollback; the next one must go back further.
     """
 
     failed_step: int | None = None
@@ -71,7 +71,7 @@ class GoingBack:
             self.rollbacks, self.limit = 0, None
 
     def older(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints to go back to: those with finite metrics before the bad step and the last rollback.
+        """Return the checkpoints with finite metrics before the bad step and before the last rollback.
 
         Raises NonFiniteError if no such checkpoint exists, or after three rollbacks that did not get past the bad step.
         """

@@ -1,6 +1,6 @@
 """Measurements of saves and failures in a run's own history, for the cadence.
 
-The result only decides how often to save, never what is restored: events and times in the ledger are for people. A
+They only decide how often to save, never which checkpoint to restore: events and times in the ledger are for people. A
 wrong clock only makes an interval a little longer or shorter.
 """
 

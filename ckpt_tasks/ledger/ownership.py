@@ -57,7 +57,7 @@ left_here: WeakValueDictionary[str, Leftover] = WeakValueDictionary()  # The key
 
 
 def identify(flow_run_id: str | None, epoch: int = 0) -> Owner:
-    """Describe this process so that other processes, here or on other hosts, can tell whether it still lives."""
+    """Describe this process so that other processes, on this host or others, can tell whether it still lives."""
     return Owner(
         epoch=epoch,
         id=system().token_hex(16),
@@ -99,7 +99,7 @@ def lives_here(owner: Owner, me: Owner) -> bool:
 
 
 def _same_system(owner: Owner, me: Owner) -> bool:
-    """Return True if the owner's process id means the same process here: same host, boot and process namespace.
+    """Return True if both have the same host, boot and process namespace, so that process ids mean the same.
 
     Host names and machine ids alone do not suffice: copies of a system image share them.
     """

@@ -43,7 +43,7 @@ class RunFormat:
         """Write the run directory's format.json if it is missing.
 
         A server is tested first, once for each endpoint through which the directory is reached. Raises ConfigError if
-        the server cannot do what commits need; with `single_writer` put-if-absent is not needed.
+        the server lacks an operation that commits need; with `single_writer` put-if-absent is not needed.
         """
         body = self._format()
         if body is None:

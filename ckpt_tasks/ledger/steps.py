@@ -1,7 +1,7 @@
 """The metrics of every step: collected between commits and written with each commit; `curve.py` reads them.
 
 A commit's table holds the steps that its checkpoint adds to its parent's; the entry's event names the table. So the
-curve shows what was committed: a step that was trained, lost and trained again has the metrics of its last training,
+curve shows committed steps only: a step that was trained, lost and trained again has the metrics of its last training,
 and steps of abandoned lines are marked.
 """
 
@@ -29,7 +29,7 @@ class StepLog:
         self._steps: list[StepMetrics] = []
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics of a step to those reported before; do not wait for tensors on a device."""
+        """Add metrics of a step to its earlier metrics; do not wait for tensors on a device."""
         if not metrics:
             return
         if self._steps and self._steps[-1].step == step:

@@ -20,8 +20,8 @@ OVERHEAD_CAP = 0.03  # Waiting for saves takes at most this share of the time.
 PRIOR_MTBF_S = 86_400.0
 PRIOR_FAILURES = 0.1  # A prior of one whole failure would outweigh the data for days.
 HYSTERESIS = 0.25  # The optimum is flat: an interval that is off by a quarter costs 2.5 % more than the best.
-# The first save comes early: it measures what a save costs, and a run that is killed soon has a checkpoint. It costs a
-# run one save more.
+# The first save comes early: it measures the cost of a save, and gives a checkpoint to a run that is killed soon. It
+# costs a run one more save.
 FIRST_INTERVAL_S = 10.0
 
 

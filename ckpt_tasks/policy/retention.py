@@ -1,8 +1,8 @@
 """Decide which checkpoints stay, and why: a pure function from facts to verdicts.
 
-Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the one that training was restored
-from, and every pinned or leased one. Rules add up: a checkpoint stays if any rule keeps it. The form (a plan with
-reasons, which is then executed) follows restic's forget.
+Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the checkpoint from which training
+was restored, and every pinned or leased checkpoint. Rules add up: a checkpoint stays if any rule keeps it. The form (a
+plan with reasons, which is then executed) follows restic's forget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Save(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule that keeps checkpoints for ever: the option that sets it, what it keeps, and the reason it gives.
+    """A rule that keeps checkpoints for ever: its option, its test of a save, and its reason for verdicts.
 
     `keeps(value, save, before)`: `value` is the option's value, `before` the save before this one, or None.
     """
@@ -56,8 +56,8 @@ RULES = (Rule("keep_every_n_steps", lambda n, save, before: save.step % n == 0, 
 class RetentionPolicy:
     """Keeps the newest `max_num_checkpoints` (None: all), every n-th step, and the best by a metric ("min" or "max").
 
-    Interim checkpoints, and those whose step was saved again, count among the newest only if there are too few others;
-    they never displace any other checkpoint.
+    Interim checkpoints, and checkpoints whose step was saved again, count among the newest only if there are too few
+    others; they never displace any other checkpoint.
     """
 
     max_num_checkpoints: int | None = None
@@ -89,7 +89,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on one checkpoint: `reasons` say why it stays, or hold the one reason why it goes."""
+    """The decision on one checkpoint: `reasons` say why it stays; if it goes, they are one reason."""
 
     step: int
     manifest_digest: str

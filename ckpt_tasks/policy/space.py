@@ -1,4 +1,4 @@
-"""Forecast how much disk space a run will need, from what the policy keeps and the size of one checkpoint.
+"""Forecast how much disk space a run will need, from the policy and the size of one checkpoint.
 
 A save is written before the checkpoint that it replaces is deleted, so the peak has one checkpoint more than the policy
 keeps. Frozen parameters are stored once, however many checkpoints use them. The forecast is an upper bound: the best
@@ -17,7 +17,7 @@ _FEW = 3  # Warn when the disk has room for only this many more saves.
 
 
 class CheckpointSize(NamedTuple):
-    """The bytes that each checkpoint writes, and those that are written once for all checkpoints."""
+    """The bytes that each checkpoint writes, and the bytes that are written once for all checkpoints."""
 
     own_bytes: int
     shared_bytes: int = 0

@@ -1,7 +1,7 @@
 """Early stop: a pure function from evaluations to the number of evaluations since the best one.
 
-Evaluations are ordered by step, not by arrival: the newest checkpoint is often evaluated first. The rule (patience,
-min_delta, mode) is that of Keras' EarlyStopping.
+Evaluations are ordered by step, not by arrival: the newest checkpoint is often evaluated first. Keras' EarlyStopping
+has the same rule (patience, min_delta, mode).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Standing:
 def standing(values: Mapping[int, float], rule: EarlyStop, *, let_go_on_at: int = -1) -> Standing:
     """Return a run's standing by the `rule`, from the values of its metric by step.
 
-    Evaluations up to step `let_go_on_at`, where a person resumed the run, are not counted in "since". The best value is
-    that of all evaluations.
+    Evaluations up to step `let_go_on_at`, where a person resumed the run, are not counted in "since". All evaluations
+    count for the best value.
     """
     sign = 1.0 if rule.mode == "min" else -1.0
     best, best_step, since = math.nan, None, 0

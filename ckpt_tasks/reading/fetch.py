@@ -6,7 +6,8 @@ touches no new pages (which would cost several times a copy). A new tensor, whic
 only once. Tensors on a CUDA device are read into pinned buffers, and the device copies them from there (staging.py).
 
 With many ranks, the ranks of a host divide the first pass among themselves (sharing.py). In the second pass each rank
-reads what it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest it.
+reads the regions that it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest
+it.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class StoredTensors:
                 self._read_large(row, _onto(there, staging), STAGED_BYTES)
             else:
                 self._read_large(row, _inside(_memory(into)[at : at + row.end - row.begin]))
-            torch.autograd.graph.increment_version(into.detach())  # autograd does not notice what the kernel writes.
+            torch.autograd.graph.increment_version(into.detach())  # autograd does not notice the kernel's writes.
 
     def _read_windows(self, windows: Iterable[list[_Pair]]) -> None:
         for window in windows:

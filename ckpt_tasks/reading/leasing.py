@@ -13,7 +13,7 @@ from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.system import system
 
 LEASE_S = 3600.0  # A killed reader protects a checkpoint at most this long.
-_COPY_LEASE_S = 1800.0  # Renewed after half of this time; a killed copy protects a checkpoint at most this long.
+_COPY_LEASE_S = 1800.0  # A copy renews its lease after half of this time; a killed copy's lease ends after it.
 
 _log = logging.getLogger("ckpt_tasks")
 

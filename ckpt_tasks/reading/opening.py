@@ -114,7 +114,7 @@ class Opened:
 def open_checkpoint(store: ReadableStore, checkpoint: Checkpoint, rank: int = 0, world_size: int = 1) -> Opened:
     """Read manifest and index and check them against each other; raise IntegrityError or StoreError.
 
-    Groups that differ between ranks are those of `rank` if `world_size` ranks saved them, else those of rank 0.
+    A group that differs between ranks is `rank`'s if `world_size` ranks saved the checkpoint, otherwise rank 0's.
     """
     with gc_paused():
         return _open(store, checkpoint, rank, world_size)

@@ -28,7 +28,7 @@ class RunSummary:
 
     `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
     release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
-    over live checkpoints: an object that several checkpoints use counts several times. `metrics` are those of the
+    over live checkpoints: an object that several checkpoints use counts several times. `metrics`: the metrics of the
     newest checkpoint, and the newest results of each evaluation suite, as "suite/metric".
     """
 
@@ -100,7 +100,7 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
     newest_first = lineage(head.state.live)
     newest = newest_first[0] if newest_first else None
     if is_partial and (newest is None or newest.abandoned):
-        return look_at(name, store)  # The newest checkpoint is not among those read.
+        return look_at(name, store)  # The newest checkpoint was not read.
     summary = say(
         state=state,
         why=why,

@@ -38,7 +38,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 def open_run(checkpoint_dir: str | os.PathLike[str] | Location, run_key: str | None = None) -> Run:
-    """Open a run for reading. Raises CheckpointNotFoundError if there is none, RunMismatchError if the key differs."""
+    """Open a run for reading. Raises CheckpointNotFoundError without a run, RunMismatchError if the key differs."""
     history = History(location_of(checkpoint_dir).open(run_key))
     return Run(history, history.check(run_key))
 

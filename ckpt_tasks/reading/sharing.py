@@ -46,7 +46,7 @@ class Readers(NamedTuple):
 
 
 class ReadShare(NamedTuple):
-    """Which rank of this host reads which region, this rank's `place` among them, and the memory that ranks share."""
+    """The reader of each region, this rank's `place` among the ranks of its host, and the memory that they share."""
 
     place: int
     readers: Mapping[str, Readers]
@@ -88,7 +88,7 @@ def divide(wants: Sequence[Spans]) -> tuple[dict[str, Readers], int]:
 
 
 def share_reads(together: Together, rows: Iterable[IndexRow], *, kept: bool) -> ReadShare | None:
-    """Agree with the other ranks of this host on which rank reads what; return None if this rank reads for itself.
+    """Agree with the other ranks of this host on the reader of each region; return None if this rank reads for itself.
 
     `kept`: the bytes stay in memory that all these ranks map. All ranks must call it.
     """

@@ -102,7 +102,7 @@ class Committer:
             raise
 
     def abandon(self, attempt: Attempt) -> None:
-        """Delete what a failed attempt wrote, unless its ledger entry may exist.
+        """Delete the objects of a failed attempt, unless its ledger entry may exist.
 
         Raises FencedError if another process owns the directory, which explains why the attempt failed.
         """

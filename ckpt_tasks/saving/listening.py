@@ -20,7 +20,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Functions to be called after an event of a run. They must return at once; their exceptions are only logged.
+    """Functions to call after events of a run. Each function must return at once; its exceptions are only logged.
 
     `committed` gets the checkpoint of each durable commit. Just before this call, `measured` gets the metrics of the
     steps that the commit adds. `failed` gets step and error of a snapshot that will not be committed. `restored` gets

@@ -76,8 +76,8 @@ class OneSave:
     def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
         """Write this rank's new objects; return its part, and in rank 0 also the ledger's head and state.
 
-        The part names unchanged objects of the last checkpoint again. It is None if a newer snapshot has replaced this
-        one.
+        The part names unchanged objects of the last checkpoint again. The part is None if a newer snapshot has replaced
+        this one.
         """
         committer, line, store = snapshot.tenure.committer, snapshot.tenure.line, self._history.store
         admitted = None

@@ -205,7 +205,7 @@ class Pipeline:
             self._last.known.wait()
 
     def next_slot(self) -> str:
-        """Return the slot that no flush reads; if both are free, the one without the newest sealed snapshot."""
+        """Return the slot that no flush reads; if both are free, the slot without the newest sealed snapshot."""
         sealed = (snapshot for snapshot in self._in_slot.values() if not snapshot.lacks_seal)
         newest = self._flushing or max(sealed, key=lambda snapshot: snapshot.taken_s, default=None)
         return next(slot for slot in SLOTS if slot != (newest.slot if newest else self._held))
@@ -353,5 +353,5 @@ class Pipeline:
         return self.wait()
 
     def _goes_on(self) -> bool:
-        """Return True if this thread may submit a snapshot; when the interpreter exits, a daemon thread waits here."""
+        """Return True if this thread may submit a snapshot; when the interpreter exits, a daemon thread must wait."""
         return not self._ended or threading.current_thread() is threading.main_thread()

@@ -1,7 +1,8 @@
 """Where a checkpoint comes from: code, command, versions and machine, as texts for people.
 
-Each process collects them once, in the background, and every manifest has them in its `environment`. The command line
-is reduced to the names of options, and to values that are known to be harmless. Environment variables are not read.
+Each process collects these texts once, in the background, and every manifest has them in its `environment`. The command
+line is reduced to the names of options, and to values that are known to be harmless. Environment variables are not
+read.
 """
 
 from __future__ import annotations

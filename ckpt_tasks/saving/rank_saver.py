@@ -184,14 +184,14 @@ class RankSaver:
 
     def refuse(self, slot: str, attempt: Attempt) -> None:
         """Mark a snapshot in a slot, and its local copy, as not restorable, because its save was refused."""
-        # If unsealing fails, a restart still compares the snapshot with those of other ranks before a restore.
+        # If unsealing fails, a restart still compares the snapshots of all ranks before a restore.
         with suppress(CkptError):
             self._cache.memory.unseal(slot)
             if self._cache.copies is not None:
                 self._cache.copies.unseal(attempt)
 
     def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
-        """Put every image as soon as it is digested, except those already `stored`; return this rank's part.
+        """Put every image as soon as it is digested, except images already `stored`; return this rank's part.
 
         Returns None if a newer snapshot has replaced this one. If the run has a local directory, this method first
         writes the objects to that directory, and logs a failure of this copy.

@@ -134,7 +134,7 @@ class Saver:
 
         `keep`: no newer snapshot may replace this one. `step_s`: seconds per step, for the ledger. Host tensors are
         copied on return; device tensors are copied before any device work that training queues later. Raises StoreError
-        if there is no memory. If no slot may be filled, copies nothing, keeps the failure like that of a flush, and
+        if there is no memory. If no slot may be filled, copies nothing, keeps the failure for `take_failure`, and
         returns None.
         """
         try:

@@ -1,8 +1,9 @@
 """Snapshots that outlive their process: where they are, which of them may be restored, and how to read them.
 
 A snapshot in the memory directory has the form of a checkpoint: images, index and manifest, every byte under a digest.
-It may be restored if it is committed, or if no other checkpoint was committed after it was taken, except by the save
-under way at that time. With many ranks each rank has its part in its own memory; `rank_snapshot.py` reads them.
+A committed snapshot may be restored. An uncommitted one may be restored if no other checkpoint was committed after it
+was taken, except by the save under way at that time. With many ranks each rank has its part in its own memory;
+`rank_snapshot.py` reads them.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class CachedSnapshot:
 
 
 class SnapshotCache:
-    """The snapshots of one run in this host's memory: those of this process, and those of the previous one.
+    """The snapshots of one run in this host's memory, taken by this process or by the previous one.
 
-    In a `world` of many ranks the memory is this rank's own; it also reads what other ranks of the host have sealed.
+    In a `world` of many ranks the memory is this rank's own; it also reads sealed snapshots of other ranks on the host.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class SnapshotCache:
         self._run = ""
         self._run_key = ""
         self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
-        self._said = False  # Whether the warning "snapshots end with this process" was logged.
+        self._said = False  # True once the warning "snapshots end with this process" was logged.
 
     def check(self) -> None:
         """Raise ConfigError if other users can access our directory in the configured memory directory."""

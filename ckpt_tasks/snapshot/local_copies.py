@@ -1,8 +1,8 @@
 """A local directory beside a remote store: checkpoints are first written to it, and read from it if possible.
 
 The directory holds copies under the objects' names in the store, and a seal for every complete checkpoint. It has no
-ledger: as with snapshots in memory (`cache`), only the store's ledger says what is committed and in which order. Unlike
-those snapshots, copies survive a reboot of the host.
+ledger: as with snapshots in memory (`cache`), only the store's ledger says which checkpoints are committed, and in
+which order. Unlike snapshots in memory, copies survive a reboot of the host.
 
 Invariants
 
@@ -81,7 +81,7 @@ class LocalCopies:
         return sorted(seals, key=lambda seal: (seal.checkpoint.step, seal.checkpoint.saved_at), reverse=True)
 
     def retain(self, live: Iterable[Checkpoint]) -> None:
-        """Delete all copies except the newest one, and those of live checkpoints."""
+        """Delete all copies except the newest copy, and copies of live checkpoints."""
         kept: set[str | None] = {self._newest}
         reused: list[str] = []
         for checkpoint in live:

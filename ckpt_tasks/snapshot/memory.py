@@ -14,7 +14,7 @@ Invariants
 
 1. A slot's seal is removed before the first byte of its images changes, and written after all of them are digested.
 2. Only the process that holds the lock writes, and only it reads the files of earlier processes.
-3. Everything belongs to this user: a directory of another user, or one open to others, is refused.
+3. Everything belongs to this user: a directory of another user, or a directory open to other users, is refused.
 4. A forked child has no image and holds no slot: see process/processes.py.
 5. A file of a slot is written again only if an earlier process left it, and is never resized; otherwise a new file
    takes its name.
@@ -113,7 +113,7 @@ class PrivateMemory:
 
 
 class SlotFiles:
-    """The slots in a directory, opened for reading, for example those of another rank, which holds their lock."""
+    """The slots in a directory, opened for reading, for example slots of another rank, which holds their lock."""
 
     _is_ours = False
 
@@ -337,7 +337,7 @@ def _unlock(path: Path, lock: int) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock for writing; raise OSError if it is a link, or others can use it."""
+    """Open the lock for writing; raise OSError if it is a link, or if other users can use it."""
     lock = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not _is_ours_alone(os.fstat(lock)):
         close_descriptor(lock)

@@ -33,14 +33,14 @@ def allocate(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callabl
         for begin in range(0, max(sizes[name], 1), _TOUCHED_BYTES):
             if not wanted():
                 raise GaveWay
-            # After ftruncate, a full disk would raise SIGBUS at the first write; here it is ENOSPC.
+            # This raises ENOSPC on a full disk; after ftruncate, the first write would raise SIGBUS.
             os.posix_fallocate(fd, begin, min(_TOUCHED_BYTES, max(sizes[name], 1) - begin))
 
 
 def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
     """Have the kernel allocate all pages of a mapping now, as long as `wanted()` is true; their contents stay.
 
-    It takes several times as long as a copy; other threads may fill the memory meanwhile. Linux before 5.14 cannot do
+    This takes several times as long as a copy; other threads may fill the memory meanwhile. Linux before 5.14 cannot do
     it, and allocates pages when they are filled.
     """
     for begin in range(0, len(memory), _TOUCHED_BYTES):

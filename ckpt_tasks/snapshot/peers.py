@@ -164,7 +164,7 @@ class HostMemory:
         memory.seal(slot, {**tables, ORIGIN_NAME: origin}, offer.seal)
 
     def _retain(self, ranks: Iterable[int], kept: Iterable[Offer]) -> None:
-        """Empty all slots of `ranks` but those that hold `kept` snapshots."""
+        """Empty all slots of `ranks`, except slots that hold `kept` snapshots."""
         seals = {offer.rank: offer.seal for offer in kept}
         for rank in ranks:
             memory = self._cache.memory_of(rank)

@@ -37,7 +37,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
             droppable = "total_inactive_file"
         else:
             continue
-        # In a container the group itself may be mounted here, whatever its path on the host.
+        # In a container the group itself may be mounted at `mount`, whatever its path on the host.
         group = mount / path.lstrip("/")
         for directory in [group, *group.parents]:
             if directory.is_relative_to(mount):

@@ -23,7 +23,7 @@ _READERS = max(2, min(16, os.cpu_count() or 2))
 
 
 class SlotStore:
-    """A slot as a readable store: its files have their names in storage, or the names that they would have there.
+    """A slot as a readable store; its files have the names that they have in storage after a commit.
 
     A slot lacks files of lookup tables that older checkpoints wrote: these are read from storage.
     """

@@ -149,7 +149,7 @@ _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
 
 
 def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
-    """Yield those properties of each tensor on which a plan depends."""
+    """Yield the properties of each tensor on which a plan depends."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # if not, skip 10⁵ calls of is_cuda
     return (
         (key, t.dtype, t.shape, key in frozen, t.device if there and t.is_cuda else None) for key, t in tensors.items()

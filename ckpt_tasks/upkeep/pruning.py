@@ -72,7 +72,7 @@ class Pruner:
         self._behind = Background(self._follow, "ckpt-prune")
 
     def plan(self, going_on_from: str | None) -> list[Verdict]:
-        """Return a verdict on each checkpoint; training continues from the one with the digest `going_on_from`."""
+        """Return a verdict on each checkpoint; training continues from the checkpoint `going_on_from`."""
         return self._plan(self._history.head().state, going_on_from)
 
     def _plan(self, state: State, going_on_from: str | None, base: str | None = None) -> list[Verdict]:
@@ -150,7 +150,7 @@ class Pruner:
         return self._plan(state, going_on_from)
 
     def _newest(self, owner: Owner, within_s: float = 0.0) -> State:
-        """Return the newest state; on a server, the one that this process read or wrote at most `within_s` ago."""
+        """Return the newest state; on a server, a state that this process read or wrote at most `within_s` ago."""
         head = self._history.head_within(within_s)
         check_owner(head.state.owner, owner)
         return head.state.sparing(head.spared_epochs)

@@ -113,7 +113,7 @@ def delete_retired(
     check: Callable[[], None] = lambda: None,
     on_refusal: Callable[[CkptError], None] = lambda error: None,
 ) -> frozenset[str]:
-    """Delete retired objects, manifests first; return the deleted ones; `on_refusal` gets the errors of the others."""
+    """Delete retired objects, manifests first; return the deleted ones; `on_refusal` gets the errors of the rest."""
     ordered = sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST_NAME}"))
     at_once = 1 if store.near else _DELETED_AT_ONCE
     gone: set[str] = set()
@@ -135,7 +135,7 @@ def _going(verdicts: Iterable[Verdict]) -> frozenset[str]:
 
 
 def _objects_of(store: Store, checkpoint: Checkpoint, named: Mapping[str, Sequence[str]]) -> list[str]:
-    """List a checkpoint's objects, manifest first; those of other attempts as folded names."""
+    """List a checkpoint's objects, manifest first; objects of other attempts as folded names."""
     if checkpoint.manifest_digest in named:
         return [*named[checkpoint.manifest_digest], *checkpoint.reuses]
     attempt = parse_attempt(checkpoint.manifest)

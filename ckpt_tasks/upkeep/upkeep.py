@@ -120,8 +120,8 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
 def verify_run_directory(history: History, *, whole: bool | None = None) -> RunFaults:
     """Verify every live checkpoint, unless it is pruned meanwhile; look for damaged ledger entries and orphans.
 
-    `whole`: read every ledger entry and its table of steps. Otherwise read only those that the live checkpoints depend
-    on, so that the number of requests grows only with the live checkpoints; None: all, except on a server.
+    `whole`: read every ledger entry and its table of steps. Otherwise read only the entries on which live checkpoints
+    depend, so that the number of requests grows only with the live checkpoints. None: read all, except on a server.
     """
     head = history.head()
     results = {c.manifest_digest: (c, _faults(history.store, c)) for c in lineage(head.state.live)}
@@ -241,7 +241,7 @@ def plan_prune(
 def plan_removal(
     state: State, digest: str, verified: frozenset[str], restored_from: str | None = None
 ) -> list[Verdict]:
-    """Return a verdict on each live checkpoint if a person removes the one with `digest`; all others stay.
+    """Return a verdict on each live checkpoint if a person removes the checkpoint with `digest`; all others stay.
 
     The newest, the newest of the `verified` ones, pinned and leased checkpoints cannot be removed.
     """
