@@ -1,7 +1,7 @@
 """Digests by xxh3-128, which is fast enough (25 GB/s a core) to cover every byte of every save and restore.
 
-They detect damage, not malice: whoever can write to the run directory can also write a matching digest. Source:
-github.com/Cyan4973/xxHash.
+Digests detect damage, not malice: an attacker who can write to the run directory can also write a matching digest.
+Source: github.com/Cyan4973/xxHash.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def digest_hex(data: bytes | memoryview) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Write JSON in the canonical form that is digested: sorted keys, no spaces, ASCII. Raises ConfigError."""
+    """Write JSON in the canonical form for digests: sorted keys, no spaces, ASCII. Raises ConfigError."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,13 +1,14 @@
-"""The names of objects in a run directory, and how to read them back.
+"""The names of objects in a run directory: building and parsing them.
 
-This module builds and parses every name. Names are relative, their parts match a strict pattern, and parsing is by full
-match: a foreign name in the directory is ignored, never misread. A name that is read from an object must be of the kind
-of its field: a table with the name of a ledger entry would otherwise be copied as one.
+Names are relative, their parts match a strict pattern, and a parser matches the whole name: a foreign name in the
+directory is ignored, never misread. A name that an object contains must have the kind of its field: otherwise a table
+with the name of a ledger entry would be copied as a ledger entry.
 
-Names of shards that differ only in the rank are folded to one: `…/base-[0-999]-of-01000-0.safetensors`. A checkpoint of
-a thousand ranks that reuses a frozen base names a thousand objects, as does every ledger entry in which it is live;
-folded they are one text, for any number of ranks. Folding loses nothing: what is deleted, kept or reused is decided by
-single names. `Names` finds a name without unfolding, since a folded name of twenty bytes can stand for a million names.
+`fold` writes the names of shards that differ only in the rank as one name: `…/base-[0-999]-of-01000-0.safetensors`. A
+checkpoint of a thousand ranks that reuses a frozen base names a thousand objects, and so does every ledger entry in
+which the checkpoint is live; a folded name is one text for any number of ranks. Decisions to delete, keep or reuse are
+still made for single names. `Names` finds a name without unfolding, since a folded name of twenty bytes can stand for a
+million names.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ckpt_tasks.errors import ConfigError
 FORMAT_NAME = "format.json"
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "index.arrow"
-STEPS_NAME = "steps.arrow"  # A snapshot in memory has the metrics of its steps under this name.
+STEPS_NAME = "steps.arrow"  # The file with the metrics of the steps of a snapshot in memory.
 LEDGER_PREFIX = "ledger/"
 COMPILED_PREFIX = "compiled/"
 MAX_STEP = 10**12 - 1
-MAX_EPOCH = 10**9 - 1  # The highest owner epoch: the name of a save has room for nine digits.
+MAX_EPOCH = 10**9 - 1  # The highest owner epoch: the name of an attempt has room for nine digits.
 MAX_LEDGER_NUMBER = 10**20 - 1
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
@@ -51,7 +52,7 @@ class Attempt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The attempt's directory name, unique for ever, so that two attempts never write the same object."""
+        """The name of the attempt's directory; no other attempt has it, so two attempts never write the same object."""
         return f"e{self.epoch:06d}-{self.nonce}"
 
 
@@ -69,7 +70,7 @@ def attempt_prefix(attempt: Attempt) -> str:
 
 
 def key_of_rank(key: str, rank: int) -> str:
-    """Return the key of a rank's own tensor: "group/name" with the rank inserted after the group."""
+    """Return the key of a rank's own tensor: insert the rank after the group of `key` ("group/name")."""
     group, _, name = key.partition("/")
     return f"{group}/{rank:05d}/{name}"
 
@@ -81,22 +82,22 @@ def parse_attempt(name: str) -> Attempt | None:
 
 
 def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
-    """Name the safetensors file of a group that holds part p of rank r of n."""
+    """Name the safetensors file of a group that has one part of one rank's tensors."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{part}.safetensors"
 
 
 def table_name(group: str, rank: int, world_size: int, number: int) -> str:
-    """Name one Arrow file of a lookup table; later files of the table never use its number again."""
+    """Name one Arrow file of a lookup table; each file of the table has another `number`."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{number}.arrow"
 
 
 def is_table(name: str) -> bool:
-    """Return True if a shard's name, plain or folded, is that of a lookup table's file."""
+    """Return True if a shard's name, plain or folded, names a file of a lookup table."""
     return name.endswith(".arrow") and "-of-" in name
 
 
 def ledger_name(n: int) -> str:
-    """Name ledger entry n so that the newest lists first; raise ConfigError if no number is left."""
+    """Name ledger entry n so that a listing begins with the newest; raise ConfigError if n is too high."""
     if n > MAX_LEDGER_NUMBER:
         raise ConfigError("the ledger has no number left for another entry", hint="Use another directory.")
     return f"{LEDGER_PREFIX}{MAX_LEDGER_NUMBER - n:020d}-{n:020d}.json"
@@ -142,41 +143,41 @@ def heartbeat_name(epoch: int) -> str:
 
 
 def is_group(name: str) -> bool:
-    """Return True if a name can be a group's: a letter, then letters, digits and underscores, 64 at most."""
+    """Return True if a group can have this name: a letter, then letters, digits and underscores, 64 at most."""
     return _GROUP.fullmatch(name) is not None
 
 
 def is_run_key(name: str) -> bool:
-    """Return True if a name can be a run's key: one flat part, which can also name a directory."""
+    """Return True if a run's key can be this text: one part without slashes, which can also name a directory."""
     return _PART.fullmatch(name) is not None
 
 
 def is_object_name(name: str) -> bool:
-    """Return True if a name can be an object's: one to four parts without a leading dot; no URL or absolute path."""
+    """Return True if an object can have this name: one to four parts without a leading dot; no URL or absolute path."""
     parts = name.split("/")
     return 1 <= len(parts) <= 4 and all(_PART.fullmatch(part) for part in parts)
 
 
 def is_attempt_object(name: str) -> bool:
-    """Return True if an object of this name belongs to an attempt."""
+    """Return True if an object with this name belongs to an attempt."""
     attempt = parse_attempt(name)
     return attempt is not None and name.startswith(attempt_prefix(attempt)) and is_object_name(name)
 
 
 def is_shard(name: str) -> bool:
-    """Return True if this name is a shard's, directly below an attempt's prefix."""
+    """Return True if this is the name of a shard, directly below an attempt's prefix."""
     attempt = parse_attempt(name)
     return attempt is not None and _SHARD.fullmatch(name.removeprefix(attempt_prefix(attempt))) is not None
 
 
 def is_evaluation(name: str, step: int, suite: str) -> bool:
-    """Return True if this is the name of an evaluation of a checkpoint of this step by this suite."""
+    """Return True if this name is for an evaluation by this suite of a checkpoint of this step."""
     match = _EVALUATION.fullmatch(name)
     return match is not None and (int(match[1]), match[2]) == (step, suite)
 
 
 def is_steps(name: str, step: int) -> bool:
-    """Return True if this is the name of the metrics of steps that a commit of this step added."""
+    """Return True if this name is for the metrics of the steps that a checkpoint of this step added."""
     match = _STEPS.fullmatch(name)
     return match is not None and int(match[1]) == step
 
@@ -188,7 +189,7 @@ def is_live_list(name: str) -> bool:
 
 # One folded name stands for at most this many names: a checkpoint has no more regions, and an object has at least one.
 MAX_FOLDED = 1 << 20
-MAX_RETIRED = 4 * MAX_FOLDED  # One ledger entry gives up at most this many names.
+MAX_RETIRED = 4 * MAX_FOLDED  # One ledger entry lists at most this many retired names.
 
 _NUMBERED = re.compile(rf"(.*-)([0-9]{{5,9}})({_OF_RANKS})", re.ASCII)
 _RUN = r"(?:0|[1-9][0-9]{0,8})(?:-[1-9][0-9]{0,8})?"
@@ -208,7 +209,7 @@ def fold(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def repeated(sets: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return, folded, the names in more than one of these sets, which may have folded and plain names."""
+    """Return the names that more than one set has, folded; names in the sets may be folded or plain."""
     runs: dict[_Key | str, list[list[_Run]]] = {}
     for names in sets:
         for key, ranks in _by_key(names).items():
@@ -233,7 +234,7 @@ def unfold(names: Iterable[str]) -> Iterator[str]:
 
 
 def is_folded(name: str) -> bool:
-    """Return True if a name is folded, in exactly the form that `fold` writes."""
+    """Return True if a name is folded exactly as `fold` writes it."""
     if "[" not in name:
         return False
     key, runs = _parsed(name)
@@ -243,7 +244,7 @@ def is_folded(name: str) -> bool:
 
 
 def folded_count(names: Iterable[str]) -> int:
-    """Count the single names for which folded names stand; plain names do not count."""
+    """Count the single names that the folded names stand for; ignore plain names."""
     return sum(_count(_parsed(name)[1]) for name in names if "[" in name)
 
 
@@ -271,14 +272,14 @@ def _parsed(name: str) -> tuple[_Key | str, list[_Run]]:
         return name, []
     before, ranks, behind = match.groups()
     if "[" not in name:
-        # A rank that is not written in five digits is part of a plain name.
+        # A rank with needless leading zeros is not a rank: the name is plain.
         return ((before, behind), [(int(ranks), int(ranks))]) if f"{int(ranks):05d}" == ranks else (name, [])
     ends = [run.partition("-") for run in ranks.split(",")]
     return (before, behind), [(int(first), int(last or first)) for first, _, last in ends]
 
 
 def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
-    """Return the runs of ranks by the texts around them; the list of a name without a rank is empty."""
+    """Group runs of ranks by the texts around the rank; a name without a rank gets an empty list."""
     runs: dict[_Key | str, list[_Run]] = {}
     for name in names:
         key, ranks = _parsed(name)
@@ -287,7 +288,7 @@ def _by_key(names: Iterable[str]) -> dict[_Key | str, list[_Run]]:
 
 
 def _overlaps(runs: list[_Run]) -> list[_Run]:
-    """Return the ranks that are in more than one of these sorted runs."""
+    """Return the ranks that more than one of these sorted runs has."""
     twice, end = [], -1
     for first, last in runs:
         if first <= end:
@@ -297,7 +298,7 @@ def _overlaps(runs: list[_Run]) -> list[_Run]:
 
 
 def _merged(runs: list[_Run]) -> list[_Run]:
-    """Return runs of ranks sorted, with overlapping and adjacent runs merged."""
+    """Sort runs of ranks, and merge overlapping and adjacent runs."""
     merged: list[_Run] = []
     for first, last in sorted(runs):
         if merged and first <= merged[-1][1] + 1:

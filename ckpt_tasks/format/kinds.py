@@ -1,7 +1,7 @@
-"""The kinds of groups in the format; the tree of each group is checked before anything is made from it.
+"""The kinds of groups in the format, and checks of a group's tree before a restore uses it.
 
-A restore trusts a tree: it uses positions, strides, flags and the states of random streams from it. NumPy would follow
-a position outside a stream's numbers and read other memory.
+A restore takes positions, strides, flags and states of random streams from a tree. NumPy would follow a position
+outside a stream's numbers and read other memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def check_group(name: str, kind: str, tree: Any) -> None:
-    """Raise IntegrityError if a group's tree does not fit its kind; unknown kinds are not checked.
+    """Raise IntegrityError if a group's tree does not fit its kind; accept every tree of an unknown kind.
 
     The name `rng` is reserved: a group of that name must hold random streams.
     """
@@ -35,7 +35,7 @@ def check_group(name: str, kind: str, tree: Any) -> None:
 
 
 def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise IntegrityError if a reference (array, strides, gradient) does not fit a tensor of this dtype and shape."""
+    """Raise IntegrityError if a reference's array flag, strides or gradient flag do not fit this dtype and shape."""
     if ref.array and (dtype not in NUMBERS or ref.requires_grad):
         raise IntegrityError(f"{dtype} is not a dtype of an array, or the array takes a gradient", key=ref.key)
     if ref.requires_grad and not dtype.startswith(_DIFFERENTIABLE):
@@ -114,7 +114,7 @@ def _list(value: Any) -> list[Any]:
 class SavedKind(NamedTuple):
     """A kind of group: the first format version that has it, and a check that raises one of MALFORMED for a bad tree.
 
-    `exports`: a file for torch can hold such a group. Only a restore can use random streams.
+    `exports`: a file for torch can hold such a group; random streams are useful only to a restore.
     """
 
     since: int

@@ -2,13 +2,14 @@
 
 Invariants (MUST: breaking one loses data)
 
-1. Entry n is put if absent and never changed or deleted; numbers are dense. So of two writers one wins.
-2. An entry holds the whole state after it: to read a run, a reader lists one name and reads one object.
-3. Only the owner commits and retires: such an entry is made only from a state whose owner is the writer.
+1. Entry n is put if absent and never changed or deleted; numbers have no gaps. So of two writers of entry n one wins.
+2. An entry holds the whole state of the run after it: to read a run, a reader lists one name and reads one object.
+3. Only the owner commits and retires: the state before such an entry names the writer as owner.
 4. No later commit names an object that a retire entry has named.
 
-Everything here is pure: states are values, events turn one into the next, and `history.py` puts them into a store. The
-shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mover/icechunk), with the state inline.
+This module does no I/O: a state is a value, an event turns a state into the next, and `history.py` puts entries into a
+store. The shape follows Delta Lake's log and icechunk's ref files (github.com/earth-mover/icechunk), with the state
+inline.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from ckpt_tasks.format.versions import TABLES_VERSION, check_version
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-_MAX_DEPTH = 100  # The depth of the JSON; only the notes of users can nest deeply.
+_MAX_DEPTH = 100  # The JSON nests no deeper; only notes of users can nest deeply.
 
 _Result = TypeVar("_Result", bound="Drill | Verification")
 
@@ -60,11 +61,11 @@ class State:
     `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
     folded names of objects that are given up but may not be deleted yet; `stalled_attempts` counts how often the flow
     run `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of
-    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: when the owner of this
-    epoch came, an entry was unreadable; it may name objects of attempts up to this epoch, so these are never swept.
-    `origin` is the checkpoint of another run from which this one was forked, `program` ("module:Factory") is what a
-    flow trains, and `params` are its parameters; None if no flow has trained the run. `rollback` is the last rollback.
-    `drills` holds the last good restore drill, and the last drill if it was not good; `verifications` likewise.
+    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: an entry was unreadable
+    when the owner of this epoch took the run; the entry may name objects of attempts up to this epoch, so these objects
+    are never swept. `origin` is the checkpoint of another run from which this run was forked. `program`
+    ("module:Factory") is what a flow trains, and `params` are its parameters; None if no flow has trained the run.
+    `drills` holds the last good restore drill, and the last drill if it failed; `verifications` likewise.
     """
 
     owner: Owner | None = None
@@ -86,7 +87,7 @@ class State:
     verifications: tuple[Verification, ...] = ()
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
-        """Return the state after this owner took the directory; `best_metric`, if not None, redefines "best".
+        """Return the state after this owner took the run; `best_metric`, if not None, changes the meaning of "best".
 
         Raises ConfigError if no owner epoch is left.
         """
@@ -98,25 +99,25 @@ class State:
         return state if best_metric is None else replace(state, best_metric=best_metric, best_mode=best_mode)
 
     def sparing(self, epoch: int) -> State:
-        """Return the state in which no orphan of an owner epoch up to this one is swept."""
+        """Return the state that protects orphans of this owner epoch and earlier epochs from the sweep."""
         return replace(self, spared_epochs=max(epoch, self.spared_epochs))
 
     def with_stall(self, flow_run_id: str | None) -> State:
-        """Return the state after one more stalled attempt of a flow run; for another flow run the count starts at 1."""
+        """Return the state after a stalled attempt of a flow run; for a new flow run the count starts at 1."""
         again = flow_run_id is not None and flow_run_id == self.stalled_flow_run
         return replace(self, stalled_flow_run=flow_run_id, stalled_attempts=self.stalled_attempts + 1 if again else 1)
 
     def released(self, deleted: frozenset[str] = frozenset()) -> State:
-        """Return the state after its owner released the directory; `deleted` are retired objects that are deleted.
+        """Return the state after its owner released the run; `deleted`: the retired objects that the owner deleted.
 
-        A start that ends with a release, such as a preempted one, does not count as a stalled attempt.
+        An attempt that ends with a release, for example after a preemption, does not count as stalled.
         """
         owner = replace(self.owner, released=True) if self.owner else None
         stalled = max(0, self.stalled_attempts - 1)
         return replace(self.without_deleted(deleted), owner=owner, stalled_attempts=stalled)
 
     def with_checkpoint(self, checkpoint: Checkpoint, deleted: frozenset[str]) -> State:
-        """Return the state after a commit; `deleted` are retired objects that are deleted."""
+        """Return the state after a commit; `deleted`: the retired objects that the owner deleted."""
         parent = self.by_identity.get(checkpoint.parent or "")
         state = replace(self.without_deleted(deleted), live=(*_follow(self.live, checkpoint.parent), checkpoint))
         if parent is None or checkpoint.step > parent.step:
@@ -136,7 +137,7 @@ class State:
 
     @property
     def evaluated(self) -> dict[str, dict[str, float]]:
-        """The metrics of evaluations, by checkpoint identity; of two values of one metric the later counts."""
+        """The metrics of evaluations, by checkpoint identity; a later evaluation replaces earlier values."""
         metrics: dict[str, dict[str, float]] = {}
         for evaluation in self.evaluations:
             metrics.setdefault(evaluation.manifest_digest, {}).update(evaluation.metrics)
@@ -144,12 +145,12 @@ class State:
 
     @property
     def metric_names(self) -> frozenset[str]:
-        """Every metric that a live checkpoint has from its save or from an evaluation."""
+        """The names of all metrics that live checkpoints have from their saves or evaluations."""
         measured = [record.metrics for record in self.live] + [record.metrics for record in self.evaluations]
         return frozenset(name for metrics in measured for name in metrics)
 
     def keeps(self, name: str) -> bool:
-        """Return True if an object belongs to a live checkpoint, or is reused by one."""
+        """Return True if an object belongs to a live checkpoint, or a live checkpoint reuses it."""
         attempt = parse_attempt(name)
         attempts, reused = self._kept
         return attempt is not None and ((attempt.step, attempt.name) in attempts or name in reused)
@@ -168,13 +169,13 @@ class State:
         return Names(self.retired)
 
     def without_deleted(self, deleted: frozenset[str]) -> State:
-        """Return the state without the retired objects that are deleted."""
+        """Return the state without retired objects that the owner deleted."""
         if not deleted or not self.retired:
             return self
         return replace(self, retired=fold(name for name in unfold(self.retired) if name not in deleted))
 
     def retire(self, digests: frozenset[str], objects: tuple[str, ...], deleted: frozenset[str]) -> State:
-        """Return the state after removing checkpoints (`digests`) and giving up their `objects` for deletion."""
+        """Return the state without the checkpoints of these `digests`, and with their `objects` retired."""
         state = self.without_deleted(deleted)
         return replace(
             state,
@@ -191,11 +192,11 @@ class State:
         return replace(self, pins=pins if reason is None else {**pins, digest: reason})
 
     def with_lease(self, lease: Lease, now: float) -> State:
-        """Return the state with one more lease, and without those that have expired."""
+        """Return the state with one more lease, and without expired leases."""
         return replace(self, leases=(*(x for x in self.leases if x.expires_at > now and x.id != lease.id), lease))
 
     def without_lease(self, lease_id: str) -> State:
-        """Return the state without one of its leases."""
+        """Return the state without the lease of this id."""
         return replace(self, leases=tuple(x for x in self.leases if x.id != lease_id))
 
     def with_evaluation(self, evaluation: Evaluation) -> State:
@@ -213,7 +214,7 @@ class State:
 class Entry:
     """One ledger entry: its number, its writer and time, its event, and the state of the run after it.
 
-    `partial`: only the newest live checkpoints were read; the state lacks the others.
+    `partial`: the reader left older live checkpoints out of the state.
     """
 
     n: int
@@ -223,7 +224,7 @@ class Entry:
     at: str
     event: Mapping[str, Any]
     state: State
-    segments: tuple[Segment, ...] = ()  # The objects that hold the older live checkpoints.
+    segments: tuple[Segment, ...] = ()  # They hold the older live checkpoints.
     partial: bool = False
 
     def to_bytes(self) -> tuple[bytes, str]:
@@ -250,7 +251,7 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # Readers check every bound, so check the entry as they do.
+            Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
@@ -262,10 +263,10 @@ class Entry:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str, newest: int | None = None) -> tuple[Entry, str]:
-        """Read an entry: (entry, its digest); if `newest`, read only so many of its newest live checkpoints.
+        """Read an entry; return it and its digest. `newest`: read only so many of its newest live checkpoints.
 
-        Raises IntegrityError for torn or foreign bytes, which callers skip, and FormatVersionError for a newer version
-        or an unknown event, which they must not skip.
+        Raises IntegrityError for torn or foreign bytes: the caller skips such an entry. Raises FormatVersionError for a
+        newer version or an unknown event: the caller must not skip such an entry.
         """
         with well_formed("the ledger entry", name):
             body = parse_json(data, max_depth=_MAX_DEPTH)
@@ -301,7 +302,8 @@ class Entry:
 
 
 def _digested(data: bytes, at: Any, digest: Any) -> bytes:
-    """Return the bytes that an entry's digest covers (all except the digest itself), if `to_bytes` wrote them.
+    """Return the bytes that an entry's digest covers: all except the digest. Return b"" if `to_bytes` did not write
+    them.
 
     Writing the parsed entry again would take twice as long as parsing it.
     """
@@ -310,16 +312,16 @@ def _digested(data: bytes, at: Any, digest: Any) -> bytes:
 
 
 def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
-    """Order live checkpoints as a restore tries them: newest commit first, and abandoned lines last.
+    """Order live checkpoints as a restore tries them: newest commit first, abandoned checkpoints last.
 
-    The newest is the one that was committed last, whatever its step: after a fall-back the run repeats steps, and a
-    higher step on the abandoned line must not win.
+    The newest checkpoint is the one committed last, not the one with the highest step: after a fall-back the run
+    repeats steps, and a higher step on the abandoned line must not win.
     """
     return sorted(live, key=lambda c: (c.abandoned, -c.n))
 
 
 def _with_last(before: tuple[_Result, ...], result: _Result) -> tuple[_Result, ...]:
-    """Return the last good result, and after it the last one if that was not good."""
+    """Return the last good result, and after it the last result if that was bad."""
     good = tuple(one for one in before if one.fault is None)
     return (result,) if result.fault is None else (*good, result)
 
@@ -334,7 +336,7 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     while at is not None and at.n not in line:
         line.add(at.n)
         at = known.get(at.parent) if at.parent is not None else None
-    # The ancestors of the oldest checkpoint on this line may be pruned, so keep the old marks of older checkpoints.
+    # The ancestors of the oldest checkpoint on this line may be pruned, so leave all older checkpoints as they are.
     oldest = min(line)
 
     def follow(c: Checkpoint) -> Checkpoint:
@@ -360,7 +362,7 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body.get("origin")),  # Entries written before forks existed lack it.
+        origin=read_origin(body.get("origin")),  # Old entries lack this field.
         params=read_params(body.get("params")),
         program=optional(body.get("program")),
         rollback=read_rollback(body.get("rollback")),

@@ -1,9 +1,8 @@
 """The live checkpoints of a ledger entry, in the entry itself or in segments.
 
-A segment is an object with some consecutive checkpoints, named by its digest and never changed. The newest checkpoints,
-the tail, are in the entry itself. An entry reuses the segments of the previous entry, and replaces those in which a
-checkpoint was removed or changed. So a commit writes the tail and 35 bytes for every segment, however many checkpoints
-are live.
+A segment is an object with some consecutive checkpoints; its digest is its name, and it never changes. The newest
+checkpoints, the tail, are in the entry itself. An entry reuses the segments of the previous entry, except segments in
+which a checkpoint was removed or changed. So a commit writes only the tail and 35 bytes for every segment.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Segment:
 
 
 def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Cut a list of checkpoints into segments; what remains is the tail. A short list has no segments.
+    """Cut a list of checkpoints into segments; the remaining checkpoints are the tail. A short list has no segments.
 
-    `before` are the segments of the previous entry: one whose checkpoints have not changed is reused.
+    `before`: the segments of the previous entry; a segment is reused if its checkpoints have not changed.
     """
     if len(live) <= MAX_INLINE_CHECKPOINTS:
         return ()
@@ -67,13 +66,13 @@ def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment,
 
 
 def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
-    """Return a list of checkpoints as the bytes of a segment."""
+    """Write checkpoints as the bytes of a segment."""
     live = [finite_json(asdict(checkpoint)) for checkpoint in checkpoints]
     return canonical_json({"version": version_of(checkpoints), "live": live})
 
 
 def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
-    """Return the format version for an object with these names: 4 with a lookup table's file, 2 with a folded name."""
+    """Return the format version that these names need: 4 for a lookup table's file, 2 for a folded name, else 1."""
     names = [*chain(retired, *(checkpoint.reuses for checkpoint in live))]
     if any(map(is_table, names)):
         return TABLES_VERSION
@@ -96,7 +95,7 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
 
 
 def write_live(tail: list[Any], segments: Sequence[Segment]) -> Any:
-    """Return the entry's field `live` as JSON data; `tail` are the newest checkpoints, as JSON data."""
+    """Return the entry's field `live` as JSON data; `tail`: the newest checkpoints as JSON data."""
     return {"segments": [segment.digest for segment in segments], "tail": tail} if segments else tail
 
 
@@ -120,12 +119,12 @@ def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
 
 
 def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """Return all live checkpoints: those of the segments, then those of the tail."""
+    """Return all live checkpoints: the segments' checkpoints, then the tail."""
     return tuple(chain(*(segment.checkpoints for segment in segments), tail))
 
 
 def _pieces(part: Sequence[Checkpoint], *, whole: bool) -> Iterator[Segment]:
-    """Cut checkpoints into new segments; if `whole`, only into full ones, and leave the rest as a tail."""
+    """Cut checkpoints into new segments; if `whole`, only into full segments, and leave the rest as a tail."""
     for begin in range(0, len(part), _SEGMENT):
         if whole and len(part) - begin < 2 * _SEGMENT:
             return

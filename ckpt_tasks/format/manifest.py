@@ -1,7 +1,7 @@
 """The manifest of one checkpoint: the JSON object that names all its other objects, with size and digest.
 
-It is written last, before the commit; a ledger entry names it with its own digest. So a checkpoint is a tree of
-digests: ledger entry → manifest → index and headers → regions.
+A save writes the manifest last, before the commit; the ledger entry has the manifest's name and digest. So a checkpoint
+is a tree of digests: ledger entry → manifest → index and headers → regions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_GROUPS = 4096
 class ObjectRecord(NamedTuple):
     """The record of one object of a checkpoint.
 
-    `name` is relative to the run directory. `digest` (hex) covers the first `digested_bytes`: all of an index or table,
-    and the header of a safetensors file, whose data the index digests region by region.
+    `name` is relative to the run directory. `digest` (hex) covers the first `digested_bytes`: a whole index or table,
+    but only the header of a safetensors file, since the index has a digest of each region of its data.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Manifest:
 
     `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; "buffers" of a
     module lists the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
-    `world_size` is the number of ranks that wrote it; `environment` describes for people what made it.
+    `world_size` is the number of ranks that wrote the checkpoint; `environment` tells people which software and hosts
+    did.
     """
 
     run_key: str
@@ -60,11 +61,11 @@ class Manifest:
 
     @property
     def buffers(self) -> frozenset[str]:
-        """The full keys of those tensors of rank 0 of which every other rank has its own."""
+        """The full keys of rank 0's tensors of which every other rank has its own."""
         return frozenset(f"{name}/{one}" for name, group in self.groups.items() for one in group.get("buffers", ()))
 
     def to_bytes(self) -> bytes:
-        """Write the manifest as JSON; keys keep their order, since a dict in the state has one.
+        """Write the manifest as JSON; do not sort keys, since a dict in the state has an order.
 
         Raises UnsupportedStateError if readers would refuse it.
         """
@@ -97,8 +98,8 @@ class Manifest:
     def from_bytes(cls, data: bytes, *, digest: str, name: str) -> Manifest:
         """Read a manifest whose digest is known.
 
-        Raises IntegrityError if the bytes are not those that were committed or make no sense, and
-        FormatVersionError if a newer version wrote them.
+        Raises IntegrityError if the bytes do not have the digest or are malformed, and FormatVersionError if a newer
+        version wrote them.
         """
         if digest_hex(data) != digest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
@@ -141,7 +142,7 @@ def _record(value: Any) -> ObjectRecord:
 
 
 def _check_objects(manifest: Manifest) -> None:
-    """Raise ValueError if the index is not of this step and attempt, or if a shard's name is wrong or appears twice."""
+    """Raise ValueError if the index belongs to another step or attempt, or a shard's name is wrong or appears twice."""
     attempt = parse_attempt(f"checkpoint_{manifest.step:012d}/{manifest.attempt}/")
     if attempt is None or manifest.index.name != attempt_prefix(attempt) + INDEX_NAME:
         raise ValueError(f"{manifest.index.name!r:.80} is not an index of this step and attempt")

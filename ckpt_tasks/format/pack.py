@@ -1,7 +1,7 @@
 """A pack: the files of one directory as the bytes of one object; the same files give the same bytes.
 
-It holds a line with the length of the table, the table (canonical JSON: a list of [path, size], sorted by path), then
-the files' bytes in that order. The pack's digest is in its name. No path leads out of the directory.
+A pack holds a line with the length of the table, the table (canonical JSON: a list of [path, size], sorted by path),
+then the files' bytes in the table's order. The pack's name has its digest. No path leads out of the directory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9_.+=@-]{0,254}", re.ASCII)
 
 
 def is_packed_path(path: str) -> bool:
-    """Return True if a pack may hold a file of this relative path."""
+    """Return True if a pack may hold a file with this relative path."""
     parts = path.split("/")
     return len(parts) <= _MAX_DEPTH and all(_PART.fullmatch(part) for part in parts)
 
 
 def pack(files: Mapping[str, bytes]) -> list[bytes]:
-    """Return a pack of files as pieces; raise IntegrityError for a path that a pack cannot hold."""
+    """Return a pack as pieces of bytes; raise IntegrityError for a path that a pack cannot hold."""
     for path in files:
         if not is_packed_path(path):
             raise IntegrityError("a pack cannot hold this path", key=path)
@@ -37,7 +37,7 @@ def pack(files: Mapping[str, bytes]) -> list[bytes]:
 
 
 def unpack(data: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yield path and bytes of each file of a pack, after checking its whole table; raise IntegrityError."""
+    """Check the table of a pack, then yield path and bytes of each file; raise IntegrityError for a malformed pack."""
     head = _HEAD.match(data)
     begin = head.end() + int(head[1]) if head else 0
     try:

@@ -1,7 +1,7 @@
-"""Parse JSON of a run directory within bounds: a small text must not exhaust the stack or the memory.
+"""Bounded parsing of a run's JSON: a small text must not exhaust the stack or the memory.
 
-Python's parser recurses as deep as the text nests; with a raised recursion limit that can kill the process. It makes
-objects of up to 30 times the size of their text. So the text is checked first, without parsing it.
+Python's parser recurses as deep as the text nests, which can kill the process if the recursion limit is raised. Its
+objects take up to 30 times the memory of their text. So this module first checks the text without parsing it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 
-MAX_JSON_DEPTH = 400  # A tree of 100 levels takes some 300 levels of JSON.
-MAX_CONTAINERS = 1 << 22  # The limit for lists and objects; a parameter with Adam's state needs five.
+MAX_JSON_DEPTH = 400  # A tree of 100 levels has about 300 levels of JSON.
+MAX_CONTAINERS = 1 << 22  # The limit for lists and objects; a parameter and its Adam state need five.
 MAX_VALUES = 1 << 24
 MAX_INT64 = 2**63 - 1
 
-# Reading a value of unexpected form may raise any of these.
+# The code that reads a value may raise any of these for an unexpected form.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @contextmanager
 def well_formed(what: str, key: str | None = None, faults: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
-    """Raise IntegrityError, which says that `what` is malformed, if reading it in the block raises one of `faults`."""
+    """Raise IntegrityError ("`what` is malformed") if the block raises one of `faults`."""
     try:
         yield
     except faults as error:
@@ -40,13 +40,13 @@ _OTHERS = bytes(sorted({*range(256)} - {*_MARKS}))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SHALLOW = 16
 _MAX_QUOTES = 1 << 23  # At most this many quotes around strings with brackets or commas in them.
-_DIGITS = 4300  # Python itself reads whole numbers of this many digits by default.
+_DIGITS = 4300  # Python's own default limit for whole numbers.
 
 
 def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSON_DEPTH) -> Any:
-    """Parse JSON; raise ValueError if it is malformed, nests deeper than we ever write, or has more values.
+    """Parse JSON; raise ValueError if it is malformed, nests too deep or has too many values.
 
-    NaN and Infinity are not JSON. Our own JSON is ASCII; only headers of shards are UTF-8.
+    NaN and Infinity raise as well. Our own JSON is ASCII; only headers of shards are UTF-8.
     """
     check_json(data, max_depth=max_depth)
     digits = sys.get_int_max_str_digits()
@@ -55,7 +55,7 @@ def parse_json(data: bytes, *, encoding: str = "ascii", max_depth: int = MAX_JSO
 
 
 def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Raise ValueError if JSON, well-formed or not, nests too deep or has too many values."""
+    """Raise ValueError if JSON nests too deep or has too many values; the JSON may be malformed."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = data.translate(None, _OTHERS).replace(b'""', b"")
@@ -71,40 +71,40 @@ def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
 
 
 def text(value: Any) -> str:
-    """Return a value that is a text; raise ValueError for anything else."""
+    """Return a text unchanged; raise ValueError for any other value."""
     if type(value) is not str:
         raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
 def whole(value: Any, most: int = MAX_INT64) -> int:
-    """Return a value that is a whole number from 0 to `most`; raise ValueError for anything else."""
+    """Return a whole number from 0 to `most` unchanged; raise ValueError for any other value."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value!r:.80} is not a whole number from 0 to {most}")
     return value
 
 
 def finite(value: Any, most: float = 1e300) -> float:
-    """Return a value that is a number from -`most` to `most`; raise ValueError for anything else."""
+    """Return a number from -`most` to `most` as a float; raise ValueError for any other value."""
     if type(value) not in (int, float) or not -most <= value <= most:
         raise ValueError(f"{value!r:.80} is not a number")
     return float(value)
 
 
 def flag(value: Any) -> bool:
-    """Return a value that is a boolean; raise ValueError for anything else."""
+    """Return a boolean unchanged; raise ValueError for any other value."""
     if type(value) is not bool:
         raise ValueError(f"{value!r:.80} is neither true nor false")
     return value
 
 
 def optional(value: Any) -> str | None:
-    """Return a value that is a text or None; raise ValueError for anything else."""
+    """Return a text or None unchanged; raise ValueError for any other value."""
     return None if value is None else text(value)
 
 
 def finite_json(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by strings that float() can read."""
+    """Replace NaN and infinity by strings that float() can read: JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
@@ -116,9 +116,9 @@ def finite_json(value: Any) -> Any:
 
 def _is_deeper(brackets: bytes, most: int) -> bool:
     rest = brackets
-    for _ in range(_SHALLOW):  # Most JSON is reduced to nothing within these rounds, at the speed of memory.
+    for _ in range(_SHALLOW):  # These rounds run at the speed of memory and remove all brackets of most JSON.
         if not rest:
-            return False  # So few rounds, which remove one or two levels each, reach no limit.
+            return False  # The JSON has no more levels than these rounds can remove.
         rest = rest.replace(b"{}", b"").replace(b"[]", b"")
     return any(depth > most for depth in accumulate(map(_STEPS.__getitem__, brackets)))
 
@@ -136,7 +136,7 @@ def _whole_number(digits: str) -> int:
 def moment_of(iso: Any) -> datetime | None:
     """Read a time in ISO form (UTC if it names no zone); return None if it is not a time.
 
-    A foreign program or a wrong clock may have written it, so the result is valid in every zone.
+    A foreign program or a wrong clock may have written the text; a result can be converted to the local zone.
     """
     try:
         moment = datetime.fromisoformat(iso)
@@ -148,6 +148,6 @@ def moment_of(iso: Any) -> datetime | None:
 
 
 def seconds_of(iso: Any) -> float | None:
-    """Read a time as `moment_of` does; return it in seconds since 1970."""
+    """Read a time as `moment_of` does; return seconds since 1970, or None."""
     moment = moment_of(iso)
     return None if moment is None else moment.timestamp()

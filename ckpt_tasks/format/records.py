@@ -1,8 +1,8 @@
-"""The records of a ledger: owners, checkpoints, leases, evaluations and others. Each is read field by field.
+"""The records of a ledger: owners, checkpoints, leases, evaluations and others.
 
-A matching digest proves only that nobody changed the bytes, not that they make sense: every field is checked for type
-and bounds, so that later code never computes with a text, or makes a path of a foreign name. Every `read_…` raises one
-of `parsing.MALFORMED` if a field is missing or makes no sense.
+A matching digest proves that the bytes are unchanged, not that they make sense. So every `read_…` checks each field's
+type and bounds: later code never computes with a text, or makes a path of a foreign name. Every `read_…` raises one of
+`parsing.MALFORMED` if a field is missing or wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt_tasks.format.parsing import finite, flag, optional, parse_json, second
 from ckpt_tasks.format.versions import check_version
 
 _MAX_PID = 2**31 - 1
-_MAX_S = 1e9  # No wait takes more than thirty years.
+_MAX_S = 1e9  # No duration is longer (30 years).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class Checkpoint:
     """A committed checkpoint, as the ledger holds it.
 
     `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
-    checkpoint from which training continued to this one; `n` is the ledger entry that committed it; `cost_s` is how
-    long training had waited when the entry was put, in seconds; `epochs` counts completed epochs, if the loop reported
-    them. `abandoned`: training went back to an older checkpoint, so this one is on an abandoned line. `reuses` has the
-    folded names of older attempts' objects that are part of it, because their contents had not changed. `interim`: it
-    was saved because a batch or the process ended, not because an interval had passed; it does not count among the
-    newest that retention keeps.
+    checkpoint from which training continued to this one; `n` is the number of the ledger entry that committed it;
+    `cost_s` is how many seconds training had waited for the save before the commit; `epochs` counts completed epochs,
+    if the loop reported them. `abandoned`: training went back to an older checkpoint, and this checkpoint is not on the
+    new line. `reuses` has the folded names of objects of older attempts that this checkpoint reuses. `interim`: saved
+    because a batch or the process ended, not because an interval had passed; retention does not count it among the
+    newest checkpoints.
     """
 
     step: int
@@ -99,7 +99,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
+    """The metrics that one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
 
     manifest_digest: str
     step: int
@@ -114,9 +114,9 @@ class Evaluation:
 class Origin:
     """The checkpoint of another run from which this run was forked.
 
-    `url`, `run_key`, `step` and `manifest_digest` are those of the source. `identity` is that of the copy in this run,
-    whose manifest has this run's key. `set` holds the parameters that the fork changed, and `params` those of the
-    source (None: it recorded none).
+    `url`, `run_key`, `step` and `manifest_digest` describe the source. `identity` is the identity of the copy in this
+    run; the copy's manifest has this run's key. `set` holds the parameters that the fork changed; `params` holds the
+    source's parameters (None: the source has none).
     """
 
     url: str
@@ -132,8 +132,8 @@ class Origin:
 class Rollback:
     """The last rollback: its checkpoint, and the batches that training skips because of it.
 
-    `skip` holds the first and the last of the steps that had trained on these batches. It is `pending` until the
-    position in the data of a commit is beyond these batches. `by` is the flow run that requested the rollback.
+    `skip`: the first and the last step that had trained on these batches. `pending`: no commit after the rollback has a
+    position in the data beyond these batches. `by`: the flow run that requested the rollback.
     """
 
     identity: str
@@ -144,20 +144,20 @@ class Rollback:
 
     @property
     def skips_at(self) -> int:
-        """The step of the checkpoint after which the batches are skipped."""
+        """The step after which training skips the batches."""
         return self.step if self.skip is None else self.skip[0] - 1
 
     def after(self, step: int) -> Rollback:
-        """Return the rollback after a commit of `step`, which may end `pending`."""
+        """Return the rollback after a commit of `step`; it is no longer pending if `step` reaches `skips_at`."""
         return replace(self, pending=self.pending and step < self.skips_at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """The result of a restore drill: a fresh process of a host restored a checkpoint into a program.
+    """The result of a restore drill: a fresh process on a host tried to restore a checkpoint into a program.
 
-    `start_s` is the time until the program was built, and `restore_s` that of the restore, in seconds. `fault` says why
-    this host could not restore the checkpoint; None: it could. `ranks`: as many processes as ranks have saved it.
+    `start_s`: seconds until the program was built; `restore_s`: seconds of the restore. `fault` says why the host could
+    not restore the checkpoint; None: it could. `ranks`: how many processes took part, one for each rank of the save.
     """
 
     manifest_digest: str
@@ -172,10 +172,10 @@ class Drill:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The result of verifying a whole run: how many checkpoints were read, and how many of them are damaged.
+    """The result of verifying a run: how many checkpoints were read, and how many of these are damaged.
 
-    `damaged_records` counts the damaged objects beside them, such as ledger entries. `fault` is the first fault; None:
-    the run is good.
+    `damaged_records` counts other damaged objects, such as ledger entries. `fault` is the first fault; None: the run is
+    good.
     """
 
     at: str
@@ -187,19 +187,19 @@ class Verification:
 
 
 def read_owner(item: Mapping[str, Any]) -> Owner:
-    """Read an owner from JSON data; raise one of parsing.MALFORMED, as all readers here do."""
+    """Read an owner from JSON data."""
     texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
     checked = {
         "epoch": whole(item["epoch"], MAX_EPOCH),
         "flow_run_id": optional(item["flow_run_id"]),
-        "pid": whole(item["pid"], _MAX_PID),  # This number becomes part of a path in /proc.
+        "pid": whole(item["pid"], _MAX_PID),  # The number becomes part of a path in /proc.
         "released": flag(item.get("released", False)),
     }
     return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
 
 
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
-    """Read a checkpoint; its manifest must be named after its step and attempt. If `uncommitted`, `n` may be -1."""
+    """Read a checkpoint; its manifest's name must have its step and attempt. `uncommitted`: `n` may be -1."""
     checked = {
         "step": whole(item["step"], MAX_STEP),
         "manifest_digest": text(item["manifest_digest"]),
@@ -226,7 +226,7 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
 
 
 def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint as JSON data for `read_checkpoint`; metrics are texts, since a metric may be NaN."""
+    """Return a checkpoint as JSON data for `read_checkpoint`, with metrics as texts, since a metric may be NaN."""
     return {**asdict(checkpoint), "metrics": {name: repr(value) for name, value in checkpoint.metrics.items()}}
 
 
@@ -246,7 +246,7 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
 
 
 def drill_item(drill: Drill) -> dict[str, Any]:
-    """Return a drill as JSON data: one process is not counted."""
+    """Return a drill as JSON data; leave out `ranks` if it is 1."""
     return {name: value for name, value in asdict(drill).items() if (name, value) != ("ranks", 1)}
 
 
@@ -308,14 +308,14 @@ def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
 
 
 def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Read the parameters of a program from JSON data; None if they were not recorded."""
+    """Read the parameters of a program from JSON data; None if the run has none."""
     if item is not None and not isinstance(item, dict):
         raise ValueError(f"{item!r:.80} are no parameters")
     return item
 
 
 def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
-    """Return the names; raise ValueError if one is not an attempt's object, since these objects will be deleted."""
+    """Return the names of objects to delete; raise ValueError if a name is not that of an attempt's object."""
     return _folded(names, is_attempt_object, "an object", MAX_RETIRED)
 
 
@@ -335,7 +335,7 @@ def _folded(names: Iterable[Any], is_one: Callable[[str], bool], what: str, most
 
 def _epochs(value: Any) -> Any:
     if value is not None:
-        finite(value)  # A training loop may count epochs as floats.
+        finite(value)  # A loop may report a fraction of an epoch.
     return value
 
 
@@ -349,18 +349,19 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 SEAL_NAME = "seal.json"
 SEAL_VERSION = 1
-Compared = Mapping[str, Mapping[str, str]]  # What must be equal in all ranks: digests by name.
+Compared = Mapping[str, Mapping[str, str]]  # Digests by name that must be equal in all ranks.
 MAX_SEAL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """A complete snapshot: its checkpoint, or the checkpoint that its commit would create.
+    """The mark of a complete snapshot: the checkpoint that its commit creates or would create.
 
-    When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` that of
-    the older snapshot that storage did not have yet (under way, or failed). The snapshot may be restored while one of
-    the two is the newest in the ledger, or if the snapshot is committed. `checkpoint.n` is -1: only the ledger knows
-    whether it was committed. `compared`: the digests that many ranks compare before they restore it.
+    When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` the
+    identity of the previous snapshot if its save was under way or had failed. A process may restore the snapshot while
+    one of the two is the newest in the ledger, or if the snapshot is committed. `checkpoint.n` is -1: only the ledger
+    knows whether the checkpoint is committed. `compared`: digests that many ranks compare before they restore the
+    snapshot.
     """
 
     run_key: str

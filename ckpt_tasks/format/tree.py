@@ -1,6 +1,6 @@
-"""Turn a nested state into JSON and back, every type exactly as it was.
+"""Nested state as JSON and back, with exact types.
 
-JSON's own types stand for themselves. Everything else is an object with one key that begins with ``~``::
+JSON's own types are written as they are. Every other value is an object with one key that begins with ``~``::
 
     {"~tensor": "model/embed.weight"}                          a tensor, by its full key
     {"~tensor": ["model/w", {"stride": [1, 8]}]}               … with its strides and flags
@@ -12,9 +12,9 @@ JSON's own types stand for themselves. Everything else is an object with one key
     {"~torch": ["dtype", "float32"]} {"~numpy": ["float64", value]} {"~defaultdict": ["list", [[key, value], …]]}
     {"~named": ["module:Class", {field: value, …}]}            and other Typed kinds: the type, and the parts
 
-Nothing is pickled, and no entry makes a reader import or call anything: KINDS holds the whole vocabulary. Readers apply
+There is no pickle, and no entry makes a reader import or call anything: KINDS lists all kinds of values. Readers apply
 the writer's limits: depth, digits, numbers that fit their dtype, and few keys with equal hashes (Python finds a key
-among n with the same hash in n steps, and integers with equal hashes are easily made).
+among n with the same hash in n steps, and an attacker can easily make integers with equal hashes).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, TypeVar
 from ckpt_tasks.errors import FormatVersionError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.parsing import MALFORMED, whole
 
-# No real state nests as deep. A cycle is refused at this depth, far below the interpreter's limit of 1,000 frames.
+# Real states nest less deep. `encode` refuses a cycle at this depth, far below the interpreter's limit of 1,000 frames.
 MAX_DEPTH = 100
 MAX_INT_BITS = 10_000  # Python writes at most 4,300 digits.
 MAX_OF_ONE_HASH = 64
-_WORD = 2**32 - 1  # Numbers up to this one skip _encode: a save writes hundreds of them for random streams.
+_WORD = 2**32 - 1  # Lists skip _encode for numbers up to this one: random streams have hundreds.
 
 Json = Any
 _Keys = TypeVar("_Keys", bound=Collection[Any])
@@ -51,8 +51,8 @@ NUMBERS |= {f"float{bits}": float for bits in (16, 32, 64)}
 class TensorRef(NamedTuple):
     """A tensor in a tree.
 
-    `key` is the full key "group/name". `array`: it was a numpy.ndarray. `stride` is in elements, and None if the tensor
-    was C-contiguous. `requires_grad` is the tensor's flag.
+    `key` is the full key "group/name". `array`: the value was a numpy.ndarray. `stride` is in elements; None: the
+    tensor was C-contiguous. `requires_grad` is the tensor's flag.
     """
 
     key: str
@@ -61,7 +61,7 @@ class TensorRef(NamedTuple):
     requires_grad: bool = False
 
 
-# Makes a TensorRef from a tuple of four values, without a Python frame each: a state may have 10⁵ of them.
+# Makes a TensorRef from a tuple of four values, without a Python frame: a state may have 10⁵ references.
 new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] = partial(tuple.__new__, TensorRef)
 
 
@@ -81,10 +81,11 @@ class Typed(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A row of the vocabulary: a tag, the first format version that has it, and the type of its values in a tree.
+    """A kind of value: its tag, the first format version that has the tag, and the type of its values in a tree.
 
-    `write(value, path, depth)` and `read(body, depth)` convert a value to JSON and back. `form` says how it is walked:
-    as "pairs" of keys and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or as a "leaf".
+    `write(value, path, depth)` and `read(body, depth)` convert a value to JSON and back. `form` says what a value
+    contains: "pairs" of keys and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or nothing
+    ("leaf").
     """
 
     tag: str
@@ -98,14 +99,14 @@ class Kind(NamedTuple):
 def encode(value: Any, path: str = "") -> Json:
     """Turn a value into JSON types.
 
-    `path` is the value's path in the state, for the error. Raises UnsupportedStateError with the path of the first
-    value outside the vocabulary. Subclasses are outside, so that `decode` returns exactly what was encoded.
+    `path`: the value's path in the state, for the error. Raises UnsupportedStateError with the path of the first value
+    whose type is not in KINDS. Subclasses raise, too, so that `decode` returns exactly what was encoded.
     """
     return _encode(value, path, 0)
 
 
 def decode(node: Json) -> Any:
-    """Turn the result of `encode` back into the value.
+    """Turn JSON from `encode` back into the value.
 
     Raises IntegrityError for JSON that `encode` cannot write, FormatVersionError for an unknown tag.
     """
@@ -116,7 +117,7 @@ def decode(node: Json) -> Any:
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a container in a tree as (key, position or name; part); empty for other values."""
+    """Return pairs of (key, position or name) and part of a container in a tree; nothing for other values."""
     kind = type(value)
     if kind in SEQUENCES:
         return enumerate(value)
@@ -125,13 +126,13 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return True if a value in a tree can hold no other values; an empty container is no leaf."""
+    """Return True if a value in a tree cannot contain values; an empty container is not a leaf."""
     kind = type(value)
     return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
 
 
 def like(model: Any, content: Any) -> Any:
-    """Make a container like `model` (same type, bound, factory or class) with other contents."""
+    """Make a container with new contents and the type, bound, factory or class of `model`."""
     kind = type(model)
     return _LIKE[kind](model, content) if kind in _LIKE else kind(content)
 
@@ -165,7 +166,7 @@ def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: 
 
 
 def since(data: bytes) -> int:
-    """Return the first format version that has every tag of this JSON, which must be written without spaces."""
+    """Return the first format version that has every tag of this JSON; the JSON must have no spaces."""
     tags = {tag.decode() for tag in _LATER.findall(data)}
     return max((row.since for row in KINDS if row.tag in tags), default=1)
 
@@ -191,7 +192,7 @@ def _encode(value: Any, path: str, depth: int) -> Json:
 
 
 def refusal(value: object, path: str, *, nested: bool = False) -> UnsupportedStateError:
-    """Return the error for a value of an unknown type; `nested`: it has its own state, and is inside another value."""
+    """Return the error for a value of an unknown type; `nested`: the value has a state, and is inside another value."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     hint = "Leave it out of the state, or give its owner a state_dict() of tensors and plain values."
@@ -236,7 +237,7 @@ def _encode_tensor(ref: TensorRef, path: str, depth: int) -> Json:
 
 def _encode_time(value: datetime, path: str, depth: int) -> Json:
     iso = value.isoformat()
-    # The ISO form cannot hold a time zone with rules.
+    # The ISO form has only a fixed offset, not a time zone with rules.
     if repr(datetime.fromisoformat(iso).replace(fold=value.fold)) != repr(value):
         raise UnsupportedStateError(
             f"the time zone of {iso} cannot be stored", key=path or None, hint="Use UTC or another fixed offset."
@@ -258,7 +259,7 @@ def _encode_typed(value: Typed, path: str, depth: int) -> Json:
 
 
 def _encode_set(value: Any, path: str, depth: int) -> list[Json]:
-    # Sort the items in written form, so that equal sets give equal bytes with any hash seed.
+    # Sort the items by their JSON, so that equal sets give equal bytes with any hash seed.
     _unlike(value, partial(UnsupportedStateError, key=path or None))
     return sorted(_items(value, path, depth), key=json.dumps)
 
@@ -295,7 +296,7 @@ def _read_pairs(body: Json, depth: int) -> list[tuple[Any, Any]]:
 
 
 def _unlike(keys: _Keys, error: Callable[[str], Exception] = ValueError) -> _Keys:
-    """Return the keys; raise an error if many have the same hash: entering n of them into a dict takes n² steps."""
+    """Return the keys; raise an error if many have the same hash: a dict of n such keys takes n² steps to build."""
     if len(keys) > MAX_OF_ONE_HASH and max(Counter(map(hash, keys)).values()) > MAX_OF_ONE_HASH:
         raise error(f"more than {MAX_OF_ONE_HASH} keys with one hash cannot be stored")
     return keys
@@ -358,8 +359,8 @@ _TYPED = dict.fromkeys(
     ("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range", "~bytearray"),
     3,
 )
-_TYPED["~wrapper"] = 5  # Version 5 adds only this entry.
-# One row for each kind that JSON lacks. The live type of a Typed kind is in tensors/kinds.py.
+_TYPED["~wrapper"] = 5  # Version 5 adds only this tag.
+# One row for each kind of value that JSON lacks. tensors/kinds.py has the live type of each Typed kind.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
     Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),
@@ -384,8 +385,8 @@ KINDS = (
 _OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form in ("pairs", "items", "set", "leaf")}
 MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, bool, str, tuple, deque, *MAPPINGS[1:3])}
-SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # Values of these types are stored as themselves.
-_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # These containers have a bound, a factory or a class to keep.
+SCALARS = _AS_THEY_ARE.union(_OF_FORM["leaf"], {int}) - {TensorRef}  # A tree has these values unchanged.
+_LIKE: dict[type, Callable[[Any, Any], Any]] = {  # A copy keeps the bound, factory or class.
     deque: lambda model, items: deque(items, model.maxlen),
     defaultdict: lambda model, pairs: defaultdict(model.default_factory, pairs),
     Typed: lambda model, parts: model._replace(parts=parts),

@@ -1,4 +1,4 @@
-"""The versions of the format: every manifest and ledger object states its own."""
+"""The versions of the format; every manifest and ledger object states its own version."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from ckpt_tasks.errors import FormatVersionError, IntegrityError
 
 FORMAT_VERSION = 1
-# Version 2 adds manifests of many ranks and ledger objects with folded names. Later versions are in the rows of values
-# (tree.py) and groups (kinds.py).
+# Version 2 adds manifests of many ranks and ledger objects with folded names. The KINDS of values (tree.py) and of
+# groups (kinds.py) name the later versions.
 RANKS_VERSION = 2
-TABLES_VERSION = 4  # Version 4 adds lookup tables: a kind of group, and the names of its files.
+TABLES_VERSION = 4  # Version 4 adds lookup tables: a kind of group, and names of its files.
 
 
 def check_version(version: Any, name: str, newest: int = FORMAT_VERSION) -> None:

@@ -1,4 +1,4 @@
-"""How a state differs from a checkpoint, and what the user can do; renamed modules are found by shapes."""
+"""The differences between a state and a checkpoint, and what the user can do; finds renamed modules by shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPE_HINT = "Make the model as it was saved, restore, and convert it after tha
 
 @dataclass
 class Differences:
-    """Collects the differences of a checkpoint and a target; `stored` has dtype and shape of every stored tensor."""
+    """Collects the differences between a checkpoint and a state; `stored`: dtype and shape of each stored tensor."""
 
     stored: Stored
     missing: list[str] = field(default_factory=list)
@@ -33,22 +33,22 @@ class Differences:
     hint: str | None = None
     loose: bool = False
     groups: tuple[str, ...] = ()  # The groups that are restored.
-    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # Dtypes and shapes by name.
-    # The target's dtypes of tensors that differ from the stored ones only in the dtype.
+    missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # By name.
+    # The state's dtypes of tensors that differ from the checkpoint only in the dtype.
     other_dtypes: list[torch.dtype] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
     def names(self, group: str, here: set[str], there: set[str]) -> None:
-        """Compare names: those only in the target are missing, those only in the checkpoint are unexpected."""
+        """Compare names: a name only in the state (`here`) is missing, a name only in the checkpoint is unexpected."""
         self.missing += sorted(f"{group}/{name}" for name in here - there)
         self.unexpected += sorted(f"{group}/{name}" for name in there - here)
 
     def differ(self, place: str, why: str) -> None:
-        """Record that the value at a place in the state differs, and how."""
+        """Record that the value at a place in the state differs, and why."""
         self.different.append(f"{place} ({why})")
 
     def tensor(self, place: str, live: torch.Tensor, ref: Any) -> None:
-        """Compare a live tensor with the checkpoint's tensor for its place."""
+        """Compare a live tensor with the checkpoint's tensor at its place."""
         if type(ref) is not TensorRef:
             self.differ(place, "a tensor here, another value in the checkpoint")
         elif why := difference(live, *self.stored[ref.key]):
@@ -60,11 +60,11 @@ class Differences:
         self.change(place, there, here, f"{there!r} is restored.")
 
     def change(self, name: str, was: object, now: object, effect: str) -> None:
-        """Record a value that differs from the checkpoint's, and a sentence on the `effect` of that."""
+        """Record that a value differs from the checkpoint's, with a sentence on the `effect`."""
         self.replaced.append(f"{name}: {was!r} → {now!r}. {effect}")
 
     def raise_any(self) -> None:
-        """Raise StateMismatchError with all recorded differences, if there are any."""
+        """Raise StateMismatchError with all recorded differences; do nothing without differences."""
         if self.missing or self.unexpected or self.different:
             raise StateMismatchError(
                 "the checkpoint does not fit the state; nothing was changed",
@@ -95,10 +95,10 @@ def renamed_places(
     stored: Mapping[str, Described],
     groups: Sequence[str],
 ) -> dict[str, str]:
-    """Return the argument for `restore(state, only=…)` if parts of modules were only renamed, else {}.
+    """Return the argument for `restore(state, only=…)` if parts of modules were merely renamed, else {}.
 
     `here` has the tensors of the state's modules that the checkpoint lacks; `groups` are all groups of the restore. The
-    unmatched tensors of both sides must fit one to one, by shape, dtype and the last part of the name.
+    unmatched tensors of both sides must fit one to one, by shape, dtype and last part of the name.
     """
     pairs: dict[str, str] = {}
     left = [name for name in unexpected if name in stored]
@@ -116,7 +116,7 @@ def renamed_places(
 
 
 def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
-    """Return True if every missing entry that is not in `here` is optimizer state of a parameter in `here`."""
+    """Return True if every other missing entry is the optimizer state of a parameter in `here`."""
     rest = [name for name in missing if name not in here]
     return all(name.partition("/")[2] in here for name in rest)
 

@@ -1,4 +1,4 @@
-"""Random streams as groups: the process's own streams, which are restored last, and the user's generators."""
+"""Random streams as groups: the process's own streams, which a restore sets last, and the user's generators."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ckpt_tasks.tensors.values import pack, unpack
 
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:
-    """Turn the result of current_streams() into a tree with the keys python, numpy, torch, cuda:0 …"""
+    """Turn the result of current_streams() into a tree with the keys python, numpy, torch, cuda:0 and so on."""
     return {name: _tree(*taken, f"{RNG}/{name}", tensors) for name, taken in streams.items()}
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
-    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, like SystemRandom."""
+    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, as SystemRandom."""
     try:
         return _tree(generator, stream_state(generator), path, tensors)
     except NotImplementedError as error:
@@ -48,7 +48,7 @@ class GeneratorPart:
             raise IntegrityError("the generator's tree is malformed", key=path)
 
     def compare(self, differences: Differences) -> None:
-        """Record a generator of another type than the checkpoint's."""
+        """Record a difference if the checkpoint's generator has another type."""
         here, there = generator_type(self._generator), self._tree["type"]
         if here != there:
             differences.differ(self._path, f"{here} here, {there} in the checkpoint")
@@ -67,7 +67,7 @@ class GeneratorPart:
 
 
 class StreamsPart:
-    """Restore the process's streams. A stored stream without its device is an error; one that is not stored stays."""
+    """Restores the process's streams. A stored stream of a missing device is an error; other streams stay unchanged."""
 
     guard: Guard | None = None
 
@@ -79,7 +79,7 @@ class StreamsPart:
         self._parts = [GeneratorPart(streams[n], f"{RNG}/{n}", t) for n, t in tree.items() if n in streams]
 
     def compare(self, differences: Differences) -> None:
-        """Record stored streams that this process lacks."""
+        """Record stored streams whose devices this process lacks."""
         differences.unexpected += [f"{RNG}/{name} (this process has no device {name})" for name in self._absent]
         for part in self._parts:
             part.compare(differences)

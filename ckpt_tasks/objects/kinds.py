@@ -1,6 +1,6 @@
-"""The kinds of groups as live objects: which objects are of a kind, and how they are captured and restored.
+"""The kinds of groups as live objects: which objects a kind has, and how to capture and restore them.
 
-format/kinds.py has the same kinds from the format's side. The process's random streams are a group without an object.
+format/kinds.py has the trees of these kinds. The process's random streams are a group without an object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt_tasks.tensors.values import has_state, pack
 
 
 class Scope:
-    """What surrounds a group: the state without containers, its modules, and the names of all parameters.
+    """The surroundings of a group: the flat state, its modules, and the names of all parameters.
 
     `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
     """
@@ -57,11 +57,11 @@ class Scope:
 class GroupKind(NamedTuple):
     """A kind of group.
 
-    `has` says whether an object is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
-    `part(value, name, tree, scope, copies, kept)` restores it, and keeps the values of the keys in `kept`. `rule` says
-    how its plain tensors differ between ranks. `draws`: reading the state runs foreign code, which may draw random
-    numbers. `resizes`: another number of ranks can restore the trees that each rank saved. `gathers`: that needs the
-    trees of all ranks, and `part` gets a list of them.
+    `has(value)`: the value is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
+    `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says how plain
+    tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random numbers.
+    `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs the trees of all ranks,
+    and `part` gets a list of them.
     """
 
     has: Callable[[Any], bool]
@@ -79,7 +79,7 @@ def kind_of(value: Any) -> str:
 
 
 def may_draw(value: Any) -> bool:
-    """Return True if code that is neither torch's nor ours returns a value's state: it may draw random numbers."""
+    """Return True if foreign code (neither torch's nor ours) reads a value's state: it may draw random numbers."""
     return KINDS[kind_of(value)].draws(value)
 
 
@@ -93,8 +93,8 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
     return tree
 
 
-# The rows are in the order of capture: memory that two groups share belongs to the first, so that a module is restored
-# from its own files. A data loader may draw from a generator in its state_dict(), so generators come after it.
+# The rows are in the order of capture. Memory that two groups share belongs to the first, so modules come before
+# optimizers. A data loader's state_dict() may draw from a generator, so generators come after stateful objects.
 KINDS = {
     "table": GroupKind(
         lambda v: isinstance(v, LookupTable),
@@ -108,7 +108,7 @@ KINDS = {
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
-        RankRule.REPLICATED,  # The rule for a module's parameters; capture_module handles buffers.
+        RankRule.REPLICATED,  # For parameters; capture_module sets the rule of buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(

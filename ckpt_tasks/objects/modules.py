@@ -1,10 +1,10 @@
-"""Modules: captured under the names of their state_dict, restored by copying into their own parameters and buffers.
+"""Modules as groups: captured by the names of their state_dict, restored by copies into their parameters and buffers.
 
-Names omit wrappers (DistributedDataParallel, DataParallel, torch.compile), so the checkpoint of a wrapped module can be
-restored into an unwrapped one. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad flags
-are not part of the state; the group of an optimizer holds the modes and flags that training has switched.
-load_state_dict takes time quadratic in the number of submodules, so it is called only if code of the module itself runs
-(hooks, extra state, an overridden method), and then under a guard.
+Names omit wrappers (DistributedDataParallel, DataParallel, torch.compile), so an unwrapped module can be restored from
+the checkpoint of a wrapped module. As in a state_dict, non-persistent buffers, modes (train, eval) and requires_grad
+flags are not part of the state; the group of an optimizer holds the modes and flags that training has switched.
+load_state_dict takes time quadratic in the number of submodules, so a restore calls it only if the module has code for
+it (hooks, extra state, an overridden method), and then under a guard.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def capture_module(
 ) -> dict[str, Any]:
     """Turn a module's state into a tree: name → TensorRef, or the result of get_extra_state.
 
-    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code runs,
-    so live tensors are used: detaching a DTensor takes longer than the rest of this function. Raises
-    UnsupportedStateError for a weight that could not be restored.
+    `parameters` has the full keys of all parameters, if there are many ranks. `is_plain`: only torch's own code reads
+    the state, so take live tensors: detaching a DTensor takes longer than the rest of this function. Raises
+    UnsupportedStateError for a weight that a restore could not load.
     """
-    # Each rank has running statistics of its own batches.
+    # With many ranks, buffers may differ: each rank has running statistics of its own batches.
     live = unwrapped(module).named_buffers(remove_duplicate=False) if tensors.many else ()
     buffers = {bare_name(name) for name, _ in live}
     tree = {}
@@ -74,7 +74,7 @@ def capture_module(
             if not is_tensor or value.layout is torch.strided:
                 raise
             with tensors.by(RankRule.BUFFER if name in buffers else RankRule.ONE):
-                tree[name] = pack(value, key, tensors)  # A sparse tensor is stored as indices and values.
+                tree[name] = pack(value, key, tensors)  # Store a sparse tensor as indices and values.
     return tree
 
 
@@ -99,7 +99,7 @@ class ModulePart:
         self._owners = {bare_name(f"{name}.").rstrip("."): one for name, one in self._module.named_modules()}
         self._resized: dict[str, tuple[str, tuple[int, ...]]] = {}
         _return_scales(self._module)
-        # torch restores a sparse tensor only by load_state_dict.
+        # Only load_state_dict can restore a sparse tensor.
         taking_part = any(map(_is_sparse, self._tree.values())) or any(map(takes_part, self._module.modules()))
         self.guard = Guard(self._module, group, self._module.state_dict()) if taking_part else None
 
@@ -120,7 +120,7 @@ class ModulePart:
                 continue
             if _is_sparse(ref):
                 here, there = _words(live), f"{ref.head[0]} {[*ref.head[1]]}"
-                if here == there and live.layout is not torch.sparse_coo:  # torch copies exactly as many values.
+                if here == there and live.layout is not torch.sparse_coo:  # torch copies only equal numbers of values.
                     count = differences.stored[ref.parts["values"].key][1][0]
                     here, there = f"{here}, {live.values().shape[0]} values", f"{there}, {count} values"
                 if here != there:
@@ -138,7 +138,7 @@ class ModulePart:
         self._compare_ties(differences)
 
     def prepare(self, make: Maker) -> None:
-        """Request the copies; build a whole state for load_state_dict if the module's own code runs."""
+        """Request the copies; if the module has its own code, build a whole state for load_state_dict instead."""
         if self.guard is None:
             for name, live in self._state.items():
                 self._copies.want(f"{self._group}/{name}", live, self._tree[name])
@@ -149,7 +149,7 @@ class ModulePart:
             for name, live in own.items()
         )
         self._value = type(own)(values)
-        if hasattr(own, "_metadata"):  # torch keeps version numbers of the submodules' states here.
+        if hasattr(own, "_metadata"):  # torch keeps version numbers of the submodules here.
             self._value._metadata = own._metadata  # type: ignore[attr-defined]
 
     def write(self) -> None:
@@ -167,7 +167,7 @@ class ModulePart:
                 )
 
     def _resizes(self, name: str, live: torch.Tensor, stored: tuple[str, tuple[int, ...]]) -> bool:
-        """Return True if only the shape differs and the module's own code may change it, as in QAT."""
+        """Return True if only the shape differs, and the submodule's own code may change the shape, as in QAT."""
         dtype, shape = stored
         if DTYPES.get(live.dtype) != dtype or tuple(live.shape) == tuple(shape):
             return False
@@ -183,15 +183,16 @@ class ModulePart:
         for name, key in refs.items():
             live = self._state[name]
             known = identity(live) if isinstance(live, torch.Tensor) else None
-            # Buffers lose their ties when a module moves to a device, so only parameters must stay tied.
+            # Only parameters must stay tied: buffers lose their ties when a module moves to a device.
             if known and first.setdefault(key, known) != known and known in parameters:
                 differences.differ(f"{self._group}/{name}", "tied in the checkpoint, a parameter of its own here")
 
 
 def _return_scales(module: nn.Module) -> None:
-    """Undo what the first forward pass of bitsandbytes' Linear8bitLt does; the next one does it again.
+    """Move the scales of bitsandbytes' Linear8bitLt back to the weights.
 
-    The forward pass moves the scales of an 8-bit weight to the layer's own state; a restore needs them at the weight.
+    The first forward pass moves an 8-bit weight's scales to the layer's own state, and the next one will do so again; a
+    restore needs them at the weight.
     """
     for part in module.modules():
         if hasattr(part, "init_8bit_state"):
@@ -213,7 +214,7 @@ def _is_sparse(value: Any) -> TypeGuard[Typed]:
 
 
 def takes_part(module: nn.Module) -> bool:
-    """Return True if the module's own code (a hook, an overridden method) runs when its state is read or loaded."""
+    """Return True if reading or loading a module's state runs its own code (a hook, an overridden method)."""
     for name in _HOOKS:
         hooks = getattr(module, name, None)
         if hooks and not all(map(_is_torchs, hooks.values())):
@@ -223,14 +224,14 @@ def takes_part(module: nn.Module) -> bool:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Return True for a hook of torch.distributed: FSDP's hooks shard parameters and change no value."""
+    """Return True for a hook of torch.distributed: FSDP's hooks shard parameters, and do not change values."""
     function = getattr(hook, "hook", hook)  # torch wraps a hook that gets the module as an argument.
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith("torch.distributed.")
 
 
 @cache
 def _overrides(kind: Any) -> bool:
-    # torch's own overrides convert old versions of a state; they do not change a complete one.
+    # torch's own overrides only convert old versions of a state.
     for name in _METHODS:
         home = getattr(getattr(kind, name), "__module__", "")
         if not home.startswith("torch.nn.modules."):
@@ -239,14 +240,15 @@ def _overrides(kind: Any) -> bool:
 
 
 class Gradients:
-    """Save and restore the gradients that a module has accumulated.
+    """The gradients that a module has accumulated, as an object for the state.
 
-    A module's state has no gradients: those that `backward` has accumulated since the last optimizer step are lost with
-    the process. A loop that saves at optimizer steps does not need this. A loop that saves between them adds it::
+    A module's state has no gradients: without this object, gradients that `backward` has accumulated since the last
+    optimizer step are lost with the process. A loop that saves only at optimizer steps does not need it. A loop that
+    saves between optimizer steps adds it::
 
         state = {"model": model, "gradients": Gradients(model), "optimizer": optimizer, "micro_step": 0}
 
-    The object itself holds no tensors.
+    The object holds only a reference to the module.
     """
 
     @checked
@@ -260,10 +262,10 @@ class Gradients:
     @torch.no_grad()
     @checked
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set the gradient of every parameter; None if `state` has none.
+        """Set the gradient of every parameter; to None for a parameter that `state` lacks.
 
         An existing gradient keeps its memory and gets new values, since DistributedDataParallel may own the memory.
-        Raises StateMismatchError, before anything is set, for an unknown name or another shape.
+        Raises StateMismatchError before it sets a gradient, for an unknown name or another shape.
         """
         parameters = self._parameters()
         unknown = tuple(name for name in state if name not in parameters)

@@ -1,4 +1,4 @@
-"""Names of modules' tensors and parameters, without the names of wrappers."""
+"""Names of modules' tensors and parameters, without the parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPILED = re.compile(r"(^|\.)_orig_mod(?=\.)")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of DistributedDataParallel, DataParallel and torch.compile."""
+    """Return the module inside the wrappers DistributedDataParallel, DataParallel and torch.compile."""
     inner: nn.Module | None = module
     while inner is not None:
         module = inner
@@ -28,7 +28,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """List every parameter, "group/name"; a parameter with several names appears under each."""
+    """List every parameter with its full key "group/name", once for each name that it has."""
     return [
         (f"{group}/{bare_name(name)}", parameter)
         for group, module in modules.items()
@@ -37,7 +37,7 @@ def named_parameters(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Par
 
 
 def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]:
-    """Return each parameter's name by id(); if it has several names, the first in alphabetical order."""
+    """Return each parameter's name by id(); of several names, the first in alphabetical order."""
     names: dict[int, str] = {}
     for name, parameter in named:
         first = names.setdefault(id(parameter), name)
@@ -47,7 +47,7 @@ def parameter_names(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, str]
 
 
 def tied_names(state: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Map each tensor of a module's state that is not stored to a stored one with the same memory.
+    """Map each name in a module's state that is not stored to a stored name of a tensor with the same memory.
 
     A safetensors file stores tied weights once, under one of their names.
     """
@@ -63,13 +63,13 @@ def bare_name(name: str) -> str:
 
 
 def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[str, Any]:
-    """Return a module's state by names without wrappers; if `live`, with its own parameters instead of detached ones.
+    """Return a module's state by names without wrappers. `live`: with its own parameters, not detached ones.
 
-    Raises UnsupportedStateError if two names become equal without wrappers, or if a module has no state to save.
+    Raises UnsupportedStateError if two names become equal without wrappers, or if a module cannot save its state.
     """
     try:
         state = unwrapped(module).state_dict(keep_vars=True) if live else unwrapped(module).state_dict()
-    except NotImplementedError as error:  # By bitsandbytes' quantized embeddings.
+    except NotImplementedError as error:  # bitsandbytes' embeddings raise it.
         hint = "Put only the modules that train into the state, and make this one from its source again."
         raise UnsupportedStateError(f"a module cannot be saved: {error}", key=group, hint=hint) from error
     if not any("_orig_mod." in name for name in state):

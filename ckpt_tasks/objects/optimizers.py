@@ -1,11 +1,12 @@
-"""Optimizers: their state is stored by the names of the parameters, not by their positions.
+"""Optimizers as groups: a checkpoint has their state by the names of the parameters, not by positions.
 
 torch numbers parameters in the order in which the optimizer got them, and restores by number: after a parameter is
-reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). Here
-every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
-`param_names`, else from its position ("#0.3": group 0, position 3). Values are never cast to the parameter's dtype.
+reordered or frozen, moments silently attach to the wrong parameters (github.com/pytorch/pytorch issue 192202). In a
+checkpoint every parameter has a name: from a module of the same state ("model/head.weight"), else from the optimizer's
+`param_names`, else from its position ("#0.3": group 0, position 3). A restore never casts values to the parameter's
+dtype.
 
-Gradients and modes that training has switched (objects/switches.py) are saved with the optimizer.
+The optimizer's tree also has the requires_grad flags and modes that training has switched (objects/switches.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_OPTIONS = ("params", "param_names")
-# Schedules add these options to the param groups of their optimizer.
+# Schedules add these options to their optimizer's param groups.
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
@@ -51,11 +52,11 @@ def capture_optimizer(
     """Turn an optimizer's state into a tree.
 
     `names` maps id() of a parameter to its name; `modules` has the modules of the state by group. The tree has `state`
-    (by parameter), `shared` (entries of no parameter), `param_groups` (options, and the names in `params`), `other`
-    (what a subclass adds), `shapes` of parameters outside the state's modules, and `on_cpu` (entries on the CPU whose
-    parameter is not). If training has frozen or unfrozen parameters, or switched modes of some modules, it also has
-    `requires_grad` and `modes`. Raises UnsupportedStateError for an optimizer whose state_dict is not in torch's
-    format.
+    (by parameter), `shared` (entries without a parameter), `param_groups` (options, and the names in `params`), `other`
+    (additions of a subclass), `shapes` (of parameters outside the state's modules), and `on_cpu` (names of entries on
+    the CPU whose parameters are on a device). If training has frozen or unfrozen parameters, or switched modes of
+    modules, the tree also has `requires_grad` and `modes`. Raises UnsupportedStateError for an optimizer whose
+    state_dict is not in torch's format.
     """
     state = _state_dict(optimizer, group)
     named = _named_groups(optimizer, names, group)
@@ -79,7 +80,7 @@ def capture_optimizer(
 def pack_optimizer(
     state: Mapping[str, Any], names: Mapping[Any, str], group: str, tensors: TensorSet
 ) -> dict[str, Any]:
-    """Return the part of an optimizer's tree that its state_dict has; `names` has its parameters' names by number."""
+    """Return the part of an optimizer's tree that comes from its state_dict; `names`: parameters' names by number."""
     entries = state["state"]
     other = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {
@@ -97,7 +98,7 @@ def pack_optimizer(
 
 
 class OptimizerPart:
-    """Restores one optimizer, in its own order of parameters; those in `kept` keep their current state."""
+    """Restores one optimizer, in its own order of parameters; parameters in `kept` keep their current state."""
 
     def __init__(
         self,
@@ -135,10 +136,10 @@ class OptimizerPart:
         saved = {option for group in self._tree["param_groups"] for option in group["options"]} - _OF_SCHEDULES
         own = {option for group in self._optimizer.param_groups for option in group}
         lost, lacking = (sorted(map(str, one)) for one in (saved - own, self._optimizer.defaults.keys() - saved))
-        if lost and lacking:  # If only one side lacks options, their versions of torch differ.
+        if lost and lacking:  # If only one side lacks options, the versions of torch differ.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
-        if not any(self._optimizer.state.values()):  # Reading a missing state would create an empty one.
+        if not any(self._optimizer.state.values()):  # `any(values())` reads no missing entry, which would create it.
             options = [group["options"] for group in self._tree["param_groups"]]
             replaced_options(self._group, self._optimizer, options, differences)
         for name, (n, parameter) in here.items():
@@ -172,7 +173,7 @@ class OptimizerPart:
             self._options.append({**self._optimizer.defaults, **made})
 
     def write(self) -> None:
-        """Set the optimizer's state; param groups stay the same dicts: schedulers and CUDA graphs refer to them."""
+        """Set the optimizer's state. Keep the dicts of the param groups: schedulers and CUDA graphs refer to them."""
         saved, begun = self._tree.get("requires_grad", {}), begun_flags(self._optimizer)
         taken = {name: p for members in self._named for name, p in members if name not in self._kept}
         restore_modes(self._modules, _groups_of(taken, self._modules), self._tree.get("modes", {}))
@@ -220,7 +221,7 @@ class OptimizerPart:
         return home
 
     def _numbered(self) -> dict[str, Any]:
-        # Build the state in the form of torch's own state_dict, with the target's parameter numbers.
+        # Build the state in the form of torch's own state_dict, with this optimizer's parameter numbers.
         make = self._make
         own = self._optimizer.state_dict()
         numbers = {name: n for n, name in _numbers(own, self._named).items()}
@@ -236,7 +237,7 @@ class OptimizerPart:
 
 
 def optimizer_names(optimizer: Optimizer, names: Mapping[int, str], group: str) -> list[list[str]]:
-    """Name an optimizer's parameters, by param group; `names` has the names of the modules' parameters by id()."""
+    """Return the names of an optimizer's parameters by param group; `names`: the modules' parameter names by id()."""
     return [[name for name, _ in members] for members in _named_groups(optimizer, names, group)]
 
 
@@ -325,9 +326,9 @@ def _on_cpu(per_name: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> li
 def device_of_entry(
     key: str, *, parameter: torch.Tensor, options: Mapping[str, Any], on_cpu: list[str] | None
 ) -> torch.device:
-    """Return the device of a new state entry: the old one, or torch's choice if the saved state was all on the CPU.
+    """Return the device of a new state entry: as when saved, or torch's choice if all parameters were on the CPU then.
 
-    `step` stays on the CPU then, unless a kernel reads it.
+    torch's choice is the parameter's device, but the CPU for a `step` that no kernel reads.
     """
     if on_cpu is None:
         aside = key == "step" and not (options.get("fused") or options.get("capturable"))
@@ -341,7 +342,7 @@ def _anywhere(_key: str, *, device: torch.device) -> torch.device:
 
 
 def is_ordinary(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer saves and loads its state as torch's base class does, without hooks."""
+    """Return True if an optimizer saves and loads its state by torch's base class, without hooks."""
     kind = type(optimizer)
     own = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
     return own and not any(getattr(optimizer, name, None) for name in _HOOKS)

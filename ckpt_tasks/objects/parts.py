@@ -1,4 +1,4 @@
-"""One captured group, and the restore of one group."""
+"""Data of captured groups, and the interface for the restore of one group."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class GroupState:
 
     @property
     def trees(self) -> list[Any]:
-        """The trees of the ranks that this process knows."""
+        """The ranks' trees that this process has: only its own."""
         return [self.tree]
 
 
 class TableFileCapture(NamedTuple):
-    """A file of a captured lookup table: its name, its key, and its contents unless a commit is known to have them."""
+    """A file of a captured lookup table: name, key, and contents; None if a commit already has the contents."""
 
     group: str
     name: str
@@ -47,14 +47,14 @@ class TableFileCapture(NamedTuple):
 
 
 class TableCapture(NamedTuple):
-    """A captured lookup table: the files of the save; the last one may not have its rows yet."""
+    """A captured lookup table and its files; the last file gets its rows in `take`."""
 
     group: str
     table: LookupTable
     chain: Chain
 
     def take(self) -> list[TableFileCapture]:
-        """Copy the changed rows into the new file, and list all files; the next save builds on this file."""
+        """Copy the changed rows into the new file, and list all files; the next save continues this chain."""
         self.chain.take(self.table.store, self.table.rule.slots)
         self.table.chain = self.chain
         shards = self.table.shards
@@ -72,7 +72,7 @@ class TableCapture(NamedTuple):
 
 
 class Saved(Protocol):
-    """One group of a checkpoint; `tree` may be decoded on access, and raises IntegrityError if it is malformed."""
+    """One group of a checkpoint; reading `tree` may decode it, and raises IntegrityError if it is malformed."""
 
     @property
     def kind(self) -> str: ...
@@ -86,13 +86,13 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured state: the trees of its groups, and its live tensors by full key, detached and not copied.
+    """A captured state: the trees of its groups, and its live tensors by full key, detached but not copied.
 
-    `frozen` are the keys of parameters without gradient: they go into separate files, which need not be written again.
-    `places` has, for each part of a sharded tensor, the shape of the whole tensor and the part's offset. `replicated`
-    has the parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has
-    all other plain tensors, which one rank writes for all. `constant` are keys of tensors whose values do not change
-    while they are referenced.
+    `frozen` are the keys of parameters without gradient: they go into separate files, which later saves reuse. `places`
+    has, for each part of a sharded tensor, the shape of the whole tensor and the part's offset. `replicated` has the
+    parameters and optimizer states that several ranks hold: this rank's part, and its offset. `one_for_all` has all
+    other plain tensors, which one rank writes for all. `constant` are keys of tensors whose values do not change while
+    a reference to them exists.
     """
 
     groups: dict[str, GroupState]
@@ -108,9 +108,9 @@ class Captured:
 class RestorePart(Protocol):
     """Restores one group.
 
-    `compare` records every difference before a tensor is read. `prepare` changes nothing: it makes new values, which
-    `fetch` of the maker's source fills; all groups share the maker. `write` changes the target. If it runs the user's
-    code, `guard` undoes the changes of code that raises.
+    `compare` records every difference before a tensor is read. `prepare` does not change the live object: it makes new
+    values, which `fetch` of the maker's source fills; all groups share the maker. `write` changes the live object. If
+    `write` runs the user's code, `guard` undoes the changes of code that raises.
     """
 
     guard: Guard | None
@@ -121,7 +121,7 @@ class RestorePart(Protocol):
 
 
 class Guard:
-    """Keeps a copy of an object's state, because its load_state_dict may raise half-way."""
+    """Keeps a copy of an object's state, because the object's load_state_dict may raise half-way."""
 
     def __init__(self, target: Any, group: str, state: Any):
         self._target = target

@@ -1,15 +1,14 @@
-"""Plain values: restored, if possible, into the objects that the program already holds.
+"""Plain values as groups: restored, if possible, into the objects that the program already has.
 
 A dict, list, set or deque stays the same object and gets new contents. A tensor or an array keeps its memory. Three
-kinds of tensor must have the stored shape and dtype: one that requires a gradient (an optimizer holds it), one that
-belongs to a live module or optimizer, and a tensor that is a group in a container that cannot be changed. Any other
-tensor that does not fit is replaced. A number, a string or a tuple is assigned to its container. A value of another
-kind than the program's is also assigned, and recorded as a difference: other references to the program's value keep the
-old one.
+kinds of tensor must have the stored shape and dtype: a tensor that requires a gradient (an optimizer holds it), a
+tensor that belongs to a live module or optimizer, and a group that is a tensor in a read-only state. A restore replaces
+any other tensor that does not fit. It assigns a number, a string or a tuple to its container. It also assigns a value
+of another kind than the program's, and reports the change: other references to the program's value keep the old value.
 
-`module.state_dict()` is a dict of the module's own tensors, so a restore into it restores the module. The state_dict of
-an optimizer, schedule or scaler holds copies, and an optimizer's tensors appear only at its first step: a restore into
-it would restore nothing, so it is refused.
+`module.state_dict()` is a dict of the module's own tensors, so a restore into this dict restores the module. The
+state_dict of an optimizer, schedule or scaler holds copies, and an optimizer makes its tensors only at the first step:
+a restore into such a dict would not reach the object, so we refuse it.
 
 We do not search for other references to a tensor: listing all live objects with the garbage collector makes `tuple(x
 for x in …)` fail in every other thread, and takes half a second in a large process.
@@ -55,11 +54,11 @@ _OF_OTHERS = {
 
 
 def belongs_to_another(value: Any) -> bool:
-    """Return True if a tensor is a detached alias of another one, like those in the `state_dict()` of a module."""
+    """Return True if a tensor is a detached alias of another tensor, as in the `state_dict()` of a module."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_meta:
         return False
     if value._base is not None or value.untyped_storage().nbytes() != value.nbytes:
-        return False  # A view is no alias: its base holds the memory.
+        return False  # A view is not an alias: its base holds the memory.
     return _uses(value) > _uses(torch.empty(1))
 
 
@@ -68,10 +67,9 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 def refuse_copies_of_state(value: Any, name: str) -> None:
-    """Raise UnsupportedStateError if a plain value contains a `state_dict()` that is a copy: restoring it has no
-    effect.
+    """Raise UnsupportedStateError if a plain value contains a `state_dict()` of copies, which no restore can use.
 
-    A program's own copy of an optimizer's state is allowed: no live optimizer holds its tensors.
+    Allows a program's own copy of an optimizer's state, whose tensors no live optimizer holds.
     """
     for what, keys in _OF_OTHERS.items():
         if type(value) in MAPPINGS and keys <= value.keys():
@@ -107,7 +105,7 @@ def _is_of_an_optimizer(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_live(value: Mapping[Any, Any]) -> bool:
-    """Return True if a live optimizer holds the state's tensors, or if the state has no tensors yet."""
+    """Return True if a live optimizer holds the entries of its state_dict, or if there are no entries yet."""
     entries = value["state"]
     return not entries or max(_references(entries)) > max(_references({0: {}}))
 
@@ -117,7 +115,7 @@ def _references(entries: Mapping[Any, Any]) -> list[int]:
 
 
 _REPLACED = "The first is restored to its place in the state; another name for the second one keeps that."
-_Place = tuple[Any, ...]  # The group's name, then keys and indices.
+_Place = tuple[Any, ...]  # The group's name, then keys and positions.
 
 
 class PlainPart:
@@ -140,7 +138,7 @@ class PlainPart:
         self._value: Any = None
         self._stored: Stored = {}
         own = TensorSet()
-        self._here = pack(self._live, name, own)  # Refuse a target that could not be saved.
+        self._here = pack(self._live, name, own)  # Raise for a value that a save would refuse.
         self._shapes = {key: (DTYPES[tensor.dtype], tuple(tensor.shape)) for key, tensor in own.tensors.items()}
         refuse_copies_of_state(self._live, name)
         if not can_assign and not in_place(self._live):
@@ -148,7 +146,7 @@ class PlainPart:
             raise UnsupportedStateError("the state is read-only", key=name, hint=hint)
 
     def compare(self, differences: Differences) -> None:
-        """Compare the tensors that must fit: a group that is a tensor, and tensors that require a gradient."""
+        """Compare tensors that must fit: a group that is one tensor, and tensors that require a gradient."""
         top, self._stored = (self._name,), differences.stored
         self._note(self._tree, self._here, top, differences)
         strict = {place: live for place, live in _tensors(self._live, top) if self._must_fit(place, live)}
@@ -169,8 +167,8 @@ class PlainPart:
     def compare_rest(self, differences: Differences) -> None:
         """Compare the tensors and arrays that `compare` skips.
 
-        Those that fit the stored values keep their memory; `prepare` makes the others anew. Records a difference where
-        that is impossible, because a live object such as a module owns the memory.
+        Tensors and arrays that fit the stored values keep their memory; `prepare` makes new ones for the rest. Records
+        a difference if a live object such as a module owns the memory, so that no new tensor can replace it.
         """
         top = (self._name,)
         rest = {place: live for place, live in _tensors(self._live, top) if not self._must_fit(place, live)}
@@ -259,7 +257,7 @@ class PlainPart:
         return belongs_to_another(live) and not self._copies.is_bound(live)
 
     def _finished(self, tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
-        """Build a value from its restored parts, or return the target's own, which is unchanged or refilled later."""
+        """Build a value from its restored parts, or return the live value, which stays or is refilled later."""
         kind = type(tree)
         same = content and len(within) == len(content) and (kind is Typed or kind is type(live) is tuple)
         if same and all(content.get(key, content) is part for key, part in within.items()):
@@ -284,7 +282,7 @@ class PlainPart:
                 self._copies.want(_text(place), view, ref)
             return live
         device = live.device if isinstance(live, torch.Tensor) else None
-        home = self._copies.shared(ref, device)  # The value shared memory when it was saved, so it does again.
+        home = self._copies.shared(ref, device)  # Share memory again, as when it was saved.
         return make(ref, live) if home is None else home
 
 
@@ -299,7 +297,7 @@ def _shape_of(live: Any) -> torch.Tensor:
 
 
 def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
-    """Yield the place of every tensor and array of a value, and the tensor or array."""
+    """Yield the place of every tensor and array in a value, with the tensor or array."""
     if has_memory(live):
         yield place, live
     for key, item in live_parts(live):
@@ -310,7 +308,7 @@ def _tensors(live: Any, place: _Place) -> Iterator[tuple[_Place, Any]]:
 def _refs(
     tree: Any, live: Any, place: _Place, beside: Sequence[torch.Tensor] = ()
 ) -> Iterator[tuple[_Place, TensorRef, Any, Sequence[torch.Tensor]]]:
-    """Yield every reference of a tree: its place, the live value there, and the tensors beside that value."""
+    """Yield every reference of a tree: its place, the live value at the place, and the tensors beside that value."""
     if type(tree) is TensorRef:
         yield place, tree, live, beside
     within = inside(tree, live)
@@ -321,7 +319,7 @@ def _refs(
 
 
 def _kind(tree: Any) -> Any:
-    """Return the kind of a value in a tree; numbers of all types are one kind, since they may replace each other."""
+    """Return the kind of a value in a tree; numbers of all types have one kind, since they may replace each other."""
     kind = type(tree)
     if kind is TensorRef:
         return "array" if tree.array else "tensor"
@@ -333,7 +331,7 @@ def _kind(tree: Any) -> Any:
 def _refill(live: Any, content: Any) -> None:
     live.clear()
     if isinstance(live, dict):
-        for key, value in content.items():  # dict.update would break an OrderedDict, and Counter.update adds.
+        for key, value in content.items():  # dict.update breaks an OrderedDict, and Counter.update adds counts.
             live[key] = value
     elif isinstance(live, set):
         live.update(content)

@@ -1,7 +1,7 @@
-"""Settings that a restore replaces: the checkpoint has other values than the program has just set.
+"""Settings that a restore replaces, because the checkpoint has other values than the program has just set.
 
-After a restore the optimizer continues with its old learning rate, not with a new one from the command line. A user who
-wanted to change it must be warned. Only new objects, which have not taken a step, are compared.
+After a restore the optimizer continues with its old learning rate, not with a new one from the command line. We warn
+the user, who may have wanted a change. We compare only new objects, which have not taken a step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ckpt_tasks.objects.differences import Differences
 
 _SCALARS = (bool, int, float, str)
-# Schedules change these options as they run: `initial_lr` has the original rate.
+# Schedules change these options while they run; `initial_lr` keeps the original rate.
 _MOVED = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _CYCLED = frozenset({"betas", "momentum"})
-# These show the position of a schedule, or a rate that the optimizer's `initial_lr` shows already.
+# The position of a schedule, or rates that the optimizer's `initial_lr` also has.
 _POSITIONS = frozenset({
     "last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "base_lrs", "min_lrs", "max_lrs"
 })  # fmt: skip
@@ -33,7 +33,7 @@ def replaced_options(
     notes: list[dict[str, tuple[Any, Any]]] = []
     counted = _counted(optimizer)
     for own, there in zip(optimizer.param_groups, saved, strict=False):
-        # A schedule that is made later starts from the current rate, unless the group has one of these two options.
+        # A later schedule starts from the current rate, except a schedule that sets one of these two options.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = counted | _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
@@ -50,9 +50,9 @@ def replaced_options(
 
 
 def _is_lowered(optimizer: Optimizer, n: int, here: float, there: float) -> bool:
-    """Return True if a plateau schedule of an optimizer lowers the rate of param group n from `here` to `there`.
+    """Return True if an optimizer's plateau schedule can lower the rate of param group n from `here` to `there`.
 
-    Such a schedule leaves no `initial_lr`, and often it is not in the state by itself: so look among all objects.
+    A plateau schedule sets no `initial_lr`, and is often missing in the state, so look for it among all objects.
     """
     for schedule in gc.get_objects():
         if not issubclass(type(schedule), ReduceLROnPlateau) or schedule.optimizer is not optimizer:
@@ -66,7 +66,7 @@ def _is_lowered(optimizer: Optimizer, n: int, here: float, there: float) -> bool
 
 
 def _counted(optimizer: Optimizer) -> frozenset[str]:
-    """Return the options that an optimizer changes in its param groups while it trains; no argument sets them.
+    """Return the options in param groups that the optimizer itself counts; its constructor has no argument for them.
 
     Examples are `k`, `weight_sum` and `train_mode` of schedulefree.
     """

@@ -1,7 +1,7 @@
-"""The arguments with which a run was started, kept in its checkpoints, so that the next start can report changes.
+"""The arguments of a run's start, which its checkpoints hold, so that the next start can report changes.
 
-A batch size or a number of epochs is an argument of a program; no restore changes it. An integration puts such values
-into the state that it saves, and a restore compares them with those of the new start.
+A batch size or a number of epochs is an argument of a program; a restore does not change it. An integration saves such
+values in its state, and a restore compares them with the values of the new start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.utils.data import Subset, TensorDataset
 
 from ckpt_tasks.objects.differences import Differences
 
-_ROWS = 8  # Digest this many rows of a data set, from the first to the last.
+_ROWS = 8  # Digest about this many rows of a data set, spread from the first to the last.
 
 
 class Started:
-    """Base class of a stateful object whose `state_dict` has, under "started", the arguments of its start.
+    """Base class of a stateful object whose `state_dict` has the arguments of its start in the entry "started".
 
-    "started" holds plain values by name. `effects` has, by the same names, a sentence on the effect of another value,
-    with which a restore warns of it. It compares only values that both sides have.
+    "started" holds plain values by name. If a value differs, a restore warns with the sentence of this name in
+    `effects`, which tells the effect. It compares only values that both sides have.
 
         class LightningState(Started):
             effects = {"batch_size": "The run goes on with this one, at the same sample."}
@@ -34,14 +34,14 @@ class Started:
     """
 
     effects: ClassVar[Mapping[str, str]] = {}
-    # True if this start has no steps left to train: the end of a Checkpointer's block warns of that.
+    # True if this start has no steps left to train; the end of a Checkpointer's block then warns.
     nothing_left = False
-    # The seconds between a restore and the first batch, for an object that yields batches.
+    # The seconds from a restore to the first batch, for an object that yields batches.
     found_s: float | None = None
 
 
 def note_changes(target: Started, live: Any, saved: Any, differences: Differences) -> None:
-    """Record the values of this start that differ from the checkpoint's, each with the effect."""
+    """Record each value of this start that differs from the checkpoint's, with the effect."""
     was, now = map(_started, (saved, live))
     for name, effect in target.effects.items():
         if name in was and name in now and was[name] != now[name]:
@@ -54,9 +54,9 @@ def _started(state: Any) -> Mapping[str, Any]:
 
 
 def outline_of(dataset: Any) -> str | None:
-    """Return the length of a data set and a digest of some rows, to recognise other data or another order.
+    """Return the length of a data set and a digest of some rows, to detect other data or another order.
 
-    It reads rows only if that runs no code of the user and draws no number: from lists, tensors and tables. Returns
+    Reads rows only of lists, tensors and tables: that runs no code of the user, and draws no random number. Returns
     None for a stream.
     """
     if not hasattr(dataset, "__len__"):

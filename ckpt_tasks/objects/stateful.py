@@ -1,4 +1,4 @@
-"""Objects with state_dict and load_state_dict: captured and restored by these methods."""
+"""Objects with state_dict and load_state_dict as groups: captured and restored by these methods."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class StatefulPart:
         self.guard: Guard | None = Guard(target, name, self._live)
 
     def compare(self, differences: Differences) -> None:
-        """Record a GradScaler that is enabled only here or only in the checkpoint: it would ignore the state silently.
+        """Record a GradScaler that is enabled on one side only: it would ignore the state silently.
 
-        Also record settings of a new schedule that the restore will replace, and changed arguments of the run's start.
+        Also records settings of a new schedule that the restore will replace, and changed arguments of the run's start.
         """
         if isinstance(self._target, Started):
             note_changes(self._target, self._live, self._tree, differences)
@@ -42,21 +42,21 @@ class StatefulPart:
             differences.differ(self._name, f"a GradScaler that is {here} here, {there} in the checkpoint")
 
     def prepare(self, make: Maker) -> None:
-        """Make the saved state with new tensors, on the devices of the current ones."""
+        """Make the saved state with new tensors, on the devices of the current tensors."""
         self._value = unpack(self._tree, make, self._live)
 
     def write(self) -> None:
-        """Call load_state_dict; create a loader's next iterator now, since it draws from streams that are set later."""
+        """Call load_state_dict, and make a loader's next iterator, which draws from streams that are set later."""
         self._target.load_state_dict(self._value)
         if issubclass(type(self._target), DataLoader):
             _set_epoch(self._target, self._value)
-            self._target.state_dict()  # The program's next iter() returns the iterator that this makes.
+            self._target.state_dict()  # This call makes the iterator that the next iter() returns.
 
 
 def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Set the epoch of a Hugging Face stream to that of its saved state: its workers begin before the program can.
+    """Set a Hugging Face stream to the epoch of its saved state, because its workers start before the program can.
 
-    Otherwise the stream ignores its state, which is of another epoch, and begins its own epoch at the start.
+    Otherwise the stream ignores the state of another epoch, and starts its own epoch from the beginning.
     """
     workers = (state.get("_snapshot") or {}).get("_worker_snapshots") or {}
     of_dataset = next(iter(workers.values()), state).get("dataset_state") or {}

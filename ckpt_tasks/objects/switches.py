@@ -1,8 +1,8 @@
-"""Switches that training changes: requires_grad of parameters, modes of modules, and PEFT's choice of adapters.
+"""Settings that training switches: requires_grad of parameters, modes of modules, and PEFT's choice of adapters.
 
-After a resume, a loop does not repeat the switches of earlier steps. So an optimizer saves the changes since training
-began; the program itself makes all other settings before the restore, so they are not saved. If a whole module is in
-eval(), the save happens during an evaluation: that says nothing about training.
+After a resume, a loop does not repeat the switches of earlier steps. So an optimizer's tree has the changes since
+training began; the program makes all other settings before the restore. If a whole module is in eval(), the save
+happens during an evaluation, and the module's mode is not saved.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
-_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules that hold the choice.
-# Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for a choice.
+_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules that name the active adapters.
+# Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for adapters.
 Modes = dict[str, Any]
 
-# Whether each parameter, by id(), required a gradient when this training began.
+# By id() of each parameter: True if it required a gradient when this training began.
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
 def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
-    """Record the switches of optimizers and modules when training begins; `anew`: record all, not only the new ones."""
+    """Record the settings of optimizers and modules as training begins; `anew`: of known objects, too."""
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)
@@ -35,7 +35,7 @@ def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
 
 
 def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
-    """Return which parameters of an optimizer required gradients when training began."""
+    """Return, by id(), whether each parameter of an optimizer required a gradient when training began."""
     if anew or optimizer not in _begun_flags:
         groups = optimizer.param_groups
         _begun_flags[optimizer] = {id(p): p.requires_grad for options in groups for p in options["params"]}
@@ -43,7 +43,7 @@ def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
 
 
 def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> dict[str, Modes]:
-    """Return the modes of the modules in which training has switched a submodule."""
+    """Return the modes of those modules of which training has switched a submodule."""
     switched = {}
     for group in groups:
         note_begun([modules[group]], anew=False)
@@ -54,7 +54,7 @@ def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> d
 
 
 def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved: Mapping[str, Modes]) -> None:
-    """Set the saved modes; modules without saved ones return to the modes that they had when training began."""
+    """Set the saved modes; a module without saved modes returns to the modes it had when training began."""
     for group in groups:
         module = unwrapped(modules[group])
         now = _modes(module)
@@ -99,7 +99,7 @@ def _modes(module: nn.Module) -> Modes:
 
 
 def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List a module and all its submodules; every save does this, so it must be faster than named_modules()."""
+    """List a module and all its submodules, faster than named_modules(): every save calls this."""
     modules = [("", module)]
     for name, one in modules:
         if inner := one._modules:

@@ -1,4 +1,4 @@
-"""Lookup tables: captured as the files of their rows, most of them stored already; restored by a swap of rows."""
+"""Lookup tables as groups: captured as files of rows, most of which storage already has; restored by a swap of rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MUST_FIT = ("dim", "rule", "slots")
 
 
 def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: str | None) -> dict[str, Any]:
-    """Return a table's tree, which refers to each file of its chain; `parent` is the checkpoint that the save follows.
+    """Return a table's tree, which refers to each file of its chain; `parent`: the checkpoint that the save follows.
 
-    Raises UnsupportedStateError if the ranks of the table are not those that save it.
+    Raises UnsupportedStateError if the table has another rank or number of ranks than the save.
     """
     world = tensors.world
     if world is not None and (world.rank, world.size) != (table.shards.rank, table.shards.size):
@@ -44,7 +44,7 @@ def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: st
 class TablePart:
     """Restores one lookup table from the trees of the ranks that saved it.
 
-    `home` is the identity of the checkpoint, if it is committed: then the next save continues its files.
+    `home`: the identity of the checkpoint if it is committed; the next save then continues its files.
     """
 
     guard: Guard | None = None
@@ -58,7 +58,7 @@ class TablePart:
         self._chain = table.chain
 
     def compare(self, differences: Differences) -> None:
-        """Record another row length or another update rule; note options that the restore will replace."""
+        """Record a difference in row length or update rule; note options that differ."""
         here = settings_of(self._table)
         for there, what in ((tree, what) for tree in self._trees for what in _MUST_FIT):
             if here[what] != there[what]:
@@ -68,9 +68,9 @@ class TablePart:
                 differences.replaced.append(f"{self._name}/{what}: {value} → {now}")
 
     def prepare(self, make: Maker) -> None:
-        """Read the verified files, and build new rows from them; the live table does not change.
+        """Read the verified files, and build new rows; the live table does not change.
 
-        Raises IntegrityError if a file is not a table's.
+        Raises IntegrityError if a file is not a file of a table.
         """
         shards, parts = self._table.shards, list[TableRows]()
 
@@ -94,5 +94,5 @@ class TablePart:
         self._chain = Chain([TableFile(number, count, [str(self._home)]) for number, count in files_here])
 
     def write(self) -> None:
-        """Replace the table's rows by the new ones."""
+        """Replace the table's rows by the new rows."""
         replace_all(self._table, self._trees[0], self._store, self._chain)

@@ -1,7 +1,7 @@
 """Translate a server's answer, or its silence, into one of our errors, which says whether a retry makes sense.
 
-Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so the
-answer's own status and code are used.
+Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so this
+module reads the answer's own status and code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _UNTRUSTED_HINT = "Name the file of the authority that signed it: AWS_CA_BUNDLE, or verify in client_kwargs."
 _EXPIRED_HINT = "The credentials have expired: use a profile or a role, which are renewed."
 
-# Clients raise these for missing credentials or bad options. They are names, since no client is imported here.
+# Clients raise these exceptions for missing credentials or bad options. Names suffice: this module imports no client.
 _OURS_TO_MEND = frozenset({
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -82,7 +82,7 @@ def as_ours(error: BaseException, name: str) -> CkptError:
 
 
 def of_listing(error: BaseException, prefix: str) -> CkptError:
-    """Do the same for a failed listing, which is not about one object: "not found" means that there is no bucket."""
+    """Turn a client's exception about a listing into our error; "not found" means that the bucket is missing."""
     ours = as_ours(error, prefix)
     if not isinstance(ours, ObjectNotFoundError):
         return ours
@@ -107,17 +107,17 @@ def is_expired(error: BaseException) -> bool:
 
 
 def answer_of(error: BaseException) -> tuple[int | None, str]:
-    """Return status and code of the answer behind an exception or its causes; (None, "") if there was none."""
+    """Return status and code of the answer that caused an exception; (None, "") if the store did not answer."""
     for cause in causes_of(error):
         response: Any = getattr(cause, "response", None)
-        if isinstance(response, dict):  # This one is from botocore.
+        if isinstance(response, dict):  # The answer is from botocore.
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             code = str(response.get("Error", {}).get("Code", ""))
             return (int(code) if code.isdecimal() else status), ("" if code.isdecimal() else code)
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
-        if isinstance(status, int):  # This one is from azure.core or aiohttp.
+        if isinstance(status, int):  # The answer is from azure.core or aiohttp.
             return status, str(getattr(cause, "error_code", "") or "")
-        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # From gcsfs.
+        if type(cause).__name__ == "HttpError" and str(getattr(cause, "code", "")).isdecimal():  # gcsfs.
             return int(cause.code), ""  # type: ignore[attr-defined]
     return None, ""
 

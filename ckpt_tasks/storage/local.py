@@ -7,12 +7,12 @@ Invariants
 2. `put_if_absent` writes a temporary name in the same directory, fsyncs it, and then `link(2)`s it: a reader sees no
    object or a whole one, and only one of several writers wins (a check before the write let several win in 88 of 200
    rounds).
-3. A failed fsync is final: the file is given up without another fsync (the kernel has dropped the pages).
-4. A read that fails with an I/O error is retried, and then raises StoreError. It never counts as damage: an older
-   ledger entry or checkpoint must not be used because a disk did not answer.
+3. A failed fsync is final: the store gives the file up without another fsync (the kernel has dropped the pages).
+4. A read that fails with an I/O error is retried, and then raises StoreError. An I/O error never counts as damage: a
+   reader must not use an older ledger entry or checkpoint because a disk did not answer.
 
-Large bodies are written with O_DIRECT from aligned buffers, and their tails through the page cache: that keeps the
-speed steady, and leaves the page cache to training. If a file system refuses O_DIRECT, all writes use the page cache.
+The store writes large bodies with O_DIRECT from aligned buffers, and their tails through the page cache: the speed
+stays steady, and training keeps the page cache. If a file system refuses O_DIRECT, all writes use the page cache.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 class LocalStore(OneByOne):
     """Keeps objects as files below a directory.
 
-    `root` is created by the first write. Directories get mode 0700 and files 0600, or 0770 and 0660 with
-    `group_access`. `calls` is the module of system calls to use.
+    The first write creates `root`. Directories get mode 0700 and files 0600, or 0770 and 0660 with `group_access`.
+    `calls`: the module whose system calls the store uses.
     """
 
     near = True
@@ -155,7 +155,7 @@ class LocalStore(OneByOne):
     def names(self, prefix: str, limit: int | None = None) -> list[str]:
         base = base_of(prefix)
         if link_above(self.root, base) is not None:
-            return []  # Files behind a symbolic link are not this run's.
+            return []  # Files behind a symbolic link do not belong to this run.
         with our_errors(prefix, self.root):
             return list(islice(self._walk(self.root / base if base else self.root, base), limit))
 
@@ -183,7 +183,7 @@ class LocalStore(OneByOne):
         return unlinked(self.root, name, error)
 
     def _walk(self, directory: Path, prefix: str) -> Iterator[str]:
-        """Yield the names below a directory in order, lazily: to take only the first names costs one listing."""
+        """Yield the names below a directory in order, lazily: the first names alone cost one listing."""
         try:
             entries = [
                 (f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name, e) for e in self._calls.scandir(directory)
@@ -200,7 +200,7 @@ class LocalStore(OneByOne):
                 yield name  # Yield the name of a link, a pipe or a directory, too: reading it will raise.
 
     def _directory(self, directory: Path) -> None:
-        """Create a directory and make its name durable, even if it exists: its creator may have died before that."""
+        """Create a directory if missing, and always fsync its name: its creator may have died before the fsync."""
         with self._making:
             self._make_directory(directory)
 
@@ -244,7 +244,7 @@ class LocalStore(OneByOne):
             try:
                 os.rmdir(directory)
             except OSError:
-                return  # The directory is not empty, or already gone: both are fine.
+                return  # The directory is not empty, or another process has removed it.
             self._durable.discard(directory)
             directory = directory.parent
 
@@ -299,12 +299,12 @@ class LocalStore(OneByOne):
                     count = self._calls.pwrite(fd, piece[done : min(aligned_bytes, done + _PIECE_BYTES)], at + done)
                 except OSError as error:
                     if error.errno == errno.EINVAL:
-                        return done  # Others refuse it at the first write.
+                        return done  # Other file systems refuse O_DIRECT at the first write.
                     raise
                 done += count
                 moved()
                 if count % _ALIGNMENT:
-                    break  # After a short write the rest is unaligned: ordinary writes do it.
+                    break  # After a short write the rest is unaligned: `_write_all` writes it.
             return done
         finally:
             self._calls.close(fd)
@@ -347,7 +347,7 @@ class LocalStore(OneByOne):
         self._calls.unlink(path)
 
     def _unlink_quietly(self, path: Path) -> None:
-        # Report the error under way instead; every listing ignores a leftover temporary name.
+        # The caller raises the earlier error; every listing ignores a leftover temporary name.
         with suppress(OSError):
             self._calls.unlink(path)
 

@@ -1,7 +1,7 @@
-"""The operating system for a local store: its calls, the meaning of its errors, and symbolic links.
+"""What a local store needs of the operating system: system calls, the meaning of their errors, and symbolic links.
 
-If a run's directory is a symbolic link, we must not read, write or delete what is behind it. A change during the check
-is not detected: an attacker who swaps directories at that moment wins.
+If a directory of a run is a symbolic link, we must not read, write or delete the files behind it. The check is not
+atomic: an attacker who swaps directories between the check and the access wins.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 # The system calls that change or read the disk: the module `os`, or a replacement in tests.
 Calls = Any
 
-# These errors concern one object, so an older checkpoint may be good; all other errors are the store's. ext4 and xfs
-# return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
+# These errors concern one object, so an older checkpoint may be good; all other errors concern the whole store. ext4
+# and xfs return EUCLEAN or EBADMSG if a checksum shows that an inode is damaged.
 DAMAGED = (
     errno.ELOOP,
     errno.ENOTDIR,
@@ -78,7 +78,7 @@ def our_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def read_again(read: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Retry a read twice if the disk does not answer; then raise its StoreError, which is transient."""
+    """Make a read retry twice if the disk does not answer; after that it raises a transient StoreError."""
 
     @wraps(read)
     def reading(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -120,7 +120,7 @@ def link_above(root: Path, place: str) -> str | None:
 
 
 def fsync_directory(directory: Path, calls: Calls) -> None:
-    """Make the names in a directory durable, if the file system can."""
+    """Make the names in a directory durable, if the file system can fsync a directory."""
     fd = calls.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         calls.fsync(fd)

@@ -1,11 +1,11 @@
 """The location of a run: a directory, a URL, or a name that another package resolves.
 
 Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. An entry point has the name of its
-scheme; it is a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
-Prefect block is a location (block://NAME), and this room does not import Prefect (docs/decisions/0022).
+scheme, and loads a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
+location can name a Prefect block (block://NAME), although this room does not import Prefect (docs/decisions/0022).
 
-A run waits for minutes until an outage ends. At the command line a misspelled name or missing credentials are likelier,
-so the wait is short; some clients (Google's) search for credentials for minutes.
+A run waits for minutes until an outage ends. At the command line a misspelled name or missing credentials are more
+likely than an outage, so the wait is short; some clients (Google's) search for credentials for minutes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ckpt_tasks.storage.secrets import without_secrets
 from ckpt_tasks.system import Disturbed, system
 
 GROUP = "ckpt_tasks.places"
-# None: opening a store sends no request. The command line sets a limit for each command.
+# The limit in seconds for a first answer; None: opening a store sends no request. The command line sets it per command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
-_BELOW_S = 10.0  # The limit for requests about directories below a store: a person waits.
+_BELOW_S = 10.0  # The limit for requests about directories below a store; it is short, because a person waits.
 _MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 
 
@@ -42,12 +42,13 @@ class Location:
     """A run's directory or object store URL, and how to reach it.
 
     `storage_options` go to the store's file system (s3fs, adlfs, gcsfs); they may hold secrets, so a repr omits them.
-    Without them credentials come from the usual places: a profile, the environment, an instance role. `single_writer`
+    Without them the client takes credentials from a profile, the environment or an instance role. `single_writer`
     avoids the store's put-if-absent: you must ensure that only one process at a time writes. Raises ConfigError for a
     URL or options of another type.
     """
 
-    # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.
+    # Prefect validates a flow's parameter with pydantic, which reads this setting: pydantic then refuses unknown
+    # options.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     url: str
@@ -67,8 +68,8 @@ class Location:
     def resolve(self, run_key: str | None = None) -> Location:
         """Return the location that a name such as `block://NAME` stands for; a directory or URL returns itself.
 
-        `run_key`: some names need the run's key. Raises ConfigError if options are given for a name that has its own,
-        or if a scheme lacks a slash; and raises the errors of the name's entry point.
+        `run_key`: some names need the run's key. Raises ConfigError if this location has options and the name brings
+        its own, or if a scheme lacks a slash; also raises the errors of the name's entry point.
         """
         _check_slashes(self.url)
         scheme, separator, rest = self.url.partition("://")
@@ -81,12 +82,12 @@ class Location:
                 )
             resolved: Location = known.load()(rest, run_key)
             return replace(resolved, single_writer=resolved.single_writer or self.single_writer)
-        return self  # A wrong scheme raises when the location is opened.
+        return self  # `open` raises for an unknown scheme.
 
     def open(self, run_key: str | None = None) -> Store:
         """Return the store of the resolved location. Raises ConfigError if the URL names no store.
 
-        Under the command line it also waits for a first answer, and raises StoreError if none comes in time.
+        At the command line, also waits for a first answer, and raises StoreError if no answer comes in time.
         """
         location = self.resolve(run_key)
         scheme, separator, path = location.url.partition("://")
@@ -106,7 +107,7 @@ class Location:
 
 
 def _as_reached(store: Store) -> Store:
-    """Retry requests to a server; under `ckpt chaos` every store is reached like a server that is slow or fails."""
+    """Add retries to the store of a server. Under `ckpt chaos`, add delays, faults and retries to every store."""
     current = system()
     if isinstance(current, Disturbed):
         store = DisturbedStore(store, current)
@@ -118,7 +119,7 @@ def _as_reached(store: Store) -> Store:
 
 
 def location_of(place: str | os.PathLike[str] | Location) -> Location:
-    """Return a Location unchanged; make a Location of a directory or URL. Raises ConfigError for another type."""
+    """Return a Location unchanged; make a Location of a directory or URL. Raises ConfigError for any other type."""
     if isinstance(place, Location):
         return place
     if not isinstance(place, str | os.PathLike):
@@ -148,15 +149,16 @@ def stores_below(store: Store) -> dict[str, Store]:
         return {}
     stores: dict[str, Store] = {}
     for name in place.folders():
-        with suppress(ConfigError):  # Skip a name that cannot be a run's.
+        with suppress(ConfigError):  # Skip a name that no run can have.
             stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
     return stores
 
 
 def free_bytes(store: Store) -> int | None:
-    """Return the bytes that this user can still write on a local store's disk, even before its directory is made.
+    """Return how many bytes this user can still write on a local store's disk, even if the store's directory is
+    missing.
 
-    Returns None for a server, and if the system does not say. Quotas are not considered.
+    Returns None for a server, and if the system does not tell the free space. Ignores quotas.
     """
     place = unwrapped(store)
     if not isinstance(place, LocalStore):
@@ -176,7 +178,7 @@ def _instead_of(file: str) -> str:
 
 
 def _check_slashes(name: str) -> None:
-    """Raise ConfigError for "s3:/bucket/run", which would be the directory ./s3:/bucket/run."""
+    """Raise ConfigError for "s3:/bucket/run", which would otherwise name the directory ./s3:/bucket/run."""
     scheme, colon, rest = name.partition(":")
     if not colon or rest.startswith("//"):
         return
@@ -195,7 +197,7 @@ _HINT = "Check its name, its endpoint, the credentials and the network: ckpt doc
 def await_first_answer(store: Store, limit_s: float) -> None:
     """Wait until a store has answered one small request, even with a refusal.
 
-    Raises StoreError if it does not answer within `limit_s` seconds, ConfigError if it cannot be asked.
+    Raises StoreError if the store does not answer within `limit_s` seconds, ConfigError if its options are wrong.
     """
     given_up, failure = threading.Event(), list[CkptError]()
 

@@ -1,8 +1,8 @@
 """The event loop that talks to object stores: one daemon thread, and daemon threads for calls that block.
 
 asyncio runs blocking calls (host names, certificates, credentials) in an executor. Python shuts executors down before
-it calls atexit functions, and from 3.12 on it cannot start threads after that. But the last checkpoint is committed at
-that time, so this loop starts its own threads when it is made.
+it calls atexit functions, and from 3.12 on it cannot start threads after that. But the last checkpoint is committed in
+an atexit function, so this loop starts its own threads when it is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from ckpt_tasks.process.processes import start_thread
 
 _BLOCKING_THREADS = 6
-# Send at most 8 requests at a time. An upload in parts needs memory for their bytes beside the image, and no more.
+# Send at most 8 requests at a time, so that an upload in parts copies at most 8 parts of the image in memory.
 _IN_FLIGHT = 8
 
 _T = TypeVar("_T")
@@ -73,7 +73,7 @@ def failed(answers: Mapping[str, object]) -> dict[str, BaseException]:
 async def in_flight(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run jobs, several at a time; return their results in order. After an error cancel the others, and raise it.
 
-    A job is made only when it can start: this bounds the memory.
+    A job is taken from `jobs` only when it can start: this bounds the memory.
     """
     free, waiting, begun = asyncio.Semaphore(_IN_FLIGHT), iter(jobs), list[asyncio.Task[_T]]()
 
@@ -134,7 +134,7 @@ def _answer(calls: SimpleQueue[_Call]) -> None:
 
 
 def _after_fork() -> None:
-    """Forget the loop in a forked child, which lacks its threads; closing it would disturb the parent's loop."""
+    """Forget the loop in a forked child, where its threads are missing; closing it would disturb the parent's loop."""
     global _loop, _starting
     _inherited.append(_loop)
     _loop, _starting = None, threading.Lock()

@@ -2,10 +2,10 @@
 
 Invariants
 
-1. A request is sent once. `retrying.py` decides about retries; for a commit, the caller does.
+1. A request is sent once. `retrying.py` decides about retries; the caller decides about retries of a commit.
 2. `put_if_absent` is one small request with a condition that the server checks, never a check followed by a write
    (except if the run's creator set `single_writer`, because the store has no such condition).
-3. Nothing is cached, neither listings nor file-system instances; a forked process opens its own connections.
+3. The store caches neither listings nor file-system instances; a forked process opens its own connections.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ckpt_tasks.storage.secrets import Redactor, without_secrets
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
 # Notice a stalled connection within seconds. The client must not retry: that hides failures and repeats commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
-# Do not sign bodies: over TLS no client does; without TLS the CRC in the signed headers protects the body, and a hash
-# would take a third of an upload's time.
+# Do not sign bodies: over TLS no client signs them; without TLS the CRC in the signed headers protects the body, and a
+# hash would take a third of an upload's time.
 _S3_SIGNING = {"payload_signing_enabled": False}
 _ONCE = {"retries": {"total_max_attempts": 1, "mode": "standard"}}  # These settings override the user's options.
-# fsspec's memory file system checks, then writes: this lock makes that atomic in the process that has its objects.
+# fsspec's memory file system checks for the name, then writes: this lock makes both one step.
 _IN_MEMORY = threading.Lock()
 
 _LEAST_GAP_BYTES, _MOST_GAP_BYTES = 64 << 10, 8 << 20
@@ -67,7 +67,7 @@ class ObjectStore:
         if "@" in url:  # A secret may contain a slash, so its end is unknown.
             hint = "Credentials come from storage_options, a profile or the environment: write s3://bucket/directory."
             raise ConfigError("a place for checkpoints has no @ in its URL, and no user or password", hint=hint)
-        # fsspec would interpret some URLs in another way (simplecache::http://…).
+        # fsspec would interpret some URLs differently (simplecache::http://…).
         if parts.scheme not in SCHEMES or "::" in url or parts.query or parts.fragment or ":" in parts.netloc:
             raise ConfigError(f"{shown!r:.200} is not a place for checkpoints", hint="Write s3://bucket/directory.")
         prefix = parts.path.strip("/")
@@ -94,7 +94,7 @@ class ObjectStore:
 
     @property
     def gap_bytes(self) -> int:
-        """Latency × bandwidth of earlier requests: reading so many unneeded bytes takes as long as one more request."""
+        """Latency × bandwidth of earlier requests: reading so many unneeded bytes takes as long as another request."""
         return self._measured.gap_bytes
 
     @property
@@ -118,7 +118,7 @@ class ObjectStore:
         if not isinstance(source, ObjectStore) or not self._reaches(source):
             return False
         with suppress(ObjectNotFoundError):
-            return self.size(name) == size_bytes  # An earlier try made the copy, which is never partial.
+            return self.size(name) == size_bytes  # An earlier try made the copy; a copy is never partial.
         theirs, key = source._key(name), self._key(name)
         return self._run(name, lambda requests: requests.copy(source._bucket, theirs, key, size_bytes))
 
@@ -133,7 +133,7 @@ class ObjectStore:
     def read(self, name: str, begin: int, into: memoryview) -> None:
         key = self._key(name)
         if not into.nbytes:
-            self.size(name)  # A request for zero bytes is impossible.
+            self.size(name)  # No request can ask for zero bytes: only check that the object exists.
             return
         began = time.perf_counter()
         self._run(name, lambda requests: requests.read(key, begin, into))
@@ -190,12 +190,12 @@ class ObjectStore:
         """Do nothing: an object store does not fill up."""
 
     def folders(self) -> list[str]:
-        """List the names directly below this prefix that have objects below them; one request returns many names."""
+        """List the folders directly below this prefix; one request returns many names."""
         keys = self._run("", lambda requests: requests.folders(self._prefix), of_listing)
         return sorted(key[len(self._prefix) :].rstrip("/") for key in keys)
 
     def below(self, name: str) -> ObjectStore:
-        """Return the store of this name below this one; it uses the same connections."""
+        """Return the store for a name directly below this store; it uses the same connections."""
         store = ObjectStore(f"{self.url}/{name}", self._options)
         store._opened = self._requests()
         return store
@@ -231,10 +231,10 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 (it becomes one of ours, which is raised below)
             failure = self._ours(error, translate(error, name))
         failure.__context__ = None
-        raise failure  # Raise it outside `except`: there it would keep the client's error as its context.
+        raise failure  # Raise outside `except`: otherwise Python sets the client's error as context.
 
     def _ours(self, error: BaseException, ours: CkptError) -> CkptError:
-        """Return our error for a client's error, without secrets."""
+        """Remove secrets from our error, and attach the client's error as its cause, without secrets."""
         if is_expired(error):
             self._opened = None  # The next try reads the credentials again.
         ours.message = self._redactor.text(ours.message)
@@ -257,10 +257,10 @@ class ObjectStore:
         self._opening, self._opened = threading.Lock(), None
 
     def _file_system(self) -> Any:
-        """Import the file system; an import may draw from Python's random stream, which belongs to training.
+        """Import the file system's class, and restore Python's random stream, which belongs to training.
 
-        s3fs imports rich, which draws a number (found with rich 15.0). Call this while the store is made, since no
-        thread of ours may restore the stream.
+        s3fs imports rich, which draws a random number (found with rich 15.0). Call this function while the store is
+        made: a background thread must not restore the stream.
         """
         state = random.getstate()
         try:
@@ -284,7 +284,7 @@ class ObjectStore:
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}
                 fs = self._class(**options)
-                sync(fs.loop, fs.set_session)  # This call checks the options.
+                sync(fs.loop, fs.set_session)  # The client checks the options only here.
                 return fs
             return self._class(**options)
         except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The requests of an object store through fsspec's own methods: Azure, Google, and fsspec's memory."""
+"""Requests to Azure, Google and fsspec's memory file system, by fsspec's own methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 class OtherRequests:
-    """The requests that `objects.Requests` requires; the body of a written object is whole in memory."""
+    """Requests with the methods of `S3Requests`; `put` holds the whole body in memory."""
 
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
@@ -25,7 +25,7 @@ class OtherRequests:
         await self._do("pipe_file", self._path(key), data, mode="create" if absent else "overwrite")
 
     async def copy(self, bucket: str, source: str, key: str, size_bytes: int) -> bool:
-        """Return False, so that the caller sends the bytes: each of these stores has its own way to copy."""
+        """Return False, so that the caller sends the bytes: each of these stores would need its own copy request."""
         return False
 
     async def get(self, key: str, max_bytes: int) -> bytes:
@@ -72,10 +72,10 @@ class OtherRequests:
         if self._fs.async_impl:
             return await each(ask, keys)
         said: dict[str, Any] = {}
-        for key in keys:  # Deletions in fsspec's memory never wait.
+        for key in keys:  # Only fsspec's memory file system is synchronous, and it never waits.
             try:
                 said[key] = await ask(key)
-            except Exception as error:  # noqa: BLE001 (the caller is told of each key)
+            except Exception as error:  # noqa: BLE001 (the caller gets each key's error)
                 said[key] = error
         return said
 

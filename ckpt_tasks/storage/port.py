@@ -1,24 +1,24 @@
 """The contract of a store.
 
 A store holds named objects; only `replace` changes an existing one. Names are relative
-("checkpoint_…/e000001-…/manifest.json") and built by `format.keys`; a store checks them again before it touches a path.
+("checkpoint_…/e000001-…/manifest.json"); `format.keys` builds them, and a store checks them before it touches a path.
 The contract:
 
-* `put` and `put_if_absent` return when the object is durable, names included; if they raise, the object may be absent,
-  whole, or (for `put`, under its attempt-unique name) partial.
-* `put_if_absent` never replaces: of any number of writers of one name exactly one wins, and every reader sees its
-  bytes.
-* `get`, `read`, `size` and `names` see a put object at once, from everywhere.
+* `put` and `put_if_absent` return when the object and its name are durable. If they raise, the object may be absent or
+  whole; after `put`, whose name only one attempt uses, also partial.
+* `put_if_absent` never replaces: of any number of writers of one name exactly one wins, and every reader sees the
+  winner's bytes.
+* `get`, `read`, `size` and `names` see a new object at once, from every host.
 * `delete` is idempotent.
-* A store neither retries nor caches. A failure is a StoreError, a missing object an ObjectNotFoundError, and an object
-  that cannot be what was written (too short, too long, unreadable, not a file) an IntegrityError. Only `put_if_absent`
+* A store neither retries nor caches. A failure raises StoreError, a missing object ObjectNotFoundError, and an object
+  that differs from what was written (too short, too long, unreadable, not a file) IntegrityError. Only `put_if_absent`
   may also raise CommitUncertainError: the object can be read, but may not be durable.
 
 The interface follows restic's (github.com/restic/restic, internal/backend).
 
 Stores report progress (`moved`), and a thread that waits for a write watches it (`watching`): a time limit alone cannot
-tell a slow store from a stuck one. The watch is a context variable: it follows a call into the event loop, and the
-heartbeat's requests do not count as progress of an upload.
+tell a slow store from a stuck one. The callback is in a context variable: it follows a call into the event loop, and
+the heartbeat's requests do not count as progress of an upload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import is_object_name
 from ckpt_tasks.system import Disturbed
 
-# The schemes of object stores' URLs, each with fsspec's name of its file system. A new scheme is a new row.
+# The URL schemes of object stores, each with fsspec's name of its file system.
 SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
 
 
@@ -53,17 +53,17 @@ class ReadableStore(Protocol):
     def gap_bytes(self) -> int: ...
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object's bytes; raise StoreError if there are more than `max_bytes`."""
+        """Return an object's bytes; raise StoreError if the object is larger than `max_bytes`."""
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
-        """Fill a buffer from the object's bytes at `begin`; raise StoreError if it ends early."""
+        """Fill a buffer with the object's bytes from byte `begin` on; raise StoreError if the object ends early."""
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes."""
 
 
 class Store(ReadableStore, Protocol):
-    """A place for objects; the module's docstring has the contract.
+    """A store for objects; the module's docstring has the contract.
 
     `endpoint` is the server's URL, None for a local directory.
     """
@@ -72,15 +72,15 @@ class Store(ReadableStore, Protocol):
     def endpoint(self) -> str | None: ...
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
-        """Write a new object from buffers, one after the other; raise ObjectExistsError if the name is taken."""
+        """Write a new object from consecutive buffers; raise ObjectExistsError if the name is taken."""
 
     def put_if_absent(self, name: str, body: bytes) -> None:
-        """Write a small object unless the name is taken; raise ObjectExistsError if it is."""
+        """Write a small object if no object has the name; raise ObjectExistsError if the name is taken."""
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
         """Copy an object of another store under the same name, without sending its bytes through this process.
 
-        Returns False if that is impossible, or if another object has the name. Only the size is checked: raises
+        Returns False if that is impossible, or if another object has the name. Checks only the size: raises
         IntegrityError if the source's size differs.
         """
 
@@ -100,13 +100,14 @@ class Store(ReadableStore, Protocol):
         """Delete an object; do not raise if it is missing."""
 
     def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """Delete several objects, in this order if the store keeps one; return the errors of those that stay.
+        """Delete several objects, in this order if the store can; return the errors of the objects that it could not
+        delete.
 
-        Raises StoreError if the store does not answer: then any of them may be gone.
+        Raises StoreError if the store does not answer: then any of the objects may be deleted.
         """
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free the space of unfinished writes whose names fulfil `dead(name)`: no process writes these any more."""
+        """Free the space of unfinished writes to names for which `dead(name)` is True: their writers are gone."""
 
     def assume_single_writer(self) -> None:
         """Check for the name before every later `put_if_absent`, because the store has no conditional put."""
@@ -134,7 +135,7 @@ _watch: ContextVar[Callable[[], None] | None] = ContextVar("ckpt_progress", defa
 
 @contextmanager
 def watching(on_progress: Callable[[], None]) -> Iterator[None]:
-    """Call `on_progress` whenever a store has taken or delivered bytes for this thread."""
+    """Call `on_progress` whenever a store has received or delivered bytes for this thread."""
     token = _watch.set(on_progress)
     try:
         yield
@@ -143,17 +144,17 @@ def watching(on_progress: Callable[[], None]) -> Iterator[None]:
 
 
 def watched() -> Callable[[], None]:
-    """Return the callback of this thread for progress of a store; another thread may call it too."""
+    """Return this thread's progress callback; other threads may call it, too."""
     return _watch.get() or (lambda: None)
 
 
 def moved() -> None:
-    """Report that a store has answered, or that bytes have arrived."""
+    """Call the progress callback: a store has answered, or bytes have arrived."""
     watched()()
 
 
 class OneByOne:
-    """A store's calls about several objects, made of one request for each object."""
+    """The calls about several objects, for stores that need one request per object."""
 
     def sizes(self: Store, names: Sequence[str]) -> list[int]:
         return [*map(self.size, names)]
@@ -169,7 +170,7 @@ class OneByOne:
 
 
 class WrappedStore(OneByOne):
-    """Forward every call to `inner` through `_forward`; a call about several objects becomes one call for each."""
+    """A store that forwards every call to `inner` by `_forward`; a call about several objects becomes one call each."""
 
     def __init__(self, inner: Store):
         self.inner = inner
@@ -247,7 +248,7 @@ class WatchedStore(WrappedStore):
 
 
 class DisturbedStore(WrappedStore):
-    """Delay or fail requests to `inner`. Of those that fail, half are refused; of the others the answer is lost."""
+    """A store that delays or fails requests to `inner`: half of the failures are refusals, half are lost answers."""
 
     def __init__(self, inner: Store, disturbed: Disturbed):
         super().__init__(inner)

@@ -1,7 +1,7 @@
 """Test whether a store does what commits need: some stores accept the condition of a put and ignore it.
 
-The tests look for faults that real stores have had: a second writer of a name wins, later or at the same time (eight
-writers); right after a write, a read, an ordered listing or a partial read is wrong.
+The tests look for faults of real stores: a second writer of a name wins, later or at the same time (eight writers); or
+right after a write, a listing or a partial read is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HINT = (
 
 
 def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
-    """Test a store below `probe/` and return the results by name; delete the test objects.
+    """Test a store with objects below `probe/`; delete them, and return the results by name.
 
     Raises ConfigError if a second writer wins (unless `single_writer`), or if a written object is not visible at once.
     """
@@ -39,7 +39,7 @@ def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
             raise ConfigError(f"{store.url} does not show at once what was written", hint="Use another store.")
         return {"put_if_absent": not single_writer, "read_after_write": True, "ordered_listing": True}
     finally:
-        with suppress(StoreError):  # A few bytes may stay: no run uses these names.
+        with suppress(StoreError):  # A few bytes may remain: no run uses these names.
             store.delete_all(written)
 
 
@@ -75,7 +75,7 @@ def _shows(store: Store, place: str, written: list[str]) -> bool:
 
 
 def _put(store: Store, name: str, body: bytes) -> StoreError | None:
-    """Return None if the store reported success, else its error. A second write is safe, since no run uses the name."""
+    """Return None if the store reported success, else its error. Retries are safe here: no run uses the name."""
     failure: StoreError | None = None
     for _ in range(_TRIES):
         try:
@@ -90,7 +90,7 @@ def _put(store: Store, name: str, body: bytes) -> StoreError | None:
 
 
 def _keeps_word(store: Store, name: str, answers: Mapping[bytes, StoreError | None]) -> bool:
-    """Return True if the object has the bytes of every writer that got the answer "done"; lost answers prove nothing.
+    """Return True if the object has the bytes of every writer whose write succeeded; lost answers prove nothing.
 
     Raises a writer's error if the object is missing.
     """

@@ -1,15 +1,15 @@
-"""Disk space that a run directory reserves for its own ledger, so that a full disk can still be pruned.
+"""Disk space that a run directory reserves for its ledger, so that a run on a full disk can still be pruned.
 
-A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, even
-these do not fit. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry does not fit, one
-of them is deleted and the entry is written again (docs/decisions/0030).
+A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, even a
+ledger entry does not fit. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry does not
+fit, the store deletes one file and writes the entry again (docs/decisions/0030).
 
 Invariants
 
-1. Only the ledger uses the reserve. Data would take all of it at once and leave nothing for the prune.
-2. A file of the reserve is made or deleted, never cut or overwritten. So two processes that need room at the same time
-   delete two files, each deletion frees an inode as well, and a file that has a second name keeps its bytes.
-3. No run fails because its reserve cannot be made.
+1. Only the ledger uses the reserve. Data would use it up at once and leave nothing for the prune.
+2. A process creates or deletes a file of the reserve, and never cuts or overwrites it. So two processes that need room
+   at the same time delete two files, each deletion also frees an inode, and a file with a second name keeps its bytes.
+3. A run goes on if its reserve cannot be made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("ckpt_tasks")
 class Reserve:
     """The reserve of one run directory.
 
-    `write` makes a new file and its directory; `unlink` deletes a file.
+    `write`: creates a file and its directory; `unlink`: deletes a file.
     """
 
     def __init__(self, root: Path, write: Callable[[Path, bytes], None], unlink: Callable[[Path], None]):
@@ -72,14 +72,13 @@ class Reserve:
         with suppress(FileNotFoundError):
             if os.lstat(path).st_size == _FILE_BYTES:
                 return
-            self._unlink(path)  # The process that was writing it has been killed.
+            self._unlink(path)  # Its writer was killed.
         with suppress(FileExistsError):  # Another process has made the file meanwhile.
-            # Write random bytes: a file system that compresses, or shares equal blocks, would reserve no room
-            # otherwise.
+            # Write random bytes: a file system that compresses or shares equal blocks would reserve no room for zeros.
             self._write(path, os.urandom(_FILE_BYTES))
 
     def _delete_one(self) -> bool:
-        with suppress(OSError):  # Report the error of the entry instead.
+        with suppress(OSError):  # The caller raises the error of the entry.
             for name in _NAMES:
                 with suppress(FileNotFoundError):
                     self._unlink(unlinked(self._root, name, StoreError))

@@ -1,11 +1,11 @@
-"""Retry requests; no other module does.
+"""Retries of requests; no other module retries.
 
 Every request except one is safe to repeat: reads change nothing, and writing the same object twice under its own name
-gives the same object. `put_if_absent` is repeated only if the store answered that it did nothing; a lost answer and a
-lost request look the same, so a commit reads the entry first (`History.append`).
+gives the same object. `put_if_absent` is repeated only if the store answered that it did nothing. A lost answer and a
+lost request look the same, so after either a commit reads the entry first (`History.append`).
 
-Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that many writers
-that were refused together do not return together.
+Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that writers that
+were refused together retry at different times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tasks.system import system
 
 _T = TypeVar("_T")
 
-_DEADLINE_S = 120.0  # Counts from a request's first failure; then the caller decides what to do without a store.
+_DEADLINE_S = 120.0  # It counts from a request's first failure; after it, the request raises.
 _FIRST_S = 0.2
 _MOST_S = 10.0
 _QUIET_TRIES = 2  # One or two refusals are normal, and not logged.
@@ -37,7 +37,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class RetryingStore(WrappedStore):
-    """A store that retries the transient failures of another store for `deadline_s` seconds."""
+    """A store that retries requests to `inner` after transient failures, for `deadline_s` seconds."""
 
     def __init__(self, inner: Store, *, deadline_s: float = _DEADLINE_S):
         super().__init__(inner)
@@ -48,8 +48,8 @@ class RetryingStore(WrappedStore):
         failed = False
 
         def ours() -> bool:
-            # The object may be from our own earlier try, whose answer was lost: only one attempt uses the name.
-            # Comparing the size suffices after a failed try.
+            # Only one attempt uses the name, so an existing object may be from our own earlier try, whose answer was
+            # lost. After a failed try, comparing the size suffices.
             try:
                 return self._holds(name, body, size_only=failed)
             except ObjectNotFoundError:
@@ -113,7 +113,7 @@ class RetryingStore(WrappedStore):
         tells = False  # Only one request logs the begin and the end of an outage.
 
         def left_s() -> float:
-            # An upload may run longer than the deadline before its first failure: count from that failure.
+            # Count from the first failure: before it, an upload may run longer than the deadline.
             return self._deadline_s if failed_s is None else self._deadline_s - (system().monotonic() - failed_s)
 
         def over(state: tenacity.RetryCallState) -> bool:
@@ -144,13 +144,13 @@ class RetryingStore(WrappedStore):
 
 
 async def tried_again(request: Callable[[], Awaitable[_T]], worth: Callable[[BaseException], bool]) -> _T:
-    """Make a request on the event loop, up to five times while `worth(error)` is true."""
+    """Make a request on the event loop; after an error, retry while `worth(error)` is True, five tries at most."""
     retry, stop = tenacity.retry_if_exception(worth), tenacity.stop_after_attempt(_TRIES)
     return await tenacity.AsyncRetrying(retry=retry, wait=wait_s, stop=stop, reraise=True)(request)
 
 
 def wait_s(state: tenacity.RetryCallState) -> float:
-    """Return how long to wait before the next try."""
+    """Return how many seconds to wait before the next try."""
     return system().uniform(0, min(_MOST_S, _FIRST_S * 2 ** (state.attempt_number - 1)))
 
 
@@ -164,9 +164,9 @@ def _was_refused(error: BaseException) -> bool:
 
 
 def read_good(store: ReadableStore, read: Callable[[], _T], *, listed: bool = False) -> _T:
-    """Call `read`, which reads and verifies, up to three times until the bytes are good; return its result.
+    """Call `read`, which reads and verifies, until the bytes are good, three times at most; return its result.
 
-    `listed`: the object is known to exist, so a missing object is retried as well. Raises what the last try raises.
+    `listed`: the object must exist, so retry if it is missing. Raises the error of the last try.
     """
     again = (IntegrityError, ObjectNotFoundError) if listed else (IntegrityError,)
     for _ in range(_READS - 1):

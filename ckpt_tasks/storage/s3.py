@@ -1,9 +1,9 @@
-"""Requests to an S3 server: one attempt each, directly from and to the caller's memory.
+"""Requests to an S3 server, each sent once, directly from and to the caller's memory.
 
-s3fs manages session, credentials and regions; requests use its client directly, so that no hidden code retries. Only
-the parts of a large upload are retried here: they are invisible until the upload is complete. The condition is
-`If-None-Match: *` on a single PUT, which AWS, Ceph and the emulators obey; some servers ignore it on a multipart
-upload, so no commit depends on that.
+s3fs manages session, credentials and regions; requests use its client directly, so that no hidden code retries. This
+module retries only the parts of a large upload: a part is invisible until the upload is complete. A commit is a single
+PUT with `If-None-Match: *`, which AWS, Ceph and the emulators obey; some servers ignore this condition on a multipart
+upload, so commits avoid multipart uploads.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckpt_tasks.storage.retrying import is_transient, tried_again
 _log = logging.getLogger("ckpt_tasks")
 
 PART_BYTES = 16 << 20
-_COPIED_BYTES = 256 << 20  # A server can copy this many bytes before the request times out.
+_COPIED_BYTES = 256 << 20  # A server copies this many bytes within the timeout of a request.
 _MOST_PARTS = 10_000
 _PAGE = 1000
 _NO_COPIES = ("NotImplemented", "MethodNotAllowed")
-_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # Answers of stores that cannot list uploads.
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "NoSuchUpload")  # Codes of stores that cannot list uploads.
 _NOT_KNOWN = (400, 405, 411, 501)  # Status codes of stores that do not support a request.
-# An answer about one of several keys has only a code; this is the status for it.
+# In an answer about several keys, each key has a code but no status; this table adds the status.
 _STATUS = {"AccessDenied": 403, "InternalError": 500, "SlowDown": 503}
-_WORDLESS = ((400, ""), (403, ""))  # A HEAD has no body, so expired credentials look like missing permissions.
+_WORDLESS = ((400, ""), (403, ""))  # The answer to a HEAD has no code: expired credentials look forbidden.
 
 
 class S3Requests:
@@ -106,22 +106,22 @@ class S3Requests:
         except Exception as error:
             if answer_of(error) not in _WORDLESS:
                 raise
-            answer = await self._call("get_object", Key=key)  # The store refuses this as well, and says why.
+            answer = await self._call("get_object", Key=key)  # The store refuses this request, too, and says why.
             answer["Body"].close()
         return int(answer["ContentLength"])
 
     async def sizes(self, keys: Sequence[str]) -> dict[str, int | BaseException]:
-        """Return the sizes of objects in bytes, or errors; one listing serves all keys of one directory."""
+        """Return the sizes of objects in bytes, or errors, by key; list a directory once for all its keys."""
         sizes: dict[str, int | BaseException] = {}
         for folder, count in Counter(key.rpartition("/")[0] for key in keys).items():
             if count > 1:
                 sizes |= await self.keys(f"{folder}/", lambda keys: False, _PAGE)
-        alone = [key for key in keys if key not in sizes]  # These keys are alone, or the listing lacks them.
+        alone = [key for key in keys if key not in sizes]  # They are alone in a directory, or missing in its listing.
         sizes |= await each(self.size, alone)
         return {key: sizes[key] for key in keys}
 
     async def keys(self, prefix: str, enough: Callable[[Iterable[str]], bool], page: int) -> dict[str, int]:
-        """List keys and sizes below a prefix in the server's order until `enough` are found; `page` keys at first."""
+        """List keys and sizes below a prefix in the server's order until `enough(keys)`; ask for `page` at first."""
         sizes: dict[str, int] = {}
         more: dict[str, Any] = {"MaxKeys": min(page, _PAGE)}
         while True:
@@ -132,7 +132,7 @@ class S3Requests:
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def folders(self, prefix: str) -> list[str]:
-        """List the distinct names that keys below a prefix have up to the next slash."""
+        """List the folders directly below a prefix, each with the prefix and a slash."""
         names: list[str] = []
         more: dict[str, Any] = {}
         while True:
@@ -147,7 +147,7 @@ class S3Requests:
         await self._call("delete_object", Key=key)
 
     async def delete_all(self, keys: Sequence[str]) -> dict[str, BaseException]:
-        """Delete objects, up to a thousand with one request; return the errors of those that stay."""
+        """Delete objects, up to a thousand with one request; return the errors by key."""
         refused: dict[str, BaseException] = {}
         for begin in range(0, len(keys), _PAGE):
             page = keys[begin : begin + _PAGE]
@@ -156,7 +156,7 @@ class S3Requests:
         return refused
 
     async def _delete_page(self, keys: Sequence[str]) -> dict[str, BaseException] | None:
-        """Delete up to a thousand keys at once; return the errors, or None if the store does not support that."""
+        """Delete up to a thousand keys with one request; return the errors, or None if the store cannot do this."""
         if self._deletes_one:
             return None
         try:
@@ -174,7 +174,7 @@ class S3Requests:
         return {key: RefusedKeyError(entry) for key, entry in errors.items()} | failed(await each(self.delete, unsaid))
 
     async def abort_uploads(self, prefix: str, dead: Callable[[str], bool]) -> None:
-        """Abort unfinished multipart uploads of keys that no process writes any more, if the store lists them."""
+        """Abort unfinished multipart uploads of keys for which `dead(key)` is True, if the store can list uploads."""
         more: dict[str, Any] = {}
         while True:
             try:
@@ -211,7 +211,7 @@ class S3Requests:
 
     async def _send(self, upload: dict[str, str], number: int, data: io.BytesIO) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
-            data.seek(0)  # An earlier try has read from the stream.
+            data.seek(0)  # An earlier try has moved the position.
             return await self._call("upload_part", PartNumber=number, Body=data, **upload)
 
         answer = await send_part(upload["Key"], once)
@@ -245,7 +245,7 @@ class S3Requests:
 
 
 class RefusedKeyError(Exception):
-    """What an answer about several keys says of one key, read like the answer to a request for that key."""
+    """The error of one key in an answer about several keys, in the form of botocore's error for a single request."""
 
     def __init__(self, said: dict[str, Any]):
         super().__init__(said.get("Message", ""))
@@ -254,7 +254,7 @@ class RefusedKeyError(Exception):
 
 
 def sending_once() -> type:
-    """Return the HTTP session class for the client: aiohttp's own class resends a PUT after a broken connection."""
+    """Return an HTTP session class that never resends: aiohttp's own resends a PUT after a broken connection."""
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
 
     class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
@@ -267,7 +267,7 @@ def sending_once() -> type:
 
 
 async def _receive(body: Any, into: memoryview, key: str) -> None:
-    """Copy the body of an answer into a buffer while it arrives."""
+    """Copy the body of an answer into a buffer as it arrives."""
     at = 0
     async for data in body.raw_stream.content.iter_any():
         if at + len(data) > into.nbytes:
@@ -285,7 +285,7 @@ def _short(message: str, key: str) -> StoreError:
 
 
 async def send_part(key: str, request: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-    """Send one part of a large upload; a retry sends only this part again."""
+    """Send one part of a large upload; retry this part alone."""
 
     async def once() -> dict[str, Any]:
         try:

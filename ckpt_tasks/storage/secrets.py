@@ -1,7 +1,7 @@
-"""Remove secrets from options, URLs, and messages of clients that repeat them.
+"""Find secrets in options, and remove them from URLs and from clients' messages.
 
-`Redactor` is used where errors of clients become ours. It finds the client's secret values in any message, and also
-removes text that looks like a password in a URL.
+When a client's error becomes ours, `Redactor` removes the secret values of the client's options from the message, and
+any text that looks like a password in a URL.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SECRET_OPTIONS = frozenset({
 _NAMES_OF_KEYS = frozenset({"key", "aws_access_key_id", "access_key", "client_id", "private_key_id"})
 _PUBLIC_TOKENS = frozenset(
     {"anon", "browser", "cache", "cloud", "google_default"}
-)  # The values of gcsfs' `token` that name a way to log in.
-_SHORTEST = 4  # A shorter value would match in every text.
+)  # These values of gcsfs' `token` name a way to log in: they are not secret.
+_SHORTEST = 4  # A shorter value would also match ordinary text.
 _HIDDEN = "***"
 # In a URL: user and password, up to the last @, and everything after the question mark, such as a signature.
 _IN_URL = re.compile(
@@ -38,11 +38,11 @@ _IN_URL = re.compile(
 
 
 class ClientError(Exception):
-    """A client's exception as text without secrets; it is the cause of our error in a traceback."""
+    """A client's exception as text without secrets; a traceback shows it as the cause of our error."""
 
 
 class Redactor:
-    """Remove the secret values of some options from texts and errors."""
+    """Removes the secret values of a store's options from texts and errors."""
 
     def __init__(self, options: Mapping[str, Any]):
         values = {value for name, value in _texts("", options) if _hides(name)}
@@ -83,7 +83,7 @@ def _hides(path: str) -> bool:
 
 
 def _passwords(text: str) -> set[str]:
-    """Return the secret parts of a text that is a URL or a connection string."""
+    """Return the secret parts of a URL or a connection string."""
     secrets = set()
     if "://" in text and "@" in text:
         secrets |= {*text.partition("://")[2].rpartition("@")[0].partition(":")[::2]}
@@ -97,7 +97,7 @@ def _passwords(text: str) -> set[str]:
 
 
 def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for every text in the options."""
+    """Yield (path, text) for every text in nested options."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _texts(f"{where}.{key}" if where else str(key), item)

@@ -1,6 +1,6 @@
-"""Copies into live tensors: which stored tensor goes into which live one, and whether two would overwrite each other.
+"""Copies of stored tensors into live tensors, and a check that two copies do not overwrite each other.
 
-Live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole target, so that it also
+Live tensors may share memory, whole or in part. A restore uses one `Copies` for the whole state, so that the check also
 finds a conflict between two groups.
 """
 
@@ -29,7 +29,7 @@ class _Wanted(NamedTuple):
 class Copies:
     """Copies into live tensors: collected, checked, and then made all at once.
 
-    `bind` reserves a live tensor for a stored one; `home` finds it for another reference to the same stored tensor.
+    `bind` reserves a live tensor for a stored tensor; `home` returns it for later references to that stored tensor.
     """
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Copies:
         self._offered: list[tuple[torch.Tensor, str]] = []
 
     def offer(self, live: torch.Tensor, key: str) -> None:
-        """Offer a live tensor as the target of a stored one; it is reserved only if a plain value needs it."""
+        """Offer a live tensor as the target of a stored tensor; the next call that looks for targets reserves it."""
         self._offered.append((live, key))
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
-        """Reserve a live tensor's memory for a stored tensor; return False if another stored tensor has it."""
+        """Reserve a live tensor's memory for a stored tensor; return False if another stored tensor has reserved it."""
         self._take_offers()
         known = _shown(live)
         if known is not None and self._keys.setdefault(known, key) != key:
@@ -59,12 +59,12 @@ class Copies:
         return _shown(live) in self._keys
 
     def home(self, key: str) -> torch.Tensor | None:
-        """Return the live tensor that will hold a stored one; None if there is none."""
+        """Return the live tensor that will hold a stored tensor; None if no live tensor will."""
         self._take_offers()
         return self._homes.get(key)
 
     def shared(self, ref: TensorRef, device: torch.device | None) -> Any:
-        """Return a live value that shares the memory of the ref's tensor, on `device` (None: any), or None."""
+        """Return a live value with the memory of the ref's tensor on `device` (None: any device); None if it cannot."""
         home = self.home(ref.key)
         if home is None or (device is not None and home.device != device):
             return None
@@ -75,12 +75,12 @@ class Copies:
         return home.detach() if home.requires_grad else None
 
     def refill(self, container: Any, tree: Any, stored: Stored) -> bool:
-        """Reserve a container for its new contents; return False if another reference to it needs other contents."""
+        """Reserve a container for its new contents; return False if another reference to the container needs others."""
         first = self._contents.setdefault(id(container), tree)
         return first is tree or _contents(first, stored) == _contents(tree, stored)
 
     def want(self, place: str, live: torch.Tensor, ref: TensorRef) -> None:
-        """Request a copy into a live tensor; `place` names it in an error."""
+        """Request a copy into a live tensor; errors name it by its `place` in the state."""
         self._wanted.append(_Wanted(place, live, ref.key))
 
     def prepare(self, source: TensorSource) -> None:
@@ -115,7 +115,7 @@ class Copies:
             self.bind(live, key)
 
     def _check(self, cluster: list[_Wanted]) -> None:
-        """Write the values into scratch memory with the same overlaps; raise if some cannot be read back."""
+        """Write the values into scratch memory with the same overlaps; raise StateMismatchError if one is lost."""
         base = cluster[0].live.data_ptr() & ~(_ALIGNED - 1)
         size_bytes = max(wanted.live.data_ptr() + _extent(wanted.live) for wanted in cluster) - base
         scratch = torch.zeros(size_bytes + _ALIGNED, dtype=torch.uint8)
@@ -141,7 +141,7 @@ def _shown(live: torch.Tensor) -> Any:
 
 
 def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Return a value as a live tensor's memory holds it: conjugated or negated if the live tensor is such a view."""
+    """Conjugate or negate a value if the live tensor is a conjugated or negated view: its memory holds it so."""
     value = value.conj_physical() if live.is_conj() else value
     return -value if live.is_neg() else value
 
@@ -155,13 +155,13 @@ def _contents(tree: Any, stored: Stored) -> str:
 
 
 def _extent(live: torch.Tensor) -> int:
-    """Return the range of memory from a tensor's first to its last element."""
+    """Return the bytes of memory from a tensor's first to its last element."""
     last = sum((size - 1) * step for size, step in zip(live.shape, live.stride(), strict=True))
     return (last + 1) * live.element_size()
 
 
 def _clusters(different: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield groups of tensors whose memory may overlap; leave out tensors without any overlap, even within."""
+    """Yield groups of tensors whose memory may overlap, and single tensors that may overlap themselves."""
     cluster: list[_Wanted] = []
     device, end = None, 0
     for wanted in sorted(

@@ -5,16 +5,16 @@ and the host continues at once.
 
 Invariants
 
-1. A copy has the effect of all work queued before start() in the streams that are current then, and of none queued
-   after it. A user's own stream that writes saved tensors must synchronise with the current one, as it must for the
-   forward pass.
-2. No thread reads an image before wait(). That is the only call that blocks the host, and only for these copies.
-3. The tensors' memory is held until wait() has returned, and the image's memory while a copy is under way: it is first
-   unpinned, then unmapped.
+1. A copy sees all work that was queued before start() in the streams that are current then, and none that is queued
+   after it. A user's own stream that writes saved tensors must synchronise with the current stream, as for the forward
+   pass.
+2. No thread reads an image before wait(). Only wait() blocks the host, and only for these copies.
+3. DeviceCopy holds the tensors' memory until wait() has returned. The image's memory stays mapped while a copy is under
+   way: it is first unpinned, then unmapped.
 
 A device writes directly to pinned pages (cudaHostRegister, also of shared memory, as the StateDictStager of
-torch.distributed.checkpoint does). To other pages it writes through the driver: correct, but slower, and start() may
-block (CUDA Runtime API, "API synchronization behavior"). So nothing here needs to know which pages are pinned.
+torch.distributed.checkpoint does). It writes to other pages through the driver: correct, but slower, and start() may
+block (CUDA Runtime API, "API synchronization behavior"). So this module need not know which pages are pinned.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class DeviceCopy:
-    """Copies from devices that are under way."""
+    """Copies that devices are making."""
 
     def __init__(self, cuda: Any, held: Sequence[Any]):
         self._cuda = cuda
         self._held = held
-        self._ends: list[tuple[torch.device, Any]] = []  # Each device, with the event after its copies.
+        self._ends: list[tuple[torch.device, Any]] = []  # Each device with the event after its copies.
 
     def add(self, device: torch.device, event: Any) -> None:
-        """Add the event that a device reaches when it has copied everything."""
+        """Add the event that a device reaches when it has made all its copies."""
         self._ends.append((device, event))
 
     def wait(self) -> None:
-        """Wait until everything is copied; raise StateError if a device failed, so that the image must not be used."""
+        """Wait until all copies are made; raise StateError if a device failed: the image must not be used."""
         with _device_errors(), _beside_captures():
             for device, event in self._ends:
                 with self._cuda.device(device):  # A new thread would use device 0.
@@ -61,7 +61,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Devices:
-    """Copies tensors from the CUDA devices of this process; `cuda` is torch.cuda."""
+    """Copies tensors from and to the CUDA devices of this process; `cuda` is torch.cuda."""
 
     def __init__(self, cuda: Any = torch.cuda):
         self._cuda = cuda
@@ -73,7 +73,7 @@ class Devices:
         """Queue a copy from the second tensor of every pair into the first.
 
         Work that this thread queues later, in the current stream of each device, runs after these copies. Raises
-        StateError if a device cannot take them.
+        StateError if a device refuses them.
         """
         copy = DeviceCopy(self._cuda, pairs)
         with _device_errors():
@@ -87,7 +87,7 @@ class Devices:
 
     def settle(self, device: torch.device) -> None:
         """Wait until a device has done what is in this thread's current stream; raise StateError if it failed."""
-        self._stream(device)  # Make it here: `bring` may be called by many threads.
+        self._stream(device)  # Make our stream before threads call `bring`.
         event = self._cuda.Event(blocking=True)
         event.record(self._cuda.current_stream(device))
         reached = DeviceCopy(self._cuda, ())
@@ -96,9 +96,8 @@ class Devices:
 
     @torch.no_grad()
     def bring(self, into: torch.Tensor, out_of: torch.Tensor) -> DeviceCopy:
-        """Queue a copy from host memory into a tensor on a device that was settled; raise StateError if it cannot.
-
-        It waits for nothing that any thread has queued since then.
+        """Queue a copy from host memory into a tensor on a device after `settle`; raise StateError if the device
+        failed.
         """
         copy = DeviceCopy(self._cuda, (into, out_of))
         with _device_errors():
@@ -106,14 +105,14 @@ class Devices:
         return copy
 
     def pin(self, memory: memoryview, owner: object, device: torch.device) -> Callable[[], object]:
-        """Pin memory for copies, as long as `owner` exists, which keeps it mapped; return a function that unpins it.
+        """Pin memory for copies while `owner`, which keeps it mapped, exists; return a function that unpins it earlier.
 
-        If pinning fails, one warning is logged and nothing else changes. Takes as long as touching every page.
+        If pinning fails, logs one warning and does nothing else. Pinning takes as long as touching every page.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         failures: list[str] = []
         # Use another thread: CUDA keeps a failure as the thread's last error, and torch would raise it at the thread's
-        # next kernel launch, which may be one of training.
+        # next kernel launch, perhaps in training.
         try:
             start_thread(self._register, address, len(memory), device, failures, name="ckpt-pin").join()
         except StoreError as error:
@@ -127,7 +126,7 @@ class Devices:
                 failures[0],
                 device,
             )
-        # Unpin memory before it is unmapped: the finalizer runs while `owner` still holds the mapping.
+        # The finalizer unpins the memory before it is unmapped: it runs while `owner` still holds the mapping.
         return finalize_here(owner, self._let_go, None if failures else address, device)
 
     # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
@@ -136,10 +135,10 @@ class Devices:
         """Queue copies in our stream of a device; return the event after them."""
         stream = self._stream(device)
         with self._cuda.stream(stream):
-            # This copies one tensor after the other, in C++, and first makes a tensor contiguous that is not in C
+            # This call copies tensor after tensor in C++; it first makes a contiguous copy of a tensor that is not in C
             # order.
             torch._foreach_copy_(into, out_of, non_blocking=True)
-            # While it waits, the thread sleeps, which leaves the core to training.
+            # A thread that waits for a blocking event sleeps, and leaves the core to training.
             event = self._cuda.Event(blocking=True)
             event.record(stream)
         return event
@@ -160,7 +159,7 @@ class Devices:
             failures.append(str(error))
 
     def _let_go(self, address: int | None, device: torch.device) -> None:
-        with suppress(RuntimeError), _beside_captures():  # A failed device writes no more, and wait() has raised.
+        with suppress(RuntimeError), _beside_captures():  # A failed device writes nothing, and wait() has raised.
             for stream in tuple(self._streams.values()):
                 stream.synchronize()
         if address is not None:
@@ -183,15 +182,15 @@ def _by_device(pairs: Sequence[_Pair]) -> dict[torch.device, tuple[list[torch.Te
 def _beside_captures() -> Iterator[None]:
     """Allow this thread to wait and pin while another thread captures a CUDA graph.
 
-    By default CUDA forbids both in every thread, and the capture fails (CUDA Runtime API,
-    cudaThreadExchangeStreamCaptureMode). The code in the block touches no stream that is being captured.
+    By default CUDA forbids both in every thread during a capture, and the capture fails (CUDA Runtime API,
+    cudaThreadExchangeStreamCaptureMode). The code in the block must not use a stream that is being captured.
     """
     exchange = _exchange()
     if exchange is None:
         yield
         return
     mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # Now `mode` has the previous mode.
+    exchange(ctypes.byref(mode))  # The call puts the previous mode into `mode`.
     try:
         yield
     finally:
@@ -200,12 +199,12 @@ def _beside_captures() -> Iterator[None]:
 
 @cache
 def _exchange() -> Callable[..., int] | None:
-    """Return a function of the CUDA runtime that torch has loaded; None if torch has none, or a static one."""
+    """Return cudaThreadExchangeStreamCaptureMode of torch's CUDA runtime; None if it is missing or static."""
     if torch.version.cuda is None:
         return None
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-    except OSError:  # The runtime is part of torch itself: then a save can break a capture.
+    except OSError:  # The runtime is linked into torch: a save can then break a capture.
         return None
     exchange: Callable[..., int] = runtime.cudaThreadExchangeStreamCaptureMode
     return exchange

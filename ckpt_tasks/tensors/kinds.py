@@ -1,8 +1,9 @@
-"""Values that a tree holds in parts (Typed in format/tree.py): each row of KINDS takes one kind apart and rebuilds it.
+"""Values that a tree holds in parts (Typed in format/tree.py); a row of KINDS takes one kind of value apart and
+rebuilds it.
 
-The class of a named tuple or an Enum is stored by name and never imported. A restore uses the class of the value that
-it replaces, or else the class of that name in a module that the program has already imported, and only if it still
-fits: a named tuple with these fields, or an Enum with these members. No code of the class runs.
+A checkpoint has only the name of the class of a named tuple or an Enum, and a restore never imports it. A restore uses
+the class of the value that it replaces, or else the class of that name in a module that the program has imported. The
+class must still fit: a named tuple with these fields, or an Enum with these members. No code of the class runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _INDICES = {
 }
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32)
 _MOST_POOL = 1024
-# Tensor classes made of other tensors, which `__tensor_flatten__` returns completely: torchao's moments of few bits.
+# Classes of tensors that consist of the tensors from `__tensor_flatten__`: torchao's moments of few bits.
 _WRAPPERS = {f"torchao.optim.subclass_{bits.lower()}:OptimState{bits}" for bits in ("4bit", "8bit", "Fp8")}
 _OF_TORCH: dict[str, Any] = {"device": torch.device, "size": torch.Size}
 _OF_NUMPY = {name: np.dtype(name).type for name in NUMBERS}
@@ -49,11 +50,12 @@ Taken = tuple[Head, dict[str, Any]]
 
 
 class ValueKind(NamedTuple):
-    """A kind of value: how it is taken apart into a description and live parts, and rebuilt from a tree and new parts.
+    """A kind of value: `take` splits a value into a description and live parts, `build` makes it from a tree and new
+    parts.
 
     `types` are its exact types; `has` recognises a value of a kind with many types. `place`: the parts share the
-    value's own memory or items, so a restore can write into them. `reads`: the result depends on the values of the
-    parts, which are read first. `key`: it can be a key or an element of a set.
+    value's memory or items, so a restore can write into them. `reads`: `build` needs the values of the parts, so they
+    are read first. `key`: a value can be a key of a dict or an element of a set.
     """
 
     take: Callable[[Any], Taken]
@@ -66,7 +68,7 @@ class ValueKind(NamedTuple):
 
 
 def kind_of_value(value: Any) -> str | None:
-    """Return the tag of a kind of value that has parts; None for any other value."""
+    """Return the tag of a value's kind in KINDS; None if it has no kind."""
     tag = _TAGS.get(type(value))
     return tag or next((tag for tag, has in _FAMILIES if has(value)), None)
 
@@ -80,7 +82,7 @@ def build(tree: Typed, parts: dict[str, Any], live: Any) -> Any:
 
 
 def _imported(name: str) -> Any:
-    """Return the class named "module:Class" if its module is imported already; runs no code of the module."""
+    """Return the object "module:Class" if its module is imported, else None; run no code of the module."""
     module, _, path = name.partition(":")
     home: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -96,7 +98,7 @@ def _fits(kind: Any, names: tuple[str, ...], *, enum: bool) -> bool:
 
 @lru_cache(256)
 def _name_of(kind: Any) -> str:
-    """Name a class so that a restore finds it; raise UnsupportedStateError if no restore could."""
+    """Name a class so that a restore finds it; raise UnsupportedStateError if a restore could not find it."""
     name, enum = f"{kind.__module__}:{kind.__qualname__}", isinstance(kind, EnumMeta)
     if not _fits(_imported(name), (*kind.__members__,) if enum else kind._fields, enum=enum):
         hint = "Define the class at the top of a module, under its own name: a restore looks for it there."
@@ -219,7 +221,7 @@ def _build_wrapper(head: Head, parts: dict[str, Any], live: Any) -> Any:
         )
     try:
         return kind.__tensor_unflatten__(parts, parts.pop(""))
-    except AssertionError as error:  # The constructor checks the dtypes of its parts.
+    except AssertionError as error:  # The constructor checks the parts' dtypes.
         raise ValueError(f"no {kind.__name__}") from error
 
 

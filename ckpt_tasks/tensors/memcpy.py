@@ -1,4 +1,4 @@
-"""Copy many tensors at once at the speed of memory, even if other processes use the cores."""
+"""Copies of many tensors at the speed of memory, even if other processes use the cores."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ckpt_tasks.errors import StoreError
 from ckpt_tasks.process.processes import in_threads, start_thread
 from ckpt_tasks.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage, in_c_order
 
-LARGE_BYTES = 64 << 10  # A smaller tensor is not worth a call of its own.
+LARGE_BYTES = 64 << 10  # A smaller tensor does not get its own memcpy.
 _PARALLEL_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20
 THREADS = max(
     2, min(8, os.cpu_count() or 2)
 )  # Two threads nearly saturate a small machine's memory; a server can use more.
 
-Move = tuple[int, int, int]  # A copy of bytes in memory: target address, source address, count.
+Move = tuple[int, int, int]  # A copy in memory: target address, source address, count of bytes.
 
 
 @torch.no_grad()
 def copy_tensors(into: Sequence[torch.Tensor], out_of: Sequence[torch.Tensor], moves: Iterable[Move] = ()) -> None:
     """Copy tensors of equal shapes pair by pair, and the bytes of `moves`.
 
-    Large contiguous CPU tensors are copied by memcpy in our own threads: torch's copy waits for all of its threads at
-    every tensor, and takes ten times as long if another process uses one of their cores (3 s instead of 0.2 s for
-    625 MiB). What goes onto a CUDA device is staged (staging.py). torch copies the rest: small tensors in one call and
-    one thread, while the other threads copy.
+    Our own threads copy large contiguous CPU tensors by memcpy: torch's copy waits for all of its threads at every
+    tensor, and takes ten times as long if another process uses one of their cores (3 s instead of 0.2 s for 625 MiB).
+    Large copies onto a CUDA device go through `Staging`. torch copies the rest; this thread copies all small tensors in
+    one call, while the other threads copy.
     """
     moves = [*moves]
     onto: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -60,21 +60,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
-    """Yield an iterator of moves; if there are many, several threads share it, and each takes the next move."""
+    """Yield an iterator of moves; for many bytes, other threads also take moves from it until the block ends."""
     shared = iter(moves)
     if sum(size_bytes for _, _, size_bytes in moves) < _PARALLEL_BYTES:
         yield shared
         return
     started: list[threading.Thread] = []
     try:
-        with suppress(StoreError):  # If no more threads can be started, this one makes all copies.
+        with suppress(StoreError):  # Threads that cannot be started are not needed.
             for _ in range(THREADS - 1):
                 thread = start_thread(_move, shared, name="ckpt-copy")
                 started.append(thread)
         yield shared
     finally:
         for other in started:
-            other.join()  # The caller may use the memory only when all threads have ended.
+            other.join()  # The caller may use the memory only after all threads have ended.
 
 
 def _move(moves: Iterable[Move]) -> None:
@@ -83,7 +83,7 @@ def _move(moves: Iterable[Move]) -> None:
 
 
 def _stage(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy from host memory onto devices; a few bytes are not worth pinned memory of their own."""
+    """Copy from host memory onto devices; let torch copy a few bytes, since pinning memory would take longer."""
     size_bytes = sum(source.nbytes for _, source in pairs)
     if size_bytes < _PARALLEL_BYTES:
         _by_torch(pairs)

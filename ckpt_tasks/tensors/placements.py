@@ -1,11 +1,11 @@
-"""Which part of a whole tensor this rank holds. The only module that knows DTensor.
+"""Which part of a whole tensor this rank holds. Only this module knows how a DTensor is cut.
 
 A rank's part is a box. If several mesh dimensions cut one dimension, they cut it from left to right, by torch's rule:
-parts of equal extent, the last ones shorter or empty. The part of a rank depends on its number in the process group of
-the mesh dimension, where torch sorts the ranks; the mesh may list them in another order. If FSDP cut a tensor that
-tensor parallelism had cut before, torch marks it by a `_StridedShard`, and the cuts were made from right to left. For
-these torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So the box is computed
-here and compared with the extent of the part itself; if they do not agree, the part is refused.
+parts of equal extent, the last parts shorter or empty. The part of a rank depends on its number in the process group of
+the mesh dimension, where torch sorts the ranks; the mesh may list them in another order. If FSDP cuts a tensor that
+tensor parallelism has cut before, torch marks it by a `_StridedShard`, and the cuts go from right to left. For such
+tensors torch's own offset is wrong with uneven shards (github.com/pytorch/pytorch issue 161368). So this module
+computes the box, compares it with the extent of the part, and raises if they differ.
 
 Ranks that hold the same box are its *replicas*; they divide its bytes among themselves.
 """
@@ -27,7 +27,7 @@ from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.layout.regions import Box
 
 _ORDER = "If the mesh names its ranks in another order than ascending, make it with init_device_mesh."
-_CUT_BYTES = 1 << 18  # Below this size one rank writes a replicated box; a larger box is cut among the replicas.
+_CUT_BYTES = 1 << 18  # One rank writes a smaller replicated box; replicas divide a larger one.
 
 
 class World(NamedTuple):
@@ -41,9 +41,9 @@ ALONE = World(0, 1)
 
 
 class Place(NamedTuple):
-    """A whole tensor's shape, this rank's box in it, this rank's number among the box's replicas, and their count.
+    """A whole tensor's shape, this rank's box in it, this rank's number among the box's replicas, and their number.
 
-    A rank outside the tensor's mesh has no box, and the count 0.
+    A rank outside the tensor's mesh has an empty box, and `replicas` is 0.
     """
 
     full_shape: tuple[int, ...]
@@ -53,9 +53,9 @@ class Place(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of a tensor of `full_shape` that this rank writes: at `offset` (None: the whole tensor).
+    """The part that this rank writes of a tensor of `full_shape`, at `offset` (None: the whole tensor).
 
-    `cut` is a range of the rank's own part, (axis, begin, extent); None if it writes all of its part.
+    `cut` is a range (axis, begin, extent) of the part that the rank holds; None if the rank writes all of that part.
     """
 
     full_shape: tuple[int, ...]
@@ -64,13 +64,13 @@ class Share(NamedTuple):
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return this share of the rank's part, as a view."""
-        if 0 in self.full_shape:  # A part of an empty tensor may be smaller still.
+        if 0 in self.full_shape:  # A part of an empty tensor may have another shape.
             return local.new_empty(self.full_shape)
         return local if self.cut is None else local.narrow(*self.cut)
 
 
 class _Alike(NamedTuple):
-    """Common to tensors of one placement: a share, a box assigned to a rank by its key, the offset of a replica."""
+    """What tensors of one placement share: a share, a box that one replica writes (by key), a replica's offset."""
 
     share: Share | None
     dealt: Place | None
@@ -78,14 +78,15 @@ class _Alike(NamedTuple):
 
 
 class Shares:
-    """This rank's shares; computed once for all tensors with the same placement, as most have."""
+    """This rank's shares of tensors, computed once for all tensors with the same placement."""
 
     def __init__(self, world: World):
         self._world = world
         self._shares: dict[Any, _Alike] = {}
 
     def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
-        """Return this rank's share of a tensor whose `local` part it holds; None if it writes nothing of the tensor.
+        """Return this rank's share of a tensor (`local`: the part that it holds); None if it writes nothing of the
+        tensor.
 
         Also return the offset of `local` if other ranks hold the same part, else None. Raises UnsupportedStateError
         with the key if the position of the part cannot be proved.
@@ -101,10 +102,10 @@ class Shares:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True if a value is a DTensor; imports nothing."""
+    """Return True if a value is a DTensor; import nothing."""
     kind = type(value)
     if kind is torch.Tensor or kind is nn.Parameter:
-        return False  # This is the usual case, up to 10⁵ times.
+        return False  # Return fast for up to 10⁵ plain tensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -117,12 +118,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def local_pairs(pairs: Sequence[tuple[torch.Tensor, str]]) -> Sequence[tuple[torch.Tensor, str]]:
     """Return pairs with this rank's part in place of every DTensor."""
     if "torch.distributed.tensor" not in sys.modules:
-        return pairs  # There may be 10⁵ pairs.
+        return pairs  # Return fast for up to 10⁵ pairs.
     return [(local_of(tensor), key) for tensor, key in pairs]
 
 
 def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
-    """Return the place of this rank's part in a tensor; every rank of the world holds a plain tensor whole.
+    """Return the place of this rank's part in a tensor. Every rank of the world holds a whole copy of a plain tensor.
 
     Raises UnsupportedStateError with the key if the position cannot be proved.
     """
@@ -131,7 +132,7 @@ def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
         return Place(shape, Box((0,) * len(shape), shape), world.rank, world.size)
     local, mesh = tuple(tensor._local_tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
     coordinate, placements = mesh.get_coordinate(), tuple(tensor.placements)  # type: ignore[attr-defined]
-    # Equal meshes of two processes differ in the coordinate, and sibling meshes of one process in the rank.
+    # These values complete the cache's key: equal meshes can differ in the rank and in the coordinate.
     own = mesh.get_rank(), None if coordinate is None else tuple(coordinate)
     try:
         return _place_in(mesh, own, placements, shape, local)
@@ -140,7 +141,7 @@ def place_of(tensor: torch.Tensor, key: str, world: World) -> Place:
         raise
 
 
-@lru_cache(maxsize=1024)  # A model's tensors have few shapes, and each tensor is placed several times in a restore.
+@lru_cache(maxsize=1024)  # A model's tensors have few shapes, and a restore needs each place several times.
 def _place_in(
     mesh: Any,
     own: tuple[int, tuple[int, ...] | None],
@@ -169,7 +170,7 @@ def _place_in(
 
 @lru_cache(maxsize=64)
 def _is_regular(mesh: Any) -> bool:
-    """Return True if a rank's number in its sorted group depends only on its coordinate in that mesh dimension."""
+    """Return True if a rank's number in each sorted group follows from its coordinate in that mesh dimension."""
     for n, m in permutations(range(mesh.ndim), 2):
         order = mesh.mesh.argsort(n)
         if bool((order != order.narrow(m, 0, 1)).any()):
@@ -180,14 +181,14 @@ def _is_regular(mesh: Any) -> bool:
 def share(place: Place, key: str, itemsize: int) -> Box | None:
     """Return the part of a box that this replica writes; None if it writes nothing.
 
-    A large box is cut into one part per replica; a small one is written by one replica, which the key chooses.
+    The replicas divide a large box; one replica, which the key chooses, writes a small box.
     """
     box, dealt = _divided(place, itemsize)
     return None if dealt and not _is_dealt(key, place) else box
 
 
 def _divided(place: Place, itemsize: int) -> tuple[Box | None, bool]:
-    """Return (this replica's part, False) of a box that is cut, or (the whole box, True) if one replica writes it."""
+    """Return (this replica's part, False) if replicas divide a box; (the whole box, True) if one replica writes it."""
     offset, shape = place.box
     replica, replicas = place.replica, place.replicas
     if not replicas or (0 in shape and 0 not in place.full_shape):
@@ -231,7 +232,7 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Reshard the parameters of FSDP modules, as they are between steps."""
+    """Reshard the parameters of FSDP modules, so that each rank again holds only its shard, as between steps."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -242,9 +243,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
-    """Name a parameter that more than data parallelism cuts; None if data parallelism spans all `ranks`.
+    """Name a parameter that more than data parallelism cuts; None if there is none, or data parallelism spans all
+    `ranks`.
 
-    Only what is certain counts: parameters of fully_shard and of parallelize_module.
+    Considers only parameters of fully_shard and of parallelize_module.
     """
     fsdp, cut, degree = sys.modules.get("torch.distributed.fsdp"), None, 1
     of_fsdp, of_plan = set[int](), set[int]()
@@ -258,7 +260,7 @@ def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
     for name, parameter in module.named_parameters():
         if is_sharded(parameter) and id(parameter) in of_fsdp | of_plan:
             shape, placements = parameter.device_mesh.shape, parameter.placements  # type: ignore[attr-defined]
-            # fully_shard uses the first mesh dimension, or two of which the first one replicates.
+            # fully_shard uses the first mesh dimension; the first two if the first replicates.
             data = 1 + placements[0].is_replicate() if id(parameter) in of_fsdp else 0
             degree = max(degree, math.prod(shape[:data]))
             if math.prod(shape[data:]) > 1 and (data or not all(one.is_replicate() for one in placements)):
@@ -295,7 +297,7 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _replica(mesh: Any, rank: int, placements: Sequence[Any], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Return (this rank's number, count) of replicas, over all mesh dimensions that do not cut the tensor."""
+    """Return this rank's number among the replicas, and their count; uses all mesh dimensions that cut nothing."""
     replica, replicas = 0, 1
     for placement, at, size in zip(placements, coordinate, mesh.shape, strict=True):
         if placement.is_replicate():
@@ -306,9 +308,10 @@ def _replica(mesh: Any, rank: int, placements: Sequence[Any], coordinate: Sequen
 
 @lru_cache(maxsize=64)
 def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
-    """Return (number, count) of this rank's mesh among its siblings: meshes that were sliced from one, maybe flattened.
+    """Return the number of this rank's mesh among its siblings (meshes that are slices of one root mesh), and their
+    count.
 
-    Sibling meshes compare equal, but each names the ranks of its own process.
+    Sibling meshes compare equal, but each names only the ranks of its own slice.
     """
     root = mesh._get_root_mesh()
     coordinates = torch.isin(root.mesh, mesh.mesh.reshape(-1)).nonzero()

@@ -1,4 +1,4 @@
-"""Where a restore gets its tensors (a checkpoint, or memory), and how it makes new tensors."""
+"""The sources of a restore's tensors (a checkpoint, or memory), and the maker of new tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_tasks.tensors.tensors import allocate, copy_all
 class TensorSource(Protocol):
     """The tensors of one checkpoint by full key.
 
-    `fetch` fills new tensors and verifies all others. Until then nothing of the target may change; after it, only a
+    `fetch` fills new tensors and verifies all others. Before it, a restore must not change the state; after it, only a
     hardware fault can make `copy` fail.
     """
 
@@ -24,16 +24,16 @@ class TensorSource(Protocol):
         """Return a tensor without values (on the meta device) of the stored dtype and shape."""
 
     def read(self, key: str) -> torch.Tensor:
-        """Return the verified values at once, on the CPU; the caller must not change them."""
+        """Read and verify a tensor's values at once, on the CPU; the caller must not change them."""
 
     def fill(self, into: torch.Tensor, key: str) -> None:
-        """Request that `fetch` fills a new tensor, which the program cannot see yet."""
+        """Request that `fetch` fills a new tensor, to which the program has no reference yet."""
 
     def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fill requested tensors; verify all others and `pairs` (for `copy`). Raises IntegrityError or StoreError."""
+        """Fill requested tensors; verify all others and `pairs`, for `copy`. Raises IntegrityError or StoreError."""
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """Copy the stored values of each key into the live tensor beside it, of the stored shape and on any device."""
+        """Copy the stored values of each key into its live tensor, which has the stored shape, on any device."""
 
 
 class HeldTensors:
@@ -58,11 +58,11 @@ class HeldTensors:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # For each full key, torch's name of the dtype, and the shape.
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]  # By full key: torch's name of the dtype, and the shape.
 
 
 class Maker:
-    """Makes new tensors and arrays for refs. Equal refs get the same tensor, so that ties are restored."""
+    """Makes new tensors and arrays for refs. Equal refs get the same tensor, so that tied tensors are tied again."""
 
     def __init__(self, source: TensorSource):
         self.source = source
@@ -79,8 +79,8 @@ class Maker:
     ) -> Any:
         """Make a tensor: on `device`, else on the device of the `live` tensor, else on the CPU.
 
-        If `live` is a DTensor, or `model` is a DTensor of its shape, make a DTensor with the same placements. With
-        `now` return a copy with its values, on the CPU.
+        If `live` or else `model` is a DTensor of the stored shape, make a DTensor with the same placements. `now`:
+        return a copy on the CPU that already has its values.
         """
         if now:
             values = self.source.read(ref.key).clone()
@@ -90,7 +90,7 @@ class Maker:
             return self._sharded(ref, model)
         if device is None or ref.array:
             device = live.device if isinstance(live, torch.Tensor) and not ref.array else torch.device("cpu")
-        # Ignore the flag `array`, since an array and a tensor may share memory.
+        # Leave out the flag `array`, since an array and a tensor may share memory.
         plain = TensorRef(ref.key, stride=ref.stride, requires_grad=ref.requires_grad)
         if (plain, device) not in self._made:
             self._made[plain, device] = allocate(self.source.like(ref.key), plain, device)

@@ -1,4 +1,4 @@
-"""Random streams: those of the process, and the user's own generators.
+"""Random streams: the process's streams, and the user's own generators.
 
 The streams of a process are Python's, NumPy's legacy global stream, torch's CPU stream, and torch's stream of every
 CUDA device that the process uses. Reading them draws no number.
@@ -14,15 +14,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-_BITS = (np.random.Generator, np.random.BitGenerator)  # Both have a bit generator, and the seeds of spawned generators.
+_BITS = (np.random.Generator, np.random.BitGenerator)  # Both have seeds for spawned generators.
 GENERATORS = (torch.Generator, *_BITS, np.random.RandomState, random.Random, np.random.SeedSequence)
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Restore every stream of the process at the end of a block that runs foreign code, which may draw numbers.
+    """Restore every stream of the process after a block that runs foreign code, which may draw numbers.
 
-    Numbers that other threads draw meanwhile are drawn again later, so wrap only the code that needs this.
+    Numbers that other threads draw during the block are drawn again later, so wrap only code that needs this.
     """
     before = current_streams()
     try:
@@ -37,8 +37,8 @@ class OwnStreams:
     """Separate the random streams of training from those of the rest of the process.
 
     Otherwise other code in the process (Prefect draws names and delays from Python's stream) would change the numbers
-    that training gets, and training would not be reproducible. Threads that draw while a block runs are not separated:
-    they share the process's streams.
+    that training gets, and training would not be reproducible. While a block runs, other threads draw from training's
+    streams, too.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class OwnStreams:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Use training's streams in a block; the first block starts with those of the process."""
+        """Use training's streams in a block; the first block starts with the process's streams."""
         outside = current_streams()
         set_streams(self._inside)
         try:
@@ -98,7 +98,7 @@ def _in_use(device: int) -> bool:
 
 
 def generator_type(generator: Any) -> str:
-    """Name a generator's type as checkpoints do."""
+    """Return the name of a generator's type in checkpoints."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, np.random.Generator):
@@ -142,7 +142,7 @@ def set_stream(generator: Any, state: Any) -> None:
 
 
 def scratch_generator(generator: Any) -> Any:
-    """Make another generator of the same type, to try a state on."""
+    """Make another generator of the same type, to test a state on it."""
     if isinstance(generator, torch.Generator):
         return torch.Generator(generator.device)
     if isinstance(generator, np.random.Generator):

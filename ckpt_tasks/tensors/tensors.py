@@ -1,8 +1,8 @@
-"""One tensor: whether it can be stored, which tensors share its memory, how it is copied and restored.
+"""One tensor: whether it can be stored, which tensors share its memory, how to copy and restore it.
 
-Strides: a checkpoint holds values in C order; a TensorRef adds the strides if they were different. A new dense tensor
-(transposed, channels_last) gets its old strides, and an expanded one is expanded again; a slice becomes dense. A
-restore into an existing tensor keeps that tensor's strides.
+Strides: a checkpoint holds values in C order; a TensorRef has the strides if the tensor was not in C order. A new dense
+tensor (transposed, channels_last) gets the stored strides, and an expanded tensor is expanded again; a slice becomes
+dense. A restore into an existing tensor keeps that tensor's strides.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ckpt_tasks.tensors.placements import ALONE, Shares, World, local_of, place_
 # The dtypes that can be stored and that this version of torch has.
 DTYPES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in STORED_DTYPES if hasattr(torch, name)}
 
-# A complex dtype is stored as pairs of numbers of this dtype.
+# Files store these complex dtypes as pairs of numbers of a real dtype.
 REAL_DTYPES = {"complex128": torch.float64, "complex32": torch.float16}
 
-_RESERVED = "__metadata__"  # safetensors uses it in a header for other data.
+_RESERVED = "__metadata__"  # A safetensors header uses this name for other data.
 _FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
@@ -45,22 +45,22 @@ class RankRule(Enum):
 
 
 class ConstantTensor(torch.Tensor):
-    """A tensor that nobody changes while it is referenced, like a JAX array's; a save may copy it later.
+    """A tensor that must not change while a reference to it exists, such as a JAX array's; a save may copy it later.
 
     Make one with `tensor.as_subclass(ConstantTensor)`.
     """
 
 
 class TensorSet:
-    """Collects live tensors by their full keys, and every piece of memory only once.
+    """Collects live tensors by their full keys, each piece of memory only once.
 
-    `tensors` are the live ones, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
-    only the first is stored; the second refers to its key.
+    `tensors` are live tensors, detached and not copied. Of two tensors with the same memory, dtype, shape and strides
+    only the first is stored; the second refers to the first one's key.
 
     With many ranks, `tensors` holds only what this rank writes: its shard of a DTensor, and the plain tensors that
-    their `RankRule` assigns to it. `places` has, for each part, the shape of the whole tensor and the offset in it.
-    `one_for_all` and `replicated` are compared between ranks; `buffers` are the keys of RankRule.BUFFER; `constant`
-    those of tensors added as ConstantTensor. Without a `world`, every tensor is taken as it is.
+    their `RankRule` assigns to this rank. `places` has, for each part, the shape of the whole tensor and the offset in
+    it. Ranks compare `one_for_all` and `replicated`. `buffers` are the keys of tensors with RankRule.BUFFER, and
+    `constant` the keys of ConstantTensors. Without a `world`, the set takes every tensor as it is.
     """
 
     def __init__(self, world: World | None = ALONE) -> None:
@@ -80,12 +80,12 @@ class TensorSet:
 
     @property
     def many(self) -> bool:
-        """Whether the state is that of many ranks."""
+        """True if many ranks share the state."""
         return self.world is not None and self.world.size > 1
 
     @contextmanager
     def by(self, rule: RankRule) -> Iterator[None]:
-        """Apply this rule to tensors that the block adds; tensors of a ByRank part keep their rule."""
+        """Apply this rule to tensors that the block adds; inside a ByRank part its rule stays."""
         before = self._rule
         if self.many and before is not RankRule.BY_RANK:
             self._rule = rule
@@ -97,9 +97,9 @@ class TensorSet:
     def add(self, tensor: torch.Tensor, key: str, *, exact: bool = True, array: bool = False) -> TensorRef:
         """Add a tensor and return the TensorRef for the tree.
 
-        `exact`: a restore will make a new tensor, so its type must be torch.Tensor or Parameter, without autograd
-        history. Otherwise it is restored in place, and a subclass is allowed if it holds its own data. Raises
-        UnsupportedStateError with the key.
+        `exact`: a restore will make a new tensor, so the type must be torch.Tensor or Parameter, without autograd
+        history. Otherwise a restore writes into the existing tensor, and a subclass is allowed if it holds its own
+        data. Raises UnsupportedStateError with the key.
         """
         local = local_of(tensor)
         if self._rule is RankRule.BY_RANK and self.world is not None:
@@ -114,7 +114,7 @@ class TensorSet:
         if flag:
             tensor = tensor.detach()
         if tensor.is_neg() or tensor.is_conj():
-            # A view's flags conjugate or negate it, and its bytes do not show that.
+            # A flag of the view conjugates or negates it; its bytes are unchanged.
             tensor = tensor.resolve_conj().resolve_neg()
         known = _identity(tensor, tensor)
         first = self._first(tensor, tensor, key, known)
@@ -151,7 +151,7 @@ class TensorSet:
         return first
 
     def _is_undivided(self, tensor: torch.Tensor, local: torch.Tensor, key: str, world: World) -> bool:
-        """Add a tensor that the ranks do not divide among themselves; return False if they divide it."""
+        """Add a tensor if the ranks do not divide it among themselves; return False if they divide it."""
         whole, held = local is tensor, local.detach() if local.requires_grad else local
         if self._rule is RankRule.BY_RANK:
             self.tensors[key] = held
@@ -187,14 +187,14 @@ def _refuse(tensor: torch.Tensor, key: str, *, exact: bool) -> None:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested or (exact and tensor.requires_grad))
     ):
-        return  # Nearly all of up to 10⁵ tensors return here.
+        return  # Return fast for most of up to 10⁵ tensors.
     reason, hint = _unsupported(tensor, exact=exact)
     if reason:
         raise UnsupportedStateError(f"{reason} cannot be stored", key=key, hint=hint)
 
 
 def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
-    """Return why a tensor cannot be stored, and what to do instead; ("", "") if it can."""
+    """Return why a tensor cannot be stored, and what to do instead; ("", "") if it can be stored."""
     kind = type(tensor)
     if is_lazy(tensor):
         return "a parameter that is not initialised", "Run one forward pass first."
@@ -218,13 +218,13 @@ def _unsupported(tensor: torch.Tensor, *, exact: bool) -> tuple[str, str]:
 
 @cache
 def _holds_its_data(kind: type) -> bool:
-    # The bytes of a subclass are all of it if it changes neither operators nor the location of its values.
+    # The bytes are the whole value if the class changes neither operators nor the location of its values.
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)  # type: ignore[attr-defined]
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in _FUNCTIONS  # type: ignore[attr-defined]
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return a key for the memory that a tensor shows and for its form; None if it has no memory."""
+    """Return a key for a tensor's memory, dtype, shape and strides; None if it has no memory."""
     return _identity(tensor, local_of(tensor))
 
 
@@ -233,7 +233,7 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | No
     if not pointer:
         if local is tensor:
             return None
-        # Other ranks have elements and see whether tensors are tied; this rank must get the same result.
+        # Ranks that have elements see whether tensors are tied; this rank must get the same result.
         return local.untyped_storage(), tensor.dtype, tensor.shape, None
     steps = None if local.is_contiguous() else local.stride()
     return pointer, tensor.dtype, tensor.shape, steps
@@ -242,7 +242,8 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...] | No
 def strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides, in elements, that a copy must have; None for C order.
 
-    Dense strides and zeros of expanded dimensions are kept; gaps of a slice are closed, in its order of dimensions.
+    The copy keeps dense strides and zeros of expanded dimensions, but not a slice's gaps; its dimensions keep their
+    order.
     """
     if tensor.is_contiguous():
         return None
@@ -264,7 +265,7 @@ def expanded(tensor: torch.Tensor, steps: Sequence[int] | None = None) -> torch.
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Return True if two elements of a tensor may share memory, as in an expanded or unfolded one."""
+    """Return True if two elements of a tensor may share memory, for example in an expanded or unfolded tensor."""
     tensor = local_of(tensor)
     if tensor.is_contiguous():
         return False
@@ -295,7 +296,7 @@ def allocate(like: torch.Tensor, ref: TensorRef, device: torch.device) -> torch.
 
 
 def _sane(ref: TensorRef, steps: Sequence[int], source: torch.Tensor) -> Sequence[int]:
-    # Strides decide how much memory is allocated: never allocate more than the values need.
+    # Strides decide how much memory the tensor takes: refuse strides that take more than the values need.
     if len(steps) != source.dim() or any(step < 0 for step in steps):
         raise IntegrityError(f"a tensor of shape {tuple(source.shape)} has strides {tuple(steps)}", key=ref.key)
     if sum((size - 1) * step for size, step in zip(source.shape, steps, strict=True)) > max(source.numel() - 1, 0):
@@ -314,14 +315,14 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         steps = None if target.is_contiguous() else target.stride()
         to = target.detach() if steps is None else expanded(target.detach(), steps)
         values = source if steps is None else expanded(source, steps)
-        if to.is_conj() or to.is_neg():  # torch cannot copy a list of tensors into such views.
+        if to.is_conj() or to.is_neg():  # `_foreach_copy_` cannot write to such views.
             to.copy_(values)
             continue
         into.append(to)
         out_of.append(values)
     copy_tensors(into, out_of)
     for target in into:
-        torch.autograd.graph.increment_version(target)  # autograd does not notice a memcpy.
+        torch.autograd.graph.increment_version(target)  # Tell autograd about the memcpy.
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -336,7 +337,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
-    """Return how a live tensor differs from the stored dtype and shape; None if it does not."""
+    """Return how a live tensor differs from the stored dtype and shape; None if it fits."""
     here = DTYPES.get(tensor.dtype, str(tensor.dtype))
     if here == dtype and tuple(tensor.shape) == tuple(shape):
         return None
@@ -344,7 +345,7 @@ def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str 
 
 
 def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
-    """View the bytes of a tensor in a file; copy them if its dtype is complex and they are not aligned for it."""
+    """View a stored tensor's bytes as a tensor; copy complex values from files that store them as pairs of numbers."""
     shape = tuple(shape)
     stored = STORED_DTYPES[dtype]
     count = math.prod(shape) * math.prod(stored.suffix)

@@ -1,7 +1,7 @@
-"""Nested values: turned into a tree with a TensorRef for every tensor, and back.
+"""Conversion of nested values into a tree with a TensorRef for every tensor, and back.
 
 A tree (`format/tree.py`) holds plain values only. `pack` copies every container, so that a tree does not change while
-training continues; tensors and arrays are collected, not copied. `unpack` makes the value again, type by type.
+training continues; it collects tensors and arrays without copying them. `unpack` makes the value again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ckpt_tasks.format.tree import (
 from ckpt_tasks.tensors.kinds import KINDS, build, kind_of_value
 from ckpt_tasks.tensors.tensors import ConstantTensor, TensorSet
 
-REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # These stay the same objects and get new contents.
+REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # A restore keeps these objects and gives them new contents.
 
 
 def has_state(value: Any) -> bool:
     """Return True if an object has state_dict() and load_state_dict()."""
     if isinstance(value, type):
-        return False  # A class has these methods too, but only its instances have a state.
+        return False  # A class has these methods, too, but only its instances have a state.
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
-    """Turn a value into a tree, collecting its tensors under keys that are their paths.
+    """Turn a value into a tree, and collect its tensors by their paths.
 
     Raises UnsupportedStateError with the path of the first value that cannot be stored.
     """
@@ -96,7 +96,7 @@ def _taken(value: Any, path: str, *, key: bool = False) -> tuple[str, tuple[Any,
 
 
 def _part(key: Any, number: int) -> str:
-    # A part of a tensor's name: readable, and with characters that a file's header can hold.
+    # Return a part of a tensor's path: readable, and with characters that a file's header can hold.
     if type(key) is str and len(key) <= 200 and (key.isascii() or _is_text(key)):
         return key
     return str(key) if type(key) in (int, bool) else f"item{number}"
@@ -112,13 +112,12 @@ def _pack_key(key: Any, path: str) -> Any:
         return key
     if kind in (tuple, frozenset):
         return kind(_pack_key(item, path) for item in key)
-    # A tree's keys would have equal hashes as well.
     tag, head, parts = _taken(key, path, key=True)
     return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
 
 
 def is_scalar(value: Any) -> bool:
-    """Return True if a value, live or in a tree, is stored as itself: its type is in SCALARS, and it has no parts."""
+    """Return True if a tree has this value unchanged: its type is in SCALARS."""
     return type(value) in SCALARS
 
 
@@ -155,14 +154,14 @@ def live_parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def has_memory(value: Any) -> bool:
-    """Return True if a value is a tensor or an array that is stored as one tensor."""
+    """Return True if a value is a tensor or an array that a checkpoint stores as one tensor."""
     if isinstance(value, torch.Tensor):
         return kind_of_value(value) is None
     return type(value) is np.ndarray and _is_ordinary(value)
 
 
 def in_place(value: Any) -> bool:
-    """Return True if a restore can write into the value itself, and does not assign to its container."""
+    """Return True if a restore can write into the value itself, without assigning to its container."""
     if type(value) is np.ndarray:
         return value.flags.writeable and (_is_ordinary(value) or value.flags.c_contiguous)
     return has_memory(value) or isinstance(value, REFILLED)
@@ -173,7 +172,7 @@ def _has_place(tag: str, value: Any) -> bool:
 
 
 def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
-    """Return the parts of the live value that a tree will replace, if it is of the tree's kind."""
+    """Return the parts of a live value of the tree's kind that the tree will replace; {} for another kind."""
     kind, own = type(tree), type(live)
     if kind in MAPPINGS:
         return live if own in MAPPINGS else {}
@@ -189,15 +188,15 @@ def inside(tree: Any, live: Any) -> Mapping[Any, Any]:
 def unpack(tree: Any, make: Callable[..., Any], live: Any = None) -> Any:
     """Turn a tree into the value that it describes.
 
-    `make(ref, there, now=…)` returns the tensor or array for a ref; if `now`, it must have its values at once. `there`
-    is the value at the ref's place in `live`, an object of a similar structure, or None. Raises IntegrityError if the
-    tree has an unknown type or name.
+    `make(ref, old, now=…)` returns the tensor or array for a ref; if `now`, it must already have its values. `old` is
+    the value at the ref's place in `live`, which is an object of a similar structure or None. Raises IntegrityError if
+    the tree has an unknown type or name.
     """
     return rebuilt(tree, live, lambda ref, here, place, **how: make(ref, here, **how))
 
 
 def finished(tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[Any, Any]) -> Any:
-    """Build the value of a tree from its restored parts; `live` is the value at its place, with the parts `within`."""
+    """Build the value of a tree from its restored parts; `live` is the old value, with the parts `within`."""
     kind = type(tree)
     if kind in MAPPINGS or kind in SEQUENCES:
         return like(tree, content if kind in MAPPINGS else content.values())
@@ -211,7 +210,7 @@ def rebuilt(
     finish: Callable[[Any, Mapping[Any, Any], Any, Mapping[Any, Any]], Any] = finished,
     place: tuple[Any, ...] = (),
 ) -> Any:
-    """Turn a tree into its value: call `tensor(ref, live, place, now=…)` for each ref, and `finish` for all else."""
+    """Turn a tree into its value: call `tensor(ref, live, place, now=…)` for each ref, `finish` for other values."""
     kind = type(tree)
     if kind in SCALARS:
         return tree
