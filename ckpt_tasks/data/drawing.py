@@ -1,4 +1,4 @@
-"""Random numbers for data: each batch or sample has its own, which depend only on a seed and its position."""
+"""Random numbers for batches and samples, which depend only on a seed and the position in the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import held_in
 from ckpt_tasks.tensors.streams import GENERATORS, set_streams, stream_state
 
-# The seed and the epoch of the batch that is being made.
+# The seed and the epoch of the batch that a loader is making.
 _of_batch: ContextVar[tuple[int | None, int | None]] = ContextVar("_of_batch", default=(None, None))
 
 
@@ -26,7 +26,7 @@ _of_batch: ContextVar[tuple[int | None, int | None]] = ContextVar("_of_batch", d
 def sample_generator(
     index: int, *, seed: int | None = None, epoch: int | None = None, numpy: bool = False
 ) -> torch.Generator | np.random.Generator:
-    """Return a generator for the random numbers of one sample: the same after a resume, and with any workers.
+    """Return a generator for the random numbers of one sample: they are equal after a resume, and with any workers.
 
     ::
 
@@ -34,9 +34,9 @@ def sample_generator(
             generator = sample_generator(index)
             return self.rows[index] + torch.randn(8, generator=generator)
 
-    The numbers depend on (seed, epoch, index) alone: not on workers, ranks, batch size or the order of the samples. In
-    the data set or `collate_fn` of a ResumableLoader, seed and epoch default to the loader's. `numpy` returns a NumPy
-    generator. Elsewhere, raises ConfigError if seed or epoch is missing.
+    The numbers depend only on (seed, epoch, index): not on workers, ranks, batch size or the order of the samples. In
+    the data set or `collate_fn` of a ResumableLoader, seed and epoch default to the loader's; elsewhere, raises
+    ConfigError if one is missing. `numpy`: return a NumPy generator.
     """
     of_batch = _of_batch.get()
     seed, epoch = (of_batch[0] if seed is None else seed), (of_batch[1] if epoch is None else epoch)
@@ -52,10 +52,10 @@ def sample_generator(
 
 @contextmanager
 def own_random_numbers(seed: int, epoch: int, what: str, *holders: Any) -> Iterator[None]:
-    """Seed the global CPU streams and the generators in `holders` while the block makes `what` of an epoch.
+    """Seed the global CPU streams and the generators in `holders` for a block that makes the part `what` of an epoch.
 
-    At the end their old states are restored. A generator in `holders` starts from its own state and the seed together,
-    so its user's seed still matters.
+    The end of the block restores their old states. The new state of a generator in `holders` also depends on its old
+    state, so the user's own seed still matters.
     """
     python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     held = {str(id(one)): (one, stream_state(one)) for holder in holders for _, one in held_in(holder, GENERATORS)}
@@ -64,7 +64,7 @@ def own_random_numbers(seed: int, epoch: int, what: str, *holders: Any) -> Itera
         for one, _ in held.values():
             _seed_held(one, number)
         random.seed(number)
-        np.random.seed([number >> 32, number & 0xFFFFFFFF])  # noqa: NPY002 (what the data set draws from)
+        np.random.seed([number >> 32, number & 0xFFFFFFFF])  # noqa: NPY002 (the data set draws from it)
         torch.default_generator.manual_seed(number)  # torch.manual_seed would also seed the accelerators.
         yield
     finally:
@@ -89,7 +89,7 @@ def _seed_held(generator: Any, seed: int) -> None:
 
 
 def seed_of(text: str) -> int:
-    """Return 64 bits of a text's digest, the same in every process."""
+    """Return 64 bits of a text's digest, equal in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

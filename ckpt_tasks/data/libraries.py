@@ -1,4 +1,4 @@
-"""What is known of streams, including those of several libraries: whether one can be resumed, and what it yields."""
+"""Facts about streams of several libraries: whether a stream can be resumed, and digests of its order and samples."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from ckpt_tasks.data.drawing import seed_of
 
-_MARKED = 64  # A mark has this many elements of an array or a list, and twice as many characters of a text.
+_MARKED = 64  # Digest about this many elements of an array or a list, and twice as many characters of a text.
 
 
 def copy_of(stream: Any) -> Any:
-    """Return a stream with the same attributes, for one epoch."""
+    """Return a copy of a stream with the same attributes, for one epoch."""
     kind: Any = type(stream)
     if hasattr(stream, "__copy__") or kind.__new__ is not object.__new__:
         return copy.copy(stream)
     new = object.__new__(kind)
     vars(new).update(vars(stream))  # copy.copy would let two streams of `datasets` share one __dict__.
     for name, value in vars(stream).items():
-        # A stream of `datasets` has its epoch in memory that all workers share, and set_epoch adds a difference to it:
-        # two workers that do so at once would add it twice.
+        # All workers share the memory with the epoch of a `datasets` stream, and set_epoch adds a difference to it: two
+        # workers at once would add the difference twice.
         if isinstance(value, torch.Tensor) and value.is_shared():  # type: ignore[no-untyped-call]
             vars(new)[name] = value.clone()
     return new
@@ -32,7 +32,7 @@ def copy_of(stream: Any) -> Any:
 
 def why_inexact(stream: Any) -> str | None:
     """Return why a stream cannot continue by its own state; None if it can."""
-    if callable(ask := getattr(stream, "why_inexact", None)):  # A ShuffleBuffer answers for the stream below it.
+    if callable(ask := getattr(stream, "why_inexact", None)):  # A ShuffleBuffer asks its own stream.
         return str(reason) if (reason := ask()) else None
     if any(
         type(one).__name__ == "BufferShuffledExamplesIterable" and one.buffer_size > 1 for one in _operations(stream)
@@ -47,7 +47,7 @@ def why_inexact(stream: Any) -> str | None:
 
 
 def way_of(stream: Any) -> str | None:
-    """Return what to do with a stream of a library whose position is elsewhere; None for other streams."""
+    """Return advice for a stream whose library has another way to resume; None for other streams."""
     library = type(stream).__module__.partition(".")[0]
     stages = getattr(stream, "pipeline", []) if library == "webdataset" else []
     if library == "streaming":
@@ -63,8 +63,8 @@ def way_of(stream: Any) -> str | None:
 def return_state(stream: Any, state: Any) -> None:
     """Give a stream a copy of its state.
 
-    A stream of datasets loads it twice: as the whole stream, which fails if that has more parts than the worker, and
-    then as the worker's part. So each list is extended to the stream's number of shards.
+    A stream of datasets loads the state twice: first for the whole stream, which fails if the stream has more shards
+    than the worker, and then for the worker's part. So each list is extended to the stream's number of shards.
     """
     stream.load_state_dict(_as_long(state, getattr(stream, "num_shards", 0)))
 
@@ -78,7 +78,7 @@ def _as_long(state: Any, length: int) -> Any:
 
 
 def _operations(stream: Any) -> Iterator[Any]:
-    """Yield the operations of a stream of datasets, also below a ShuffleBuffer."""
+    """Yield the operations of a stream of datasets, also inside a ShuffleBuffer."""
     if type(stream).__module__.startswith(("datasets.", "ckpt_tasks.")):
         yield stream
         below = [getattr(stream, name, None) for name in ("stream", "_ex_iterable", "ex_iterable")]
@@ -87,14 +87,14 @@ def _operations(stream: Any) -> Iterator[Any]:
 
 
 def order_of(stream: Any) -> str:
-    """Return a digest of the generators by which a stream of datasets shuffles: without a seed, they differ."""
+    """Return a digest of the generators that shuffle a stream of datasets: without a seed, each start has others."""
     generators = (getattr(one, "generator", None) for one in _operations(stream))
     states = [one.bit_generator.state for one in generators if isinstance(one, np.random.Generator)]
     return seed_of(repr(states)).to_bytes(8).hex()
 
 
 def mark_of(samples: list[Any], before: str) -> str:
-    """Return a digest of parts of a batch's first and last sample; it shows other samples, or other numbers."""
+    """Return a digest of parts of a batch's first and last sample, to detect other samples or random numbers."""
     digest = hashlib.blake2b(before.encode(), digest_size=8)
     for sample in (*samples[:1], *samples[-1:]):
         _add(digest, sample)

@@ -1,13 +1,13 @@
-"""A data loader with a position, meant for training loops that iterate epoch by epoch, such as Lightning's.
+"""A data loader with a position, for training loops that iterate epoch by epoch, such as Lightning's.
 
-Invariants, beside those of the sampler:
+Invariants, in addition to the sampler's:
 
-1. `len` is that of a whole epoch, whatever the position.
-2. Nothing here draws from a global random stream or changes one: the data set and `collate_fn` draw from streams that
-   begin with each batch and depend on (seed, epoch, batch) alone, in this process and in workers.
-3. An epoch ends when its iterator does, not with its last batch. What a loop does after the iterator (a schedule's
-   step) is not in a checkpoint of the last batch. After a restore of that checkpoint, the next `iter` yields nothing,
-   so that the loop repeats what follows the iterator.
+1. `len` counts the batches of a whole epoch, at any position.
+2. The loader never changes a global random stream: in this process and in workers, the data set and `collate_fn` draw
+   from streams that begin with each batch and depend only on (seed, epoch, batch).
+3. An epoch ends when its iterator ends, not with its last batch. A checkpoint of the last batch lacks the effects of
+   code after the iterator (a schedule's step). After a restore of that checkpoint, the next `iter` yields nothing, so
+   that the loop runs this code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TOO_MANY = (
     "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "
     "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
 )
-# A loop with a `break` or a `return` may end early.
+# Match no loop with a `break` or a `return`: it may end early.
 _WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
 _FROM_NOUGHT = (
     "enumerate begins at 0, and the restored epoch goes on with batch %d: write enumerate(loader, loader.batch), or a "
@@ -55,7 +55,7 @@ _OURS = {"batch_sampler", "sampler", "generator"}
 
 
 class ResumableLoader(Started):
-    """Load a data set as DataLoader does, and continue in the middle of an epoch after a restore.
+    """Load a data set as DataLoader does; after a restore, continue in the middle of an epoch.
 
     ::
 
@@ -66,21 +66,20 @@ class ResumableLoader(Started):
             for batch in loader:  # the rest of the epoch
                 ...
 
-    `options` are those of DataLoader (`num_workers`, `pin_memory`, `drop_last` and so on). The position moves when a
-    batch is yielded. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or torch
-    or from generators in their attributes, depend on `seed`, the epoch and the batch alone (and on the seeds of these
+    `options` are those of DataLoader (`num_workers`, `pin_memory` and so on). The position moves when the loader yields
+    a batch. Random numbers that the data set or `collate_fn` draws, from the streams of Python, NumPy or torch or from
+    generators in their attributes, depend only on `seed`, the epoch and the batch (and on the seeds of these
     generators). Under torch.distributed each rank gets its part of every batch; `batch_size` is per rank. With tensor
     parallelism the ranks of one model need the same samples: give the data-parallel part of the mesh
     (`mesh=mesh["dp"]`), or the data-parallel `rank` and `world_size`.
 
-    The data set may be a stream that has `state_dict()` and `load_state_dict()`, such as one of datasets. Each worker
-    reads its part; a resume needs as many workers, and calls `set_epoch(epoch)` itself. A worker reads its last batch
-    again: if it differs, the loop raises StateMismatchError. `replay=True` accepts a stream that repeats its samples: a
-    resume reads the epoch again. A stream of batches has `batch_size=None`. With several ranks, each of which reads its
-    own part, save ``ByRank(loader)``.
+    The data set may be a stream with `state_dict()` and `load_state_dict()`, such as a stream of datasets. Each worker
+    reads its part; a resume needs as many workers. The loader calls the stream's `set_epoch(epoch)`. After a restore a
+    worker reads its last batch again: if the batch differs, the loop raises StateMismatchError. `replay=True` accepts a
+    stream without a state that repeats its samples: a resume reads the epoch again. A stream of batches needs
+    `batch_size=None`. If each of several ranks reads its own part, save ``ByRank(loader)``.
 
-    Raises ConfigError for a stream that cannot be resumed, a batch size that gives no batch, and a sampler of the
-    user's.
+    Raises ConfigError for a stream that cannot be resumed, a batch size that gives no batch, and a sampler of the user.
     """
 
     effects: ClassVar[Mapping[str, str]] = {
@@ -108,7 +107,7 @@ class ResumableLoader(Started):
             raise ConfigError(f"{', '.join(sorted(given))}: a ResumableLoader has its own", hint="Give it a seed.")
         self.dataset = dataset
         self.sampler: ResumableSampler | StreamPosition
-        self._loader: Any = None  # For a stream, the position has the loader.
+        self._loader: Any = None  # For a stream, StreamPosition makes it.
         self._has_place = mesh is not None or world_size is not None
         collate, size = collate_fn or default_collate, batch_size
         self._outline = None
@@ -141,23 +140,23 @@ class ResumableLoader(Started):
             ours = _Batches(dataset, collate, seed)
             self._loader = DataLoader(ours, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
         self._restored = False
-        self._ending: int | None = None  # The epoch that has no batch left but has not ended.
+        self._ending: int | None = None  # The epoch whose last batch was yielded, but which has not ended.
         self._ends_again = False
-        self._numbered = False  # True if the loop knows the number of its next batch.
-        self._asked = False  # True if the loop knows how many epochs are completed.
+        self._numbered = False  # True if the loop has read `batch`.
+        self._asked = False  # True if the loop has read `epoch` or called `epochs`.
 
     @property
     def epoch(self) -> int:
-        """The number of completed epochs, of which all batches have been yielded."""
+        """The number of epochs of which the loader has yielded all batches."""
         self._asked = True
         return self.sampler.epoch
 
     @checked
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that remain of `count`, for a loop over the batches of each.
+        """Yield the numbers of the epochs that remain of `count`; the loop then iterates over the loader for each.
 
-        The code after that inner loop ends the epoch. After a restore at the last batch of an epoch, this epoch is
-        yielded once more, without batches, so that this code runs.
+        After a restore at the last batch of an epoch, yields this epoch once more, without batches, so that the code
+        after the inner loop runs.
         """
         self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
         if self._restored and self._ending is not None and self._ending < count:
@@ -167,17 +166,17 @@ class ResumableLoader(Started):
 
     @property
     def batch(self) -> int:
-        """The number of the next batch, from the epoch's first one on: ``enumerate(loader, loader.batch)``."""
+        """The number of the next batch in its epoch, from 0 on: ``enumerate(loader, loader.batch)``."""
         self._numbered = True
         return self.sampler.batch
 
     @property
     def is_ending(self) -> bool:
-        """Whether the epoch's last batch has been yielded, but its iterator has not ended."""
+        """True if the epoch's last batch has been yielded, but its iterator has not ended."""
         return self._ending is not None
 
     def end_epoch(self) -> None:
-        """Move the position to the start of the next epoch, for a loop that has left an epoch before its end."""
+        """Move the position to the start of the next epoch, for a loop that leaves an epoch before its end."""
         self._ending = None
         self.sampler.begin_epoch()
 
@@ -195,7 +194,7 @@ class ResumableLoader(Started):
         return self.sampler.epoch_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a new epoch, or continue the restored one."""
+        """Begin a new epoch, or continue the restored epoch."""
         self._take_place()
         if self._ends_again:
             self._ends_again, self._ending = False, None
@@ -216,25 +215,25 @@ class ResumableLoader(Started):
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
         state = {**self.sampler.state_dict(), "started": started}
-        if self._ending is None or self.sampler.samples:  # After skipped batches `samples` is not 0.
+        if self._ending is None or self.sampler.samples:  # `samples` is not 0 after skipped batches.
             return state
         return {**state, "epoch": self._ending, "samples": self.sampler.size}
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the position; the next `iter` continues there. Raises StateMismatchError as the sampler does."""
+        """Set the position, at which the next `iter` continues. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._ends_again = self._asked = False
         self._restored, self.found_s = True, None
 
     def skip_batches(self, count: int) -> None:
-        """Skip the next `count` batches, for a rollback; a running loop discards prefetched ones."""
+        """Skip the next `count` batches, for a rollback; a running loop discards prefetched batches."""
         self.sampler.skip_batches(count)
-        self._restored = True  # If the epoch's loop has ended, the next `iter` continues after the skipped batches.
+        self._restored = True  # The next `iter` continues after the skipped batches.
 
     def _take_place(self) -> None:
-        """Find this rank's part: frameworks start their process group after the loader is made."""
+        """Take rank and world size of the process group, which frameworks start after the loader is made."""
         if not self._has_place and distributed.is_available() and distributed.is_initialized():
             assert isinstance(self.sampler, ResumableSampler)
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
@@ -257,7 +256,7 @@ class ResumableLoader(Started):
 
 
 def check_dealt(state: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a loader or sampler gives different samples to ranks that hold parts of one model."""
+    """Raise ConfigError if a loader or sampler gives different samples to ranks with parts of one model."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return
     objects = [*objects_of(state)]
@@ -280,9 +279,7 @@ def check_dealt(state: Mapping[str, Any]) -> None:
 
 
 def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
-    """Return the loops around the statement that begins to iterate over the loader; the loop over the loader is the
-    last.
-    """
+    """Return the loops around the statement that calls iter(loader); the last is the loop over the loader."""
     caller = iterating and iterating.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith(("tqdm", "ckpt_tasks.checkpoint.")):
         caller = caller.f_back
@@ -290,7 +287,7 @@ def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
         return []
     try:
         source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
-    except (SyntaxError, ValueError):  # The source is not plain Python.
+    except (SyntaxError, ValueError):  # The source is not Python.
         return []
     statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
     loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
@@ -298,12 +295,12 @@ def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
 
 
 def _counts_anew(loops: list[ast.For | ast.While]) -> bool:
-    """Return True if a `for` over the loader is only inside loops over range(N): a restore does not shorten these."""
+    """Return True if all loops around the loop over the loader are over range(N): a restore does not shorten them."""
     return len(loops) > 1 and all(_WHOLE_RANGE.match(ast.unparse(loop)) for loop in loops[:-1])
 
 
 def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
-    """Return True if a loop numbers its items by `enumerate`, from 0 on."""
+    """Return True if a loop numbers its items by `enumerate` from 0 on."""
     calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
     return any(
         ast.unparse(call.func) == "enumerate" and len(call.args) + len(call.keywords) == 1
@@ -313,7 +310,7 @@ def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
 
 
 class _Batches(Dataset[Any]):
-    """Makes whole, collated batches, each with its own random streams."""
+    """Makes whole collated batches, each with its own random streams."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
         self._dataset = dataset
@@ -334,14 +331,14 @@ class _Batches(Dataset[Any]):
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Return True for an iterable-style data set, as torch calls a stream."""
+    """Return True for a stream, which torch calls an iterable-style data set."""
     return isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") or hasattr(dataset, "__getitem__"))
 
 
 def _stream_loader(batches: StreamBatches, **options: Any) -> DataLoader[Any]:
     if not options.get("in_order", True):
         raise ConfigError("workers that overtake each other have no order to resume", key="in_order")
-    generator = torch.Generator()  # Otherwise the loader would draw from torch's stream.
+    generator = torch.Generator()  # Without it, the loader would draw from torch's stream.
     return DataLoader(batches, batch_size=None, collate_fn=_as_it_is, generator=generator, **options)
 
 

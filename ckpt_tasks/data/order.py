@@ -1,4 +1,4 @@
-"""The order of an epoch, by which samples and their places are found without the past. Nothing here needs torch."""
+"""The order of an epoch, which gives the sample at any position directly. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER_VERSION = 1  # Raise the order's version with any change to Permutation, so that a resume notices.
+ORDER_VERSION = 1  # Raise it with any change to Permutation, so that a resume notices the change.
 _ROUNDS = 12
 
 
 class Permutation:
-    """Map range(size) onto itself in an order chosen by `key`; each position takes O(1) time and memory.
+    """A permutation of range(size) that `key` chooses; each position takes O(1) time and memory.
 
-    A balanced Feistel network (Luby and Rackoff, 1988) over the fewest bits, in two equal halves, that hold `size`;
-    a result outside the range is mapped again until it is inside (cycle walking: Black and Rogaway, "Ciphers with
+    A balanced Feistel network (Luby and Rackoff, 1988) over the fewest bits, in two equal halves, that hold `size`; a
+    result outside the range is mapped again until it is inside (cycle walking: Black and Rogaway, "Ciphers with
     Arbitrary Finite Domains", 2002), fewer than four times on average. The round function is the finaliser of
     SplitMix64 (Steele, Lea and Flood, 2014). Feistel networks as a shuffle: Mitchell, Stokes, Frank and Holmes,
-    "Bandwidth-Optimal Random Shuffling for GPUs", 2022. It is for data order and keeps nothing secret.
+    "Bandwidth-Optimal Random Shuffling for GPUs", 2022. It is for data order, not for secrets.
     """
 
     def __init__(self, size: int, key: str):

@@ -1,11 +1,11 @@
-"""The position in the data: a batch sampler that resumes at any step, and random numbers that belong to a sample.
+"""A batch sampler that resumes at any step, and random numbers that belong to a sample.
 
 Invariants
 
-1. The order of an epoch depends on (seed, epoch, size) alone: not on the position, the ranks, the workers or the past.
+1. The order of an epoch depends only on (seed, epoch, size): not on the position, the ranks, the workers or the past.
 2. The position counts the samples that the loop has received, over all ranks; prefetching in workers does not move it.
 3. The position always has a batch after it: the last batch of an epoch moves it to the start of the next one.
-4. Nothing here draws from a global random stream, or changes one.
+4. The sampler neither draws from a global random stream nor changes one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 class SampleId(int):
-    """A sample's id that also carries its epoch, even into a worker process."""
+    """A sample's id together with its epoch, also in a worker process."""
 
     epoch: int
 
@@ -48,7 +48,7 @@ class SampleId(int):
 
 
 class ResumableSampler(Position, Sampler[list[int]]):
-    """Yield every sample of a data set once per epoch, in batches, and resume at any batch at once.
+    """Yield every sample of a data set once per epoch, in batches; resume at any batch immediately.
 
     ::
 
@@ -59,12 +59,12 @@ class ResumableSampler(Position, Sampler[list[int]]):
             ...
 
     `batch_size` is per rank; `mesh` is the data-parallel part of a DeviceMesh, in place of `rank` and `world_size`. A
-    step takes the next batch_size x world_size samples of the epoch's order and assigns them to the ranks in turn, so a
-    checkpoint can resume with another number of ranks (or another batch size): no sample of the epoch is lost or
-    repeated, and while batch_size x world_size stays the same, every step sees the same samples.
+    step takes the next batch_size x world_size samples of the epoch's order and assigns them to the ranks in turn. So a
+    run can resume with another number of ranks or another batch size: no sample of the epoch is lost or repeated, and
+    while batch_size x world_size stays the same, every step gets the same samples.
 
-    All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill the last batch of all
-    ranks together; otherwise the last batches are smaller, as even as possible. If fewer samples than ranks are left
+    All ranks make the same number of steps. `drop_last=True` leaves out samples that do not fill a last batch of all
+    ranks together; otherwise the last batches are smaller, and as even as possible. If fewer samples than ranks remain
     (`batch_size=1`, or after a change of the world size), some ranks get an empty list.
 
     Raises ConfigError for invalid sizes, or if an epoch would have no batch.
@@ -103,39 +103,39 @@ class ResumableSampler(Position, Sampler[list[int]]):
         Position.__init__(self)
         self._seen = Seen()
         self._ids_with_epoch = False
-        self._drawn = self._drawn_before = 0  # Batches drawn up to now, and up to the last state_dict.
-        self._stands = True  # True while the position has never been moved.
+        self._drawn = self._drawn_before = 0  # Batches drawn until now, and until the last state_dict.
+        self._stands = True  # True until the position moves.
 
     @property
     def batch(self) -> int:
-        """The number of the next batch within its epoch."""
+        """The number of the next batch within its epoch, from 0 on."""
         return -(-self._samples // (self.batch_size * self.world_size))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} in epoch {self._epoch}, after {self._samples} of {self.size} samples>"
 
     def __len__(self) -> int:
-        """Return the number of batches left in this epoch, the same on every rank."""
+        """Return the number of remaining batches in this epoch, equal in all ranks."""
         return self._count(self.size - self._samples)
 
     @property
     def epoch_batches(self) -> int:
-        """The number of batches in a whole epoch, the same on every rank."""
+        """The number of batches in a whole epoch, equal in all ranks."""
         return self._count(self.size)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position to the end of the epoch, without moving the position."""
-        # This method is no generator: it must take the position now, not when the first batch is requested.
+        # This method is not a generator: it must take the position now, not at the first batch.
         return self._batches(self._epoch, self._samples)
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches without end, and move the position with each.
+        """Yield the loader's batches without end, and move the position with each batch.
 
-        The loader must have this sampler as its `batch_sampler`, else ConfigError. After `load_state_dict` the next
-        batch is that of the new position; prefetched ones are discarded. The seed that a DataLoader draws for its
-        workers comes from the position, not from a global stream or the loader's generator. Workers still draw from
-        their own streams, which start anew after a resume: wrap the data set in `seeded` if it draws random numbers. If
-        the loader has a `state_dict`, leave the loader out of the state.
+        Raises ConfigError if the loader's `batch_sampler` is not this sampler. After `load_state_dict` the next batch
+        is the batch at the new position; prefetched batches are discarded. The seed that a DataLoader draws for its
+        workers comes from the position, not from a global stream or the loader's generator. But workers draw from their
+        own streams, which start anew after a resume: wrap the data set in `seeded` if it draws random numbers. If the
+        loader has a `state_dict`, leave the loader out of the state.
         """
         if loader.batch_sampler is not self:
             raise ConfigError(
@@ -144,7 +144,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
         return self._follow(loader)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches to the end of the epoch, like `follow`, but without moving the position."""
+        """Yield the loader's batches to the end of the epoch as `follow` does, but without moving the position."""
         self._stands = False  # The caller moves the position with each batch that it yields.
         generator = torch.Generator()
         generator.manual_seed(seed_of(f"{self.seed}/{self._epoch}/{self._samples}/{self.rank}"))
@@ -155,22 +155,22 @@ class ResumableSampler(Position, Sampler[list[int]]):
             loader.generator = theirs
 
     def begin_epoch(self) -> None:
-        """Move the position to the start of the next epoch, unless it is at the start of an epoch."""
+        """Move the position to the start of the next epoch, if it is not at the start of an epoch."""
         if self._samples:
             self._to_next_epoch()
 
     def name_epochs(self) -> None:
-        """From now on, yield ids that carry their epoch."""
+        """Yield SampleIds from now on."""
         self._ids_with_epoch = True
 
     def advance(self) -> None:
-        """Move the position past the next batch, for a loop that iterates over a loader by itself."""
+        """Move the position past the next batch, for a loop that iterates over the loader itself."""
         self._stands = False
         self._samples += self._taken(self.size - self._samples)
         self._skip_empty_epoch()
 
     def skip_batches(self, count: int) -> None:
-        """Skip the next `count` batches; a running `follow` discards prefetched ones."""
+        """Skip the next `count` batches; a running `follow` discards prefetched batches."""
         check_count("count", count, least=0, most=_MAX_SIZE)
         self._seen.add(self._epoch, self._samples)
         for _ in range(count):
@@ -181,19 +181,19 @@ class ResumableSampler(Position, Sampler[list[int]]):
         self.moves += 1
 
     def seeded(self, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Wrap `dataset` so that the random numbers it draws depend on (seed, epoch, sample id) alone.
+        """Wrap `dataset` so that the random numbers it draws depend only on (seed, epoch, sample id).
 
-        Augmentation is then the same after a resume and with any number of workers or ranks. It works for code that
-        draws from the global streams of Python, NumPy and torch's CPU, or from generators in attributes of the data
-        set; it changes none of them, and costs about 0.1 ms a sample. Use the wrapped data set only with this sampler's
-        batches: from now on its ids are SampleIds.
+        Augmentation is then equal after a resume and with any number of workers or ranks. This covers the global
+        streams of Python, NumPy and torch's CPU, and generators in attributes of the data set; after each sample they
+        have their old states again. It costs about 0.1 ms a sample. Use the wrapped data set only with this sampler's
+        batches, which have SampleIds from now on.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it depends on, as plain numbers: the same on every rank."""
-        # Workers prefetch before the first batch is ready, and then draw no more.
+        """Return the position and the settings of the order as plain numbers, equal in all ranks."""
+        # Prefetched batches alone cause no warning: workers draw them before the first batch.
         if self._stands and 0 < self._drawn_before < self._drawn:
             self._stands = False  # Warn only once.
             _log.warning(
@@ -214,9 +214,9 @@ class ResumableSampler(Position, Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the position from a `state_dict`, which may come from another number of ranks or batch size.
+        """Set the position from a `state_dict`, also of another number of ranks or another batch size.
 
-        Raises StateMismatchError, and changes nothing, if it is for other data or another order.
+        Raises StateMismatchError, and changes nothing, if it belongs to other data or another order.
         """
         own = self._position()
         missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys() - {"seen"})
@@ -239,7 +239,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
         self.moves += 1
         self._seen.begin = self._samples
         self._skip_empty_epoch()
-        # Older versions kept no record: it begins here.
+        # A state of an older version has no record: begin one here.
         self._seen.set(state_dict.get("seen") or {"since": [self._epoch, self._samples], "rows": []})
 
     def _count(self, samples: int) -> int:
@@ -247,7 +247,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
         return samples // global_batch if self.drop_last else -(-samples // global_batch)
 
     def _skip_empty_epoch(self) -> None:
-        """Move to the next epoch if this one has no batch left."""
+        """Move to the next epoch if this epoch has no more batches."""
         if not self._taken(self.size - self._samples):
             self._to_next_epoch()
 
@@ -256,11 +256,11 @@ class ResumableSampler(Position, Sampler[list[int]]):
         self._epoch, self._samples, self._seen.begin = self._epoch + 1, 0, 0
 
     def _taken(self, left: int) -> int:
-        """Return how many samples the next batch takes over all ranks if `left` are left; 0 ends the epoch."""
+        """Return how many of the `left` samples the next batch of all ranks takes; 0 ends the epoch."""
         global_batch = self.batch_size * self.world_size
         if left <= global_batch:
             return left if left == global_batch or not self.drop_last else 0
-        # If the last batch would have fewer samples than ranks, it takes some from the previous batch.
+        # Take fewer samples now if the last batch would otherwise have fewer samples than ranks.
         if not self.drop_last and left - global_batch < self.world_size and left >= 2 * self.world_size:
             return left - self.world_size
         return global_batch
@@ -268,7 +268,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
     def _batches(self, epoch: int, samples: int) -> Iterator[list[int]]:
         permutation = Permutation(self.size, f"{self.seed}/{epoch}") if self.shuffle else None
         steps = self._positions(samples)
-        # NumPy's cost is per call: 1 µs a sample for a thousand at once, 300 µs for a single one.
+        # Map many samples per call: a thousand take 1 µs each, a single one 300 µs.
         while several := list(islice(steps, max(1, 1024 // self.batch_size))):
             order = permutation(np.concatenate(several)) if permutation else np.concatenate(several)
             for mine in np.split(order, np.cumsum([len(positions) for positions in several[:-1]])):
@@ -277,7 +277,7 @@ class ResumableSampler(Position, Sampler[list[int]]):
                 yield [SampleId(i, epoch) for i in ids] if self._ids_with_epoch else ids
 
     def _positions(self, samples: int) -> Iterator[NDArray[np.int64]]:
-        """Yield, step by step, this rank's positions in the epoch's order."""
+        """Yield this rank's positions in the epoch's order, an array for each step."""
         while taken := self._taken(self.size - samples):
             yield np.arange(samples + self.rank, samples + taken, self.world_size, dtype=np.int64)
             samples += taken
@@ -319,5 +319,5 @@ class _Seeded(Dataset[Any]):
 
 def check_count(name: str, value: object, *, least: int, most: int) -> None:
     """Raise ConfigError if an argument is not an int within these bounds."""
-    if type(value) is not int or not least <= value <= most:  # True is an int, but not a size.
+    if type(value) is not int or not least <= value <= most:  # This refuses bool, too.
         raise ConfigError(f"{name} must be an int from {least} to {most}, not {value!r}", key=name)

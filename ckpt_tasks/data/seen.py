@@ -1,8 +1,8 @@
-"""The record of the samples that a loop has received: spans of each epoch's order, and the ids of their samples.
+"""The record of the samples that a loop has received, as spans of each epoch's order, and the ids in such spans.
 
-A row of the record is [first epoch, epochs, begin, end]: in each of these epochs, the samples from place `begin` up to
-`end` of the epoch's order. A row is added when batches are skipped and when an epoch ends, never in a step. Two
-adjacent spans of an epoch become one, so the record does not depend on where a run was resumed. No torch is needed.
+A row of the record is [first epoch, number of epochs, begin, end]: in each of these epochs, the samples from position
+`begin` up to `end` of the epoch's order. Skipped batches and the end of an epoch add a row, steps do not. Two adjacent
+spans of an epoch become one span, so the record does not depend on resumes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from ckpt_tasks.data.order import Permutation
 from ckpt_tasks.format.tree import children
 
-Ranges = NDArray[np.int64]  # Of shape (n, 2): pairs (first id, id after the last), sorted and not adjacent.
+Ranges = NDArray[np.int64]  # Shape (n, 2): pairs (first id, id after the last), sorted, not adjacent.
 
 _OF_SAMPLER = {"epoch", "samples", "size", "seed", "shuffle", "order_version"}
 _OF_STREAM = {"epoch", "samples", "batch", "workers", "turn", "places", "replayed"}
 
 
 class Seen:
-    """The record of a position: spans in `rows`, from (epoch, samples) `since` on; an open span starts at `begin`."""
+    """The record of a position since (epoch, samples) `since`: closed `rows`, and an open span from `begin` on."""
 
     def __init__(self) -> None:
         self.since = [0, 0]
@@ -31,7 +31,7 @@ class Seen:
         self.begin = 0
 
     def add(self, epoch: int, end: int) -> None:
-        """Record the samples from `begin` up to `end`; the next span starts there."""
+        """Record the samples from `begin` up to `end`; the next span starts at `end`."""
         self.rows, self.begin = _with_span(self.rows, epoch, self.begin, end), end
 
     def state(self, epoch: int, end: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Seen:
         return {"since": [*self.since], "rows": [[*row] for row in rows]}
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Replace the record by that of a state."""
+        """Replace the record by the record of a state."""
         self.since, self.rows = [*state["since"]], [[*row] for row in state["rows"]]
 
 
@@ -48,7 +48,7 @@ def _with_span(rows: list[list[int]], epoch: int, begin: int, end: int) -> list[
     if begin == end:
         return rows
     rows = [*rows]
-    if rows and rows[-1][0] + rows[-1][1] - 1 == epoch and rows[-1][3] == begin:  # It continues the last span.
+    if rows and rows[-1][0] + rows[-1][1] - 1 == epoch and rows[-1][3] == begin:  # The span continues the last one.
         first, epochs, begin, _ = rows.pop()
         rows += [[first, epochs - 1, begin, _]] if epochs > 1 else []
     if rows and rows[-1][0] + rows[-1][1] == epoch and rows[-1][2:] == [begin, end]:
@@ -58,7 +58,7 @@ def _with_span(rows: list[list[int]], epoch: int, begin: int, end: int) -> list[
 
 
 def positions_in(tree: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the states of samplers, loaders and streams in a decoded tree, each with its path in the tree."""
+    """Yield the states of samplers, loaders and streams in a decoded tree, each with its path."""
     if isinstance(tree, Mapping) and (tree.keys() >= _OF_SAMPLER or tree.keys() >= _OF_STREAM):
         yield place, tree
         return
@@ -67,12 +67,12 @@ def positions_in(tree: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def is_stream(state: Mapping[str, Any]) -> bool:
-    """Return True if a position's state is that of a stream."""
+    """Return True if a position's state belongs to a stream."""
     return state.keys() >= _OF_STREAM
 
 
 def spans_of(state: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
-    """Return the spans of each epoch's order whose samples the loop has received, by epoch."""
+    """Return the recorded spans by epoch: the loop has received their samples."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for first, epochs, begin, end in state["seen"]["rows"]:
         for epoch in range(first, first + epochs):
@@ -81,7 +81,7 @@ def spans_of(state: Mapping[str, Any]) -> dict[int, list[tuple[int, int]]]:
 
 
 def order_in(state: Mapping[str, Any], epoch: int, spans: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the sample ids in spans of an epoch's order, in that order."""
+    """Return the sample ids in spans of an epoch's order, in the epoch's order."""
     places = [np.arange(begin, end, dtype=np.int64) for begin, end in spans]
     joined = np.concatenate(places) if places else np.empty(0, np.int64)
     return Permutation(state["size"], f"{state['seed']}/{epoch}")(joined) if state["shuffle"] else joined
@@ -90,7 +90,7 @@ def order_in(state: Mapping[str, Any], epoch: int, spans: Iterable[tuple[int, in
 def ids_in(state: Mapping[str, Any], epoch: int, spans: list[tuple[int, int]]) -> Ranges:
     """Return the sample ids in spans of an epoch's order as ranges."""
     size = state["size"]
-    # Few samples are left out of most epochs: their ids are found sooner than all others.
+    # Most epochs lack few samples: compute the ids of the spans, or else all other ids, whichever are fewer.
     fewer = 2 * sum(end - begin for begin, end in spans) <= size
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     chosen = places if fewer else outside(places, size)
@@ -106,7 +106,7 @@ def outside(ranges: Ranges, size: int) -> Ranges:
 
 
 def times_seen(epochs: Iterable[Ranges], size: int) -> dict[int, Ranges]:
-    """Return the ids of range(size) by the number of times that they were seen, the largest number first."""
+    """Return the ids of range(size) by how often the `epochs` have them, the highest number first."""
     every = [*epochs, np.array([[0, size]])]
     begins, ends = (np.concatenate([ranges[:, side] for ranges in every]) for side in (0, 1))
     edges, where = np.unique(np.concatenate([begins, ends]), return_inverse=True)

@@ -1,8 +1,9 @@
-"""A shuffle buffer for streams whose order a resume can restore.
+"""A shuffle buffer for streams, with an order that a resume can restore.
 
-Sample number n of the stream comes in the order of n + d(n), where d(n) is a number below `size` that depends on (seed,
-epoch, n) alone. So a sample moves by less than `size` places, fewer than `size` samples are held, and what is held is
-known without the past: a resume reads the stream from a state at most two buffers back, and drops what was given.
+The buffer yields sample n of the stream in the order of n + d(n), where d(n) is a number below `size` that depends only
+on (seed, epoch, n). So a sample moves by less than `size` positions, and the buffer holds fewer than `size` samples,
+which follow from the position alone: a resume reads the stream from a state at most two buffers back, and drops samples
+that were yielded before the save.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from ckpt_tasks.data.libraries import copy_of, return_state, why_inexact
 from ckpt_tasks.data.sampler import check_count
 from ckpt_tasks.errors import StateMismatchError
 
-_STATES = 4  # Keep this many states of the stream for each buffer's length.
+_STATES = 4  # Keep this many states of the stream for each `size` samples.
 _START = (-1, -1)
 
 
 class ShuffleBuffer(IterableDataset[Any]):
-    """Shuffle a stream within a buffer of at most `size` samples; a restore of its state refills the buffer.
+    """Shuffle a stream within a buffer of at most `size` samples; a restore refills the buffer.
 
     ::
 
         stream = ShuffleBuffer(datasets.load_dataset(…, streaming=True), 10_000, seed=7)
         loader = ResumableLoader(stream, batch_size=32, num_workers=2)
 
-    A sample moves by less than `size` places, by a quarter of that on average. Each epoch has another order
-    (`set_epoch`). The state is small: it has a state of the stream and numbers, no samples. After a restore at most 2 ×
-    `size` samples are read again. Raises ConfigError for a size below 1.
+    A sample moves by less than `size` positions, and by a quarter of `size` on average. Each epoch has another order
+    (`set_epoch`). The state has a state of the stream and numbers, but no samples. A restore reads at most 2 × `size`
+    samples again. Raises ConfigError for a size below 1.
     """
 
     @checked
@@ -43,9 +44,9 @@ class ShuffleBuffer(IterableDataset[Any]):
         check_count("size", size, least=1, most=2**62)
         self.stream, self.size, self.seed = stream, size, seed
         self._epoch = 0
-        self._loaded: Mapping[str, Any] | None = None  # The state from which the next `iter` begins.
-        self._last = _START  # The place in the order, and the number, of the last sample yielded.
-        self._states: deque[tuple[int, Any]] = deque([(0, None)])  # Numbers of samples read, and the stream's states.
+        self._loaded: Mapping[str, Any] | None = None  # The state at which the next `iter` begins.
+        self._last = _START  # Position in the order, and number, of the last yielded sample.
+        self._states: deque[tuple[int, Any]] = deque([(0, None)])  # Counts of read samples, with the stream's states.
 
     def __copy__(self) -> Self:
         new = type(self).__new__(type(self))
@@ -53,13 +54,13 @@ class ShuffleBuffer(IterableDataset[Any]):
         return new
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffled order of an epoch; pass the epoch on to the stream."""
+        """Choose the order of an epoch; also pass the epoch to the stream."""
         self._epoch = epoch
         if callable(tell := getattr(self.stream, "set_epoch", None)):
             tell(epoch)
 
     def why_inexact(self) -> str | None:
-        """Return why a resume cannot restore the samples (the stream has no state); None if it can."""
+        """Return why a resume cannot restore the samples (for example, the stream has no state); None if it can."""
         return why_inexact(self.stream)
 
     def __iter__(self) -> Iterator[Any]:
@@ -74,7 +75,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             place = (number + mixed((key + number) % 2**64) % self.size, number)
             if place > first:
                 heapq.heappush(held, (place, sample))
-            while held and held[0][0][0] <= number:  # Samples read from here on come after it.
+            while held and held[0][0][0] <= number:  # All samples not read yet come later.
                 yield self._give(held)
             if stateful and (number + 1) % every == 0:
                 self._states.append((number + 1, self.stream.state_dict()))
@@ -83,21 +84,21 @@ class ShuffleBuffer(IterableDataset[Any]):
 
     def _give(self, held: list[tuple[tuple[int, int], Any]]) -> Any:
         self._last, sample = heapq.heappop(held)
-        # Samples in the buffer, and later ones, have higher numbers than this.
+        # Samples that are not yielded yet have higher numbers than this.
         oldest = self._last[0] - self.size
         while len(self._states) > 1 and self._states[1][0] <= oldest + 1:
             self._states.popleft()
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last sample yielded."""
+        """Return the position after the last yielded sample."""
         if self._loaded is not None:
             return copy.deepcopy(dict(self._loaded))
         read, state = self._states[0]
         return {"size": self.size, "seed": self.seed, "read": read, "stream": state, "last": [*self._last]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the place where the next `iter` begins. Raises StateMismatchError for another size or seed."""
+        """Set the position at which the next `iter` begins. Raises StateMismatchError for another size or seed."""
         own = {"size": self.size, "seed": self.seed}
         if different := tuple(
             f"{name}: {state_dict.get(name)!r}, not {own[name]!r}" for name in own if state_dict.get(name) != own[name]

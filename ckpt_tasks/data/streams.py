@@ -1,14 +1,14 @@
-"""The position in a stream: data without a length or samples by number, read by workers that each have their part.
+"""The position in a stream: data without a length or numbered samples, of which each worker reads its own part.
 
 Invariants
 
-1. A yielded batch carries the place where its worker began to read it. The position is the last such place of each
-   worker, so prefetching does not move it.
-2. At a resume, each worker reads its last batch once more and compares a mark of it. If one differs, no batch is
-   yielded, because the stream is not as it was.
-3. The next batch is read before one is yielded, so the last batch of an epoch is known to be the last.
-4. Nothing here draws from a global random stream or changes one; what the stream draws depends on (seed, epoch, worker,
-   batch) alone.
+1. Each batch comes with its place: its number, its digest, and the stream's state before it. The position has the place
+   of each worker's last yielded batch, so prefetching does not move the position.
+2. At a resume, each worker reads its last batch again and compares a digest of it. If a batch differs, the loader
+   raises before it yields a batch: the stream is not as it was.
+3. The loader reads the next batch before it yields a batch, so it knows the last batch of an epoch.
+4. The loader never changes a global random stream; the stream's random numbers depend only on (seed, epoch, worker,
+   batch).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ckpt_tasks.data.libraries import copy_of, mark_of, order_of, return_state, 
 from ckpt_tasks.data.position import Position
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 
-_ENDED = -1  # In a state: the samples of an ended epoch. A stream has no size that would show its end.
+_ENDED = -1  # `samples` in the state of an ended epoch: a stream has no size that would show its end.
 
 
 class StreamPosition(Position):
-    """Yield the batches of a stream, and continue after the last yielded one when restored.
+    """Yield the batches of a stream; after a restore, continue after the last yielded batch.
 
-    It has the methods of a ResumableSampler that a ResumableLoader calls. `make` returns a DataLoader for a data set of
+    Has the methods of ResumableSampler that ResumableLoader calls. `make` returns a DataLoader for a data set of
     batches.
     """
 
@@ -47,9 +47,9 @@ class StreamPosition(Position):
         super().__init__()
         self._skip = 0
         self.batch = 0  # The number of the next batch of this epoch.
-        self._turn = 0  # The worker from which the next batch comes.
+        self._turn = 0  # The worker that yields the next batch.
         self._places: list[dict[str, Any] | None] = [None] * max(1, self._workers)
-        self._read: _Item | None = None  # The batch to yield next, and whether it is the last one.
+        self._read: _Item | None = None  # The batch that `advance` passes; `_is_last`: the epoch's last.
         self._is_last = False
 
     @property
@@ -66,10 +66,10 @@ class StreamPosition(Position):
         return f"<StreamSampler in epoch {self._epoch}, after {self._samples} samples>"
 
     def iterate(self, _: Any) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch; `advance` moves the position past each."""
+        """Yield the batches from the position to the end of the epoch; `advance` moves the position past each batch."""
         start = {"turn": self._turn, "places": [*self._places]} if self._samples else None
         if self._loader is None or start or self._batches.start:
-            # Persistent workers have their own copy of `start`.
+            # Make a new loader: persistent workers keep their own copy of `start`.
             self._batches.start = start
             self._loader = self._make(self._batches)
         self._batches.begin(self._epoch)
@@ -77,12 +77,12 @@ class StreamPosition(Position):
         return self._hand_out(items, checks=len(self._places) if start else 0)
 
     def begin_epoch(self) -> None:
-        """Move the position to the start of the next epoch, unless it is at the start of an epoch."""
+        """Move the position to the start of the next epoch, if it is not at the start of an epoch."""
         if self._samples:
             self._to_epoch(self._epoch + 1)
 
     def advance(self) -> None:
-        """Move the position past the batch that has been read."""
+        """Move the position past the batch that `iterate` has just yielded or skipped."""
         if (item := self._read) is None:
             return
         self._read = None
@@ -97,7 +97,7 @@ class StreamPosition(Position):
         self._skip += count
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream: the place of each worker."""
+        """Return the position in the stream, with the place of each worker."""
         return {
             "epoch": self._epoch,
             "samples": self._samples,
@@ -112,9 +112,10 @@ class StreamPosition(Position):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the position from a `state_dict` of a stream that as many workers read.
+        """Set the position from a `state_dict` of a stream with the same number of workers.
 
-        Raises StateMismatchError, and changes nothing, if it is of another number of workers or another seed.
+        Raises StateMismatchError, and changes nothing, for another number of workers, seed, order or replayed batch
+        size.
         """
         own = self.state_dict()
         missing, unexpected = tuple(own.keys() - state_dict.keys()), tuple(state_dict.keys() - own.keys())
@@ -149,7 +150,7 @@ class StreamPosition(Position):
             _check(item)
         ours = (item for item in items if _check(item))
         ahead = next(ours, None)
-        if ahead is None and self._epoch == epoch:  # Nothing is left, or the epoch is empty.
+        if ahead is None and self._epoch == epoch:  # The epoch has no more batches.
             self._to_epoch(epoch + 1)
         while ahead is not None and (self.moves, self._epoch) == (moves, epoch):
             item, ahead = ahead, next(ours, None)
@@ -162,7 +163,7 @@ class StreamPosition(Position):
 
 
 class StreamBatches(IterableDataset[Any]):
-    """Makes the batches of a stream, in this process or in each worker; `start` has the places to begin at."""
+    """Makes the batches of a stream, in this process or in each worker, from the places in `start` on."""
 
     def __init__(
         self,
@@ -194,18 +195,18 @@ class StreamBatches(IterableDataset[Any]):
         self.stream, self.batch_size, self.seed = stream, batch_size, seed
         self.order = order_of(stream)
         self._drop_last, self._collate, self.replays = drop_last, collate, replay
-        self._epoch = torch.zeros((), dtype=torch.int64)  # Persistent workers read it.
+        self._epoch = torch.zeros((), dtype=torch.int64)  # Persistent workers read it from shared memory.
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
         self.start: dict[str, Any] | None = None
 
     def begin(self, epoch: int) -> None:
-        """Set the epoch that the next iterators will read."""
+        """Set the epoch for the next iterators."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[_Item]:
         info, epoch = get_worker_info(), int(self._epoch)
         worker = info.id if info else 0
-        # A copy begins anew, whatever an earlier epoch has left in the stream's attributes.
+        # Read a copy: it begins anew, whatever an earlier epoch changes in the stream's attributes.
         reader = _Reader(self, worker, epoch, copy_of(self.stream))
         if self.start is None:
             yield from reader.batches(None)
@@ -213,11 +214,11 @@ class StreamBatches(IterableDataset[Any]):
         place = self.start["places"][worker]
         yield _Item(worker, None, 0, reader.return_to(place))
         if worker < self.start["turn"]:
-            yield _Item(worker, None, 0, None)  # Its batch of this round is trained already; this takes its turn.
+            yield _Item(worker, None, 0, None)  # Its batch of this round was yielded before the save: yield none now.
         yield from reader.batches(place)
 
     def read(self, samples: Iterator[Any], size: int | None) -> list[Any]:
-        """Return the samples of a batch; an empty list at the end."""
+        """Return the samples of the next batch; an empty list at the end."""
         batch = [*islice(samples, size or 1)]
         return [] if self._drop_last and len(batch) < (size or 1) else batch
 
@@ -227,17 +228,17 @@ class StreamBatches(IterableDataset[Any]):
 
 
 class _Reader:
-    """Reads one worker's part of a stream in one epoch."""
+    """Reads one worker's part of a stream, for one epoch."""
 
     def __init__(self, of: StreamBatches, worker: int, epoch: int, stream: Any):
         self._of, self._worker, self._epoch, self._stream = of, worker, epoch, stream
         if callable(tell := getattr(stream, "set_epoch", None)):
             tell(epoch)
         self._samples: Iterator[Any] | None = None
-        self.mark = ""  # A mark of the last batch, or of all batches up to it if the epoch is read again.
+        self.mark = ""  # A digest of the last batch; with `replay`, of all batches up to it.
 
     def return_to(self, place: Mapping[str, Any] | None) -> str | None:
-        """Read up to a place, and its last batch once more; return the name of this batch if it differs from before."""
+        """Go to a place, and read its last batch again; return the name of this batch if it differs."""
         if place is None:
             return None
         number = place["batch"]
@@ -250,13 +251,13 @@ class _Reader:
         return None if self.mark == place["mark"] else self._name(number)
 
     def batches(self, place: Mapping[str, Any] | None) -> Iterator[_Item]:
-        """Yield the batches after a place, to the end of the epoch."""
+        """Yield the batches after a place to the end of the epoch."""
         number = 0 if place is None else place["batch"] + 1
         samples_before = 0 if place is None else place["samples"]
         while True:
             state = None if self._of.replays or not number else self._stream.state_dict()
             samples = self._read(number, self._of.batch_size)
-            if not number and not self._epoch and self._of.replays:  # Find out at once whether it can be read again.
+            if not number and not self._epoch and self._of.replays:  # Check now that a second reading is equal.
                 again = _Reader(self._of, self._worker, 0, copy_of(self._of.stream))
                 again._read(0, self._of.batch_size)
                 yield _Item(self._worker, None, 0, None if again.mark == self.mark else self._name(0))
@@ -291,7 +292,7 @@ class _Reader:
 
 
 class _Item(NamedTuple):
-    """What a worker yields: a batch and the place where it begins; without a place, a difference after a restore."""
+    """A worker's batch with its place; without a place, the name of a batch that differs (None: no batch)."""
 
     worker: int
     place: dict[str, Any] | None
@@ -300,7 +301,7 @@ class _Item(NamedTuple):
 
 
 def _check(item: _Item) -> bool:
-    """Return True for a batch; raise StateMismatchError if a worker has read other samples than before."""
+    """Return True for an item with a batch; raise StateMismatchError if a worker has read other samples than before."""
     if item.place is None and item.batch is not None:
         raise StateMismatchError(
             "the stream does not come back as it was: read again, its last samples differ",

@@ -302,8 +302,7 @@ class Entry:
 
 
 def _digested(data: bytes, at: Any, digest: Any) -> bytes:
-    """Return the bytes that an entry's digest covers: all except the digest. Return b"" if `to_bytes` did not write
-    them.
+    """Return the bytes that an entry's digest covers: all but the digest; b"" if `to_bytes` did not write them.
 
     Writing the parsed entry again would take twice as long as parsing it.
     """

@@ -44,8 +44,7 @@ class Manifest:
 
     `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; "buffers" of a
     module lists the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
-    `world_size` is the number of ranks that wrote the checkpoint; `environment` tells people which software and hosts
-    did.
+    `world_size` is the number of ranks that wrote the checkpoint; `environment` describes for people what wrote it.
     """
 
     run_key: str

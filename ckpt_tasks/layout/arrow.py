@@ -1,10 +1,10 @@
-"""Arrow files, read as if an attacker had written them.
+"""Readers and writers of Arrow files; a reader treats a file as if an attacker had written it.
 
-A file is a stream of messages between two magic words. It is read as a stream: the footer, which could point elsewhere,
-is ignored. Only numbers of a message are read: its row count, and the positions of its columns' bytes. Columns are then
-views of the file's own bytes. Arrow's own reader gets only the schema: its code that decompresses, swaps or copies
-buffers never runs, whatever a message's metadata says. So a table takes no more memory than its file. Offsets and texts
-are validated in full: Arrow itself would follow bad offsets out of its memory. Format:
+A file is a stream of messages between two magic words. The reader reads the stream and ignores the footer, which could
+point elsewhere. From a message it takes only numbers: the row count, and the positions of the columns' bytes. Columns
+are then views of the file's own bytes. Arrow's own reader gets only the schema: its code that decompresses, swaps or
+copies buffers never runs, whatever a message's metadata says. So a table takes no more memory than its file. The reader
+validates offsets and texts in full: Arrow itself would follow bad offsets out of its memory. Format:
 arrow.apache.org/docs/format/Columnar.html, Message.fbs.
 """
 
@@ -25,8 +25,8 @@ FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 
 _MAGIC = b"ARROW1"
 _START = 8  # The magic word and two zero bytes.
-_MOST_MESSAGES = 64  # A table of ours has few: its schema, its dictionaries and one batch.
-_EXTENSION = b"ARROW:extension"  # Other libraries register readers for extension types, and some of these unpickle.
+_MOST_MESSAGES = 64  # Our own files have few: a schema, dictionaries and one batch.
+_EXTENSION = b"ARROW:extension"  # Libraries register readers of extension types; some unpickle.
 _GOES_ON = 0xFFFFFFFF  # Every message begins with this mark.
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # The kinds of a message.
 _ALIGNMENT = 8
@@ -44,15 +44,15 @@ class _Message(NamedTuple):
 
 
 def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """Make an array of values of one type, none of them missing.
+    """Make an array of values of one type, without missing values.
 
-    `pa.array` would import pandas if it is installed: 0.3 s for a training that does not use it.
+    `pa.array` would import pandas if it is installed, which takes 0.3 s.
     """
     if pa.types.is_dictionary(kind):
         codes: dict[Any, int] = {}
         numbers = [codes.setdefault(value, len(codes)) for value in values]
         return pa.DictionaryArray.from_arrays(array(numbers, kind.index_type), array([*codes], kind.value_type))
-    # The first buffer would be the bitmap of missing values; None: no value is missing.
+    # The first buffer is the bitmap of missing values; None: no value is missing.
     buffers: list[pa.Buffer | None] = [None]
     children = []
     if pa.types.is_list(kind):
@@ -73,7 +73,7 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
 
 
 def numbers_of(column: pa.Array) -> npt.NDArray[Any]:
-    """View an array without missing values as NumPy; `to_numpy` would import pandas, too."""
+    """View an array without missing values as a NumPy array; `to_numpy` would import pandas."""
     kind = np.dtype(_NUMBERS[column.type])
     if not len(column):
         return np.empty(0, kind)
@@ -81,12 +81,12 @@ def numbers_of(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def _ends(values: Sequence[Any] | npt.NDArray[Any]) -> pa.Buffer:
-    """Return where each value begins in the joined values, and where the last one ends."""
+    """Return where each value begins in the joined values, and where the last value ends."""
     return pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int32))
 
 
 def read_arrow(data: bytes | memoryview, schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Read a table of exactly this schema; raise one of FAULTS if the bytes are malformed or have more rows."""
+    """Read a table; raise one of FAULTS if the bytes are malformed, or have another schema or more than `max_rows`."""
     if data[:_START] != _MAGIC + b"\0\0" or data[-len(_MAGIC) :] != _MAGIC:
         raise ValueError("this is not an Arrow file")
     messages = [*islice(_messages(data), _MOST_MESSAGES + 1)]
@@ -157,7 +157,7 @@ class _Batch:
         self._body = body
 
     def columns(self, schema: pa.Schema, words: dict[int, pa.Array]) -> pa.RecordBatch:
-        """Return the columns of the batch; `words` are the dictionaries, in the order of the columns that use them."""
+        """Return the columns of the batch; `words`: the dictionaries, numbered in the order of their columns."""
         arrays, numbers = [], iter(range(len(schema)))
         for field in schema:
             if pa.types.is_dictionary(field.type):
@@ -180,7 +180,7 @@ class _Batch:
         length, nulls = next(self._nodes, (-1, 0))
         if length < 0 or nulls:
             raise ValueError("a column is missing, or a value in one")
-        self._buffer()  # Skip the bitmap of missing values: none is missing.
+        self._buffer()  # Skip the bitmap of missing values.
         if pa.types.is_fixed_size_list(kind):
             values = self._take(kind.value_type)
             if len(values) != length * kind.list_size:
@@ -225,7 +225,7 @@ class _Table:
         return self._place(field) is not None
 
     def number(self, field: int, form: str) -> int:
-        """Return the number in a field, 0 if the field is absent."""
+        """Return the number in a field; 0 if the field is absent."""
         place = self._place(field)
         return 0 if place is None else _read(self._data, form, place)
 
@@ -234,7 +234,7 @@ class _Table:
         return _Table(self._data, self._follow(field))
 
     def pairs(self, field: int) -> Iterator[tuple[int, int]]:
-        """Yield the (int64, int64) pairs of a list field; none if it is absent."""
+        """Yield the (int64, int64) pairs of a list field; nothing if the field is absent."""
         if not self.has(field):
             return
         at = self._follow(field)

@@ -1,4 +1,4 @@
-"""The columns of an index as arrays of numbers; each raises one of arrow.FAULTS if a value makes no sense."""
+"""The columns of an index as arrays of numbers; making one raises one of arrow.FAULTS for an impossible value."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckpt_tasks.layout.arrow import array, numbers_of
 from ckpt_tasks.layout.image import MAX_DIMENSIONS, MIN_REGION_BYTES, REGION_BYTES
 
 MAX_REGIONS = 1 << 20
-MAX_EXTENTS = 8 * MAX_REGIONS  # All regions together have at most this many extents.
-_MAX_ELEMENTS = 2.0**57  # A region has at most this many elements: its size in bytes fits into an int64 with any dtype.
+MAX_EXTENTS = 8 * MAX_REGIONS  # All regions have at most this many extents together.
+_MAX_ELEMENTS = 2.0**57  # A region's limit: its size in bytes fits into an int64 with any dtype.
 _HUGE = 2.0**200
 
 
 def shared_region_bytes(total_bytes: int, tensors: int) -> int:
-    """Return the region size with which all ranks together have fewer than half of MAX_REGIONS."""
+    """Return the region size in bytes with which all ranks together have at most half of MAX_REGIONS."""
     region_bytes = MIN_REGION_BYTES
     while region_bytes < REGION_BYTES and total_bytes // region_bytes + tensors > MAX_REGIONS // 2:
         region_bytes *= 2
@@ -29,7 +29,7 @@ def shared_region_bytes(total_bytes: int, tensors: int) -> int:
 
 
 class Words:
-    """A column of few distinct words: `words`, the index of each word (`code`), and every row's index (`codes`)."""
+    """A column of few distinct words: the `words`, the index of each word (`code`), and each row's index (`codes`)."""
 
     def __init__(self, column: pa.DictionaryArray):
         words = column.dictionary.to_pylist()
@@ -42,7 +42,7 @@ class Words:
     @property
     def used(self) -> list[Any]:
         """The words that at least one row has."""
-        # np.unique would import numpy.ma at its first call, which costs every restore in a new process 9 ms.
+        # np.unique would import numpy.ma, which costs a restore in a new process 9 ms.
         return [self.words[code] for code in np.flatnonzero(np.bincount(self.codes, minlength=len(self.words)))]
 
     def values(self) -> list[Any]:
@@ -51,7 +51,7 @@ class Words:
 
 
 class Lists:
-    """A column of short lists: all `numbers` in one array, and the length of each row's list and its end there."""
+    """A column of short lists: all `numbers` in one array, with the length and the end of each row's list."""
 
     def __init__(self, column: pa.ListArray):
         flat = pc.list_flatten(column)
@@ -65,7 +65,7 @@ class Lists:
 
     def values(self) -> list[tuple[int, ...]]:
         """Return the list of every row as a tuple."""
-        # If all lengths are equal, convert all rows at once: that takes half the time.
+        # Convert all rows of one length at once: that takes half the time.
         begins = self.ends - self.lengths
         lists: dict[int, Iterator[tuple[int, ...]]] = {0: repeat(())}
         for length in np.flatnonzero(np.bincount(self.lengths)[1:]) + 1:
@@ -74,19 +74,19 @@ class Lists:
         return [next(lists[length]) for length in self.lengths.tolist()]
 
     def matrix(self, rows: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """Return the lists of some rows, which all have this length, as a matrix."""
+        """Return the lists of some rows as a matrix; all these lists have this length."""
         begins = (self.ends - self.lengths)[rows]
         matrix: npt.NDArray[np.int64] = self.numbers[begins[:, None] + np.arange(length)]
         return matrix
 
     def some(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for each row whether `mask`, which has a flag for each number, marks any number of its list."""
+        """Return a flag for each row: True if `mask`, which has a flag for each number, marks a number in its list."""
         count = np.concatenate(([0], np.cumsum(mask)))
         result: npt.NDArray[np.bool_] = count[self.ends] != count[self.ends - self.lengths]
         return result
 
     def products(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return every list's product (-1: too large for a size), and roughly the product of its nonzero numbers."""
+        """Return the product of each list (-1: too large), and the approximate product of its nonzero numbers."""
         product, magnitude = np.ones(len(self.ends), np.int64), np.ones(len(self.ends))
         for n in range(int(self.lengths.max(initial=0))):
             there = self.lengths > n
@@ -102,7 +102,7 @@ def whole_column(column: pa.ChunkedArray, field: pa.Field) -> pa.Array:
     if column.null_count:
         raise ValueError(f"a value is missing in the column {field.name}")
     if column.num_chunks == 1:
-        return column.chunk(0)  # The usual case. Combining would load Arrow's compute module: 9 ms the first time.
+        return column.chunk(0)  # Combining would load Arrow's compute module: 9 ms the first time.
     whole = column.combine_chunks()
-    # Combining zero chunks returns a ChunkedArray again.
+    # With zero chunks, combine_chunks returns a ChunkedArray.
     return array([], field.type) if isinstance(whole, pa.ChunkedArray) else whole

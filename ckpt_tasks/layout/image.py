@@ -1,12 +1,12 @@
-"""The layout of one safetensors file, planned before a byte of it exists.
+"""The layout of one safetensors file, planned before the file has a byte.
 
-A snapshot copies every tensor straight to its final offset; the buffer then *is* the file. So the layout is made from
-names, dtypes and shapes alone::
+A snapshot copies every tensor directly to its final offset; the buffer then *is* the file. So the layout depends only
+on names, dtypes and shapes::
 
     [8 bytes: header length n, little endian] [n bytes: JSON, padded with spaces] [tensors, no gaps]
 
-The padding puts the first tensor on a 4,096-byte boundary (for aligned direct writes), and tensors are sorted by
-falling element size, so that each is aligned to its own size. Format: github.com/huggingface/safetensors.
+The padding puts the first tensor on a 4,096-byte boundary (for aligned direct writes). Tensors are in the order of
+falling element size, so that each tensor is aligned to its element size. Format: github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ckpt_tasks.layout.regions import Box, blocks
 from ckpt_tasks.process.gc_pause import gc_paused
 
 ALIGNMENT = 4096
-MAX_HEADER_BYTES = 16 << 20  # A reader allocates this much before it can verify the file.
-MAX_DIMENSIONS = 64  # torch allows no tensor with more.
-REGION_BYTES = 16 << 20  # The largest unit that has its own digest and can be read alone.
-# Regions of many ranks are small, so that another number of ranks reads few unneeded bytes.
+MAX_HEADER_BYTES = 16 << 20  # A reader allocates this much before it verifies the file.
+MAX_DIMENSIONS = 64  # torch's limit.
+REGION_BYTES = 16 << 20  # The largest region: the unit with its own digest, which can be read alone.
+# With many ranks regions are small, so that another number of ranks reads few unneeded bytes.
 MIN_REGION_BYTES = 1 << 18
 
 
 class StoredDtype(NamedTuple):
-    """How safetensors holds a dtype: its code, the bytes of one stored element, and the dimensions added."""
+    """How safetensors stores a dtype: its code, the size of a stored element in bytes, and added dimensions."""
 
     code: str
     itemsize: int
@@ -41,11 +41,11 @@ class StoredDtype(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one element of the original dtype."""
+        """The size of one element of the original dtype in bytes."""
         return self.itemsize * math.prod(self.suffix)
 
 
-# The key is torch's name. safetensors lacks some of these dtypes: they are stored as views of other dtypes.
+# By torch's name. safetensors lacks some of these dtypes: files store them as other dtypes.
 STORED_DTYPES: Mapping[str, StoredDtype] = {
     "float64": StoredDtype("F64", 8),
     "int64": StoredDtype("I64", 8),
@@ -76,7 +76,7 @@ _ITEMSIZES = {stored.code: stored.itemsize for stored in STORED_DTYPES.values()}
 
 
 class TensorSpec(NamedTuple):
-    """One tensor to store: its name in the file, torch's name of its dtype, and its shape."""
+    """One tensor to store: its name in the file, torch's name of the dtype, and its shape."""
 
     name: str
     dtype: str
@@ -89,14 +89,14 @@ class TensorSpec(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor's bytes in the file: from `begin` up to `end`, counted from the start of the file."""
+    """A tensor's bytes in the file: from byte `begin` of the file up to byte `end`."""
 
     spec: TensorSpec
     begin: int
     end: int
 
     def regions(self, region_bytes: int = REGION_BYTES) -> list[tuple[Box, int, int]]:
-        """Cut the tensor into regions of at most `region_bytes`: (box, begin, end) in bytes of the file."""
+        """Cut the tensor into regions of at most `region_bytes`: (box, first byte in the file, end in the file)."""
         itemsize = STORED_DTYPES[self.spec.dtype].nbytes
         regions, begin = [], self.begin
         for box in blocks(self.spec.shape, region_bytes // itemsize):
@@ -125,9 +125,9 @@ class ImageLayout:
 
 
 def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) -> ImageLayout:
-    """Lay out tensors in one file, by decreasing element size and otherwise in the given order.
+    """Lay out tensors in one file, by falling element size and otherwise in the given order.
 
-    Raises UnsupportedStateError for a dtype or a name that cannot be stored and for a header over 16 MiB.
+    Raises UnsupportedStateError for a dtype that cannot be stored, a name that appears twice, and a header over 16 MiB.
     """
     ordered = sorted(specs, key=lambda spec: -_stored(spec).itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -150,7 +150,7 @@ def plan_image(specs: Iterable[TensorSpec], region_bytes: int = REGION_BYTES) ->
 
 
 def header_of(entries: Mapping[str, object]) -> bytes:
-    """Write the header of a file, padded; raise UnsupportedStateError if it is over 16 MiB."""
+    """Write the padded header of a file; raise UnsupportedStateError if it is over 16 MiB."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
     if start - 8 > MAX_HEADER_BYTES:
@@ -159,12 +159,12 @@ def header_of(entries: Mapping[str, object]) -> bytes:
 
 
 def plan_bytes(name: str, size_bytes: int) -> ImageLayout:
-    """Lay out a file that is one tensor of bytes and has no header."""
+    """Lay out a file without a header, whose contents are one tensor of bytes."""
     return ImageLayout(b"", (Slot(TensorSpec(name, "uint8", (size_bytes,)), 0, size_bytes),), size_bytes)
 
 
 def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Cut a group into files of at most `max_shard_bytes` and half the largest header; a larger tensor stands alone."""
+    """Cut a group into files of at most `max_shard_bytes` and half the largest header; a larger tensor is one file."""
     parts: list[list[TensorSpec]] = []
     size_bytes = header_bytes = 0
     for spec in specs:
@@ -183,9 +183,9 @@ def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[T
 def parse_header(prefix: bytes, size_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Read the header of a safetensors file: name → (safetensors dtype, stored shape, begin, end).
 
-    Offsets count from the file's start. `prefix` holds at least the header; `size_bytes` is the size of the whole file.
-    Raises IntegrityError if the file's header is cut, too large or malformed, if a tensor's bytes do not fit its dtype
-    and shape, or if the tensors do not fill the rest of the file exactly.
+    Offsets count from the file's start. `prefix` has at least the header; `size_bytes` is the size of the whole file.
+    Raises IntegrityError if the header is cut, too large or malformed, if a tensor's bytes do not fit its dtype and
+    shape, or if the tensors do not fill the rest of the file exactly.
     """
     with well_formed("the safetensors header", None, (struct.error, *MALFORMED)):
         (length,) = struct.unpack_from("<Q", prefix)

@@ -1,8 +1,9 @@
 """The index of one checkpoint: an Arrow file with one row per region of every tensor.
 
-It is an Arrow file because a reader of one group among 10⁵ tensors needs columns, not objects. The bytes are digested
-before they are parsed: a damaged Arrow file may parse, and may crash its reader. Numbers are bounded before they become
-objects, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are lazy.
+In an Arrow file a reader of one group among 10⁵ tensors can use columns, without an object for each row. A reader
+checks the digest before it parses: a damaged Arrow file may parse, and may crash its reader. It checks limits before it
+makes row objects, since a row of 30 bytes becomes an object of a kilobyte. All checks work on columns; row objects are
+made on demand.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ckpt_tasks.layout.tiling import Numbers, row_major_faults, untiled
 from ckpt_tasks.process.gc_pause import gc_paused
 
 MAX_INDEX_BYTES = 256 << 20
-# A small tensor that many ranks share may have this many regions; beyond that, three per MIN_REGION_BYTES.
+# A tensor may have this many regions, since many ranks may share it, and three more for each MIN_REGION_BYTES.
 _FREE_CUTS = 4096
 _MAX_BYTES = 2.0**62  # A larger tensor overflows in torch, even if one of its extents is 0.
 
@@ -57,7 +58,7 @@ WHOLE: Places = MappingProxyType({})
 
 
 class IndexRow(NamedTuple):
-    """One region: its tensor, its box, and its bytes: `begin` to `end` of `object`."""
+    """One region: its tensor, its box, and its bytes (`begin` to `end` of `object`)."""
 
     group: str
     key: str
@@ -75,7 +76,7 @@ class IndexRow(NamedTuple):
         return f"{self.group}/{self.key}"
 
 
-# Constructors of Box and IndexRow without a Python frame for each of 10⁵ rows.
+# Constructors of Box and IndexRow that need no Python frame, for 10⁵ rows.
 _BOX: Callable[[tuple[Any, ...]], Box] = partial(tuple.__new__, Box)
 _ROW: Callable[[tuple[Any, ...]], IndexRow] = partial(tuple.__new__, IndexRow)
 
@@ -108,13 +109,13 @@ def read_index(data: bytes, *, digest: str, name: str) -> Index:
 
 
 def parse_index(data: bytes | memoryview, name: str) -> Index:
-    """Read an index without checking its rows; raise IntegrityError if the bytes are not such a table."""
+    """Read an index without checking its rows; raise IntegrityError if the bytes are not a table of this schema."""
     with well_formed("the index", name, FAULTS):
         return Index(read_arrow(data, _SCHEMA, MAX_REGIONS))
 
 
 class _Columns:
-    """The columns of a table; making them raises one of FAULTS if a value is missing or impossible for a tensor."""
+    """The columns of an index; making them raises one of FAULTS if a value is missing or impossible."""
 
     def __init__(self, table: pa.Table):
         columns = {field.name: whole_column(table.column(field.name), field) for field in _SCHEMA}
@@ -126,7 +127,7 @@ class _Columns:
 
 
 class Index:
-    """The regions of a checkpoint, or of a part of it, as a table; columns are read on demand."""
+    """The regions of a checkpoint, or of a part of one, as a table; columns are read on demand."""
 
     def __init__(self, table: pa.Table):
         self.table = table
@@ -141,14 +142,14 @@ class Index:
 
     @classmethod
     def of_columns(cls, *columns: Sequence[object]) -> Index:
-        """Make an index from columns, in the order of the format."""
+        """Make an index from columns in the order of the schema."""
         arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
         return cls(pa.Table.from_arrays(arrays, schema=_SCHEMA))
 
     @classmethod
     @gc_paused()
     def of_layout(cls, group: str, layout: ImageLayout, places: Places = WHOLE) -> Index:
-        """Make the rows of a file's regions, to which `placed` adds the object's name and the digests."""
+        """Make the rows of a file's regions, without the object's name and the digests, which `placed` adds."""
         regions = layout.regions
         wholes = [places.get(f"{group}/{spec.name}", (spec.shape, None)) for spec, *_ in regions]
         return cls.of_columns(
@@ -195,20 +196,20 @@ class Index:
                 of.object.values(),
                 of.begin.tolist(),
                 of.end.tolist(),
-                _pieces(of.digest),  # to_pylist would make an Arrow scalar of each digest.
+                _pieces(of.digest),  # to_pylist would make an Arrow scalar for each.
             )
             return tuple(map(_ROW, zip(*columns, strict=True)))
 
     @cached_property
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and shape of every tensor by full key; valid if there are no `coverage_faults`."""
+        """The dtype and shape of every tensor by full key; valid if `coverage_faults` is empty."""
         with gc_paused():
             firsts = self._take(self._tensor_numbers[1])
             of = firsts._columns
             return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
 
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
-        """Return the rows with `name` as their object's name, and with new digests."""
+        """Return the rows with a new name of their object, and with new digests."""
         field = _SCHEMA.field("object")
         codes = array(np.zeros(len(self), np.int32), pa.int32())
         of_object = pa.DictionaryArray.from_arrays(codes, array([name] if digests else [], pa.string()))
@@ -229,7 +230,7 @@ class Index:
 
     def same_regions(self, other: Index) -> bool:
         """Return True if another index has the same rows, apart from the names of objects."""
-        # Compare digests first: they nearly always differ.
+        # Compare digests first: they differ most often.
         return len(self) == len(other) and all(
             _plain(self.table.column(name)).equals(_plain(other.table.column(name)))
             for name in reversed(_SCHEMA.names)
@@ -254,7 +255,7 @@ class Index:
 
     @cached_property
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
-        """The number of every row's tensor, in order of first appearance, and the first row of every tensor."""
+        """The number of each row's tensor, in order of first appearance, and the first row of each tensor."""
         keys = self._columns.key.dictionary_encode()
         codes = self._columns.group.codes * max(1, len(keys.dictionary)) + numbers_of(keys.indices)
         _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
@@ -264,7 +265,7 @@ class Index:
         return rank[numbers], firsts[order]
 
     def check(self, name: str) -> None:
-        """Raise IntegrityError if a row has impossible values; `name` is that of the index."""
+        """Raise IntegrityError if a row has impossible values; `name`: the name of the index."""
         of = self._columns
         bad = [n for n in of.object.used if not is_shard(n)]
         bad += [g for g in of.group.used if not is_group(g)]
@@ -273,7 +274,7 @@ class Index:
         for word in of.dtype.used:
             if word not in STORED_DTYPES:
                 self._refuse(of.dtype.codes == of.dtype.code[word], f"the index holds the dtype {word!r:.40}")
-        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None marks a word that no row has.
+        stored = [STORED_DTYPES.get(word) for word in of.dtype.words]  # None: an unknown dtype that no row has.
         sizes = np.array([(one.nbytes, one.itemsize) if one else (1, 1) for one in stored], np.int64).reshape(-1, 2)
         nbytes, itemsize = sizes[of.dtype.codes].T
         other = (of.offset.lengths != of.full.lengths) | (of.shape.lengths != of.full.lengths)
@@ -286,13 +287,13 @@ class Index:
         self._refuse((size_bytes == 0) & (extent * nbytes > _MAX_BYTES), "an empty tensor is too large")
 
     def coverage_faults(self, *, whole: bool = True) -> list[str]:
-        """List every tensor whose regions do not tile it exactly, or disagree on its shape or dtype.
+        """List each tensor whose regions do not tile it exactly, or differ in its shape or dtype.
 
-        `whole`: one rank wrote everything, so the regions of a tensor must be its elements in order, in one object.
+        `whole`: one rank wrote the checkpoint, so regions in one object must also be in the order of the elements.
         """
         of = self._columns
         tensor, firsts = self._tensor_numbers
-        # Nearly all of 10⁵ tensors have one region: the whole tensor.
+        # Check only tensors with several regions, or with a region that is not the whole tensor: few of 10⁵.
         odd = of.full.some(of.full.numbers != of.shape.numbers) | of.offset.some(of.offset.numbers != 0)
         odd |= np.bincount(tensor)[tensor] > 1
         rows = np.flatnonzero(odd)
@@ -309,7 +310,7 @@ class Index:
     def _faults_of(
         self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
     ) -> dict[int, str]:
-        """Return a fault by tensor number, from rows of `dims` dimensions that are sorted by tensor and byte."""
+        """Return faults by tensor number; the rows have `dims` dimensions and are sorted by tensor and byte."""
         of = self._columns
         full, offset, shape = (column.matrix(rows, dims) for column in (of.full, of.offset, of.shape))
         starts = np.flatnonzero(np.r_[True, tensor[1:] != tensor[:-1]])
@@ -332,10 +333,9 @@ class Index:
         return faults
 
     def object_faults(self, objects: Mapping[str, tuple[int, int]]) -> list[str]:
-        """List every object whose regions do not fill it without gaps; `objects`: name → data begin and end.
+        """List each object whose regions do not fill it exactly; `objects`: name → begin and end of its data.
 
-        Filled objects have exactly one digest for every byte, and a tensor takes no more memory than its object has
-        bytes.
+        In a filled object exactly one digest covers each byte, and a tensor is not larger than its object.
         """
         of = self._columns
         order = np.lexsort((of.end, of.begin, of.object.codes))
@@ -359,7 +359,7 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _pieces(column: pa.FixedSizeBinaryArray) -> list[bytes]:
-    """List the values of a column whose values all have one size in bytes."""
+    """List the values of a column of values of one size."""
     size = column.type.byte_width
     data = bytes(column.buffers()[1] or b"")[column.offset * size :]
     return [data[at : at + size] for at in range(0, len(column) * size, size)]

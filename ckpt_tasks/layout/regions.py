@@ -1,7 +1,7 @@
-"""Boxes of a tensor: how a tensor is cut into regions.
+"""Boxes of a tensor, and the cut of a tensor into regions.
 
-A region is a box (offset, shape). If a tensor is cut into blocks of bounded size, a reader can verify and read again
-a part of it, and several threads can work on it. Every block is contiguous in row-major order.
+A region is a box (offset, shape). A tensor is cut into boxes of bounded size, so that a reader can verify and retry a
+part of it, and several threads can work on it. Every box from `blocks` is contiguous in row-major order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box of a tensor: its first index and its extent in every dimension, in elements."""
+    """A box of a tensor: its first index and its extent in each dimension, in elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -26,14 +26,14 @@ class Box(NamedTuple):
 def blocks(shape: Sequence[int], max_elements: int) -> list[Box]:
     """Cut a tensor into boxes of at most `max_elements`, each contiguous in row-major order, in that order.
 
-    A tensor that is small enough, empty or 0-dimensional gives one box: the whole tensor.
+    A small, empty or 0-dimensional tensor gives one box: the whole tensor.
     """
     shape = tuple(shape)
     full_box = Box((0,) * len(shape), shape)
     if full_box.size <= max(max_elements, 1):
         return [full_box]
     axis, inner = 0, math.prod(shape[1:])
-    while inner > max_elements:  # Single rows are too large: cut within them.
+    while inner > max_elements:  # One row is too large: cut within rows.
         axis += 1
         inner = math.prod(shape[axis + 1 :])
     rows = max(1, max_elements // inner)
@@ -61,7 +61,7 @@ def blocks_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box of the elements that two boxes share; None if they share none."""
+    """Return the box of the elements that two boxes share; None if they share no element."""
     offset, shape = [], []
     for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True):
         begin = max(i, j)

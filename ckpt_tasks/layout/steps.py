@@ -34,7 +34,7 @@ class StepMetrics(NamedTuple):
 
 
 def write_steps(steps: Iterable[StepMetrics]) -> bytes:
-    """Write the metrics of steps, in their order, as the bytes of an uncompressed Arrow IPC file."""
+    """Write the metrics of steps, in the given order, as the bytes of an uncompressed Arrow IPC file."""
     rows = [(step, at_s, name, float(value)) for step, at_s, metrics in steps for name, value in metrics.items()]
     columns = [*zip(*rows, strict=True)] or [(), (), (), ()]
     arrays = [array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)]
@@ -45,13 +45,13 @@ def write_steps(steps: Iterable[StepMetrics]) -> bytes:
 
 
 def steps_file(steps: Iterable[StepMetrics]) -> bytes:
-    """Return steps as the bytes of a file with its own digest, for a snapshot in memory that outlives its process."""
+    """Return the digest and the bytes of `write_steps`, for a snapshot in memory that outlives its process."""
     data = write_steps(steps)
     return bytes.fromhex(digest_hex(data)) + data
 
 
 def read_steps(data: bytes, *, digest: str, name: str) -> list[StepMetrics]:
-    """Read the bytes of `write_steps`; raise IntegrityError if they do not have this digest or are malformed."""
+    """Read bytes from `write_steps`; raise IntegrityError if they do not have this digest or are malformed."""
     if digest_hex(data) != digest:
         raise IntegrityError("the metrics of steps are not those that were committed", key=name)
     steps: dict[int, tuple[float, dict[str, float]]] = {}
@@ -61,7 +61,7 @@ def read_steps(data: bytes, *, digest: str, name: str) -> list[StepMetrics]:
             raise ValueError("a value is missing")
         for batch in table.to_batches():
             numbers, times, metric, values = batch.columns
-            words = metric.dictionary.to_pylist()  # Convert each word once: rows have only its number.
+            words = metric.dictionary.to_pylist()  # Convert each word once: a row has only the word's number.
             codes = metric.indices.to_pylist()
             for step, at_s, code, value in zip(
                 numbers.to_pylist(), times.to_pylist(), codes, values.to_pylist(), strict=True

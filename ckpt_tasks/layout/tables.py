@@ -1,7 +1,7 @@
-"""The files of a lookup table: Arrow files of rows by id, which any Arrow reader opens.
+"""The files of a lookup table: Arrow files of rows by id, which any Arrow reader can read.
 
-The columns are: the ids; the rows, and each slot of the optimizer (lists of `dim` numbers); the number of the table's
-last update that changed the row; and a flag for a deleted id, whose numbers have no meaning.
+The columns are: the id; the row, and each optimizer slot (lists of `dim` numbers); the number of the table's last
+update that changed the row; and a flag for a deleted id, whose numbers have no meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TableRows(NamedTuple):
-    """Rows of a table: `values` has an array for the rows and one for each slot, with `dim` numbers for each id."""
+    """Rows of a table: `values` has an array of rows and an array for each slot, with `dim` numbers for each id."""
 
     ids: Ids
     values: tuple[Floats, ...]
@@ -33,20 +33,20 @@ class TableRows(NamedTuple):
 
 
 def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
-    """Return rows as the bytes of an uncompressed Arrow IPC file; `slots` names the values after the rows."""
+    """Write rows as the bytes of an uncompressed Arrow IPC file; `slots`: the names of the arrays after the rows."""
     schema = _schema(rows.values[0].shape[1], slots)
     columns: list[npt.NDArray[Any]] = [rows.ids, *rows.values, rows.steps, rows.deleted]
     arrays = [array(values, field.type) for values, field in zip(columns, schema, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     size = pa.MockOutputStream()
     _write(size, batch)
-    data = np.empty(size.size(), np.uint8)  # The size is known in advance, so that nothing is copied twice.
+    data = np.empty(size.size(), np.uint8)  # Allocate the exact size, so that Arrow never copies to a larger buffer.
     _write(pa.FixedSizeBufferWriter(pa.py_buffer(data)), batch)
     return data.data
 
 
 def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> TableRows:
-    """Read a file as views of its verified bytes; raise IntegrityError if it is malformed."""
+    """Read a file's rows as views of its verified bytes; raise IntegrityError if the file is malformed."""
     schema = _schema(dim, slots)
     with well_formed("a file of the table", name, FAULTS):
         table = read_arrow(data, schema, _MAX_ROWS)

@@ -22,7 +22,7 @@ def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) 
 
 
 def capture_generator(generator: Any, path: str, tensors: TensorSet) -> dict[str, Any]:
-    """Turn a generator into a tree; raise UnsupportedStateError if it has no state, as SystemRandom."""
+    """Turn a generator into a tree; raise UnsupportedStateError if it has no state (SystemRandom)."""
     try:
         return _tree(generator, stream_state(generator), path, tensors)
     except NotImplementedError as error:

@@ -139,7 +139,7 @@ class OptimizerPart:
         if lost and lacking:  # If only one side lacks options, the versions of torch differ.
             lists = f"one with {', '.join(lacking)} here, with {', '.join(lost)} in the checkpoint"
             differences.differ(self._group, f"another kind of optimizer: {lists}")
-        if not any(self._optimizer.state.values()):  # `any(values())` reads no missing entry, which would create it.
+        if not any(self._optimizer.state.values()):  # Do not index the state: that creates entries.
             options = [group["options"] for group in self._tree["param_groups"]]
             replaced_options(self._group, self._optimizer, options, differences)
         for name, (n, parameter) in here.items():

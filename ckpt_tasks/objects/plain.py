@@ -227,7 +227,7 @@ class PlainPart:
         return fits or not self._can_assign
 
     def _note(self, there: Any, here: Any, place: _Place, differences: Differences) -> None:
-        """Record values of another kind than the program's; None stands for a value that the program lacks."""
+        """Record stored values of another kind than the program's values; skip values that one side lacks (None)."""
         kinds = {_kind(there), _kind(here)}
         if here is None or there is None:
             return

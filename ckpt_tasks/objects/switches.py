@@ -2,7 +2,7 @@
 
 After a resume, a loop does not repeat the switches of earlier steps. So an optimizer's tree has the changes since
 training began; the program makes all other settings before the restore. If a whole module is in eval(), the save
-happens during an evaluation, and the module's mode is not saved.
+happens during an evaluation, so its modes are not saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
 
 
 def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> dict[str, Modes]:
-    """Return the modes of those modules of which training has switched a submodule."""
+    """Return the modes of each module in which training has switched a submodule."""
     switched = {}
     for group in groups:
         note_begun([modules[group]], anew=False)

@@ -1,4 +1,4 @@
-"""Pause the garbage collector of the process."""
+"""Pauses of the garbage collector, in the whole process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector: scanning 10⁵ new live objects again and again takes half of the time.
+    """Pause the garbage collector for a block: scanning 10⁵ new live objects again and again takes half of the time.
 
-    The pause applies to the process, not to the thread: the collector is enabled again when the last thread that paused
-    it is done, even if the program has disabled it meanwhile.
+    The pause applies to the whole process. The collector is enabled again when the last such block of all threads ends,
+    even if the program has disabled it meanwhile.
     """
     ours = _pauses.begin()
     try:
@@ -28,11 +28,11 @@ class _Pauses:
     """The number of pauses of the garbage collector that are under way in all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # A finalizer may run while this thread holds the lock, and may pause as well.
+        self._lock = threading.RLock()  # A finalizer in this thread may need the lock that the thread holds.
         self._count = 0
 
     def begin(self) -> bool:
-        """Begin a pause; return False, and do nothing, if the program itself has disabled the collector."""
+        """Begin a pause; return False and do nothing if the program has disabled the collector."""
         with self._lock:
             if not self._count and not gc.isenabled():
                 return False
@@ -42,13 +42,13 @@ class _Pauses:
 
     def end(self) -> None:
         with self._lock:
-            # The count is already 0 in a child that was forked during this pause.
+            # In a child that was forked during this pause, the count is already 0.
             self._count = max(0, self._count - 1)
             if not self._count:
                 gc.enable()
 
     def forked(self) -> None:
-        """Forget all pauses in a forked child, which lacks the threads that would end them."""
+        """Forget all pauses in a forked child, where the threads that would end them are missing."""
         if self._count:
             gc.enable()
         self._lock, self._count = threading.RLock(), 0

@@ -1,7 +1,8 @@
-"""A directory of this host that a user's processes share; it is emptied when no living process holds it.
+"""A directory of this host that a user's processes share; it is emptied if no living process holds it.
 
-Each process holds a lock on the file next to it. The first one empties and fills the directory, and the others wait for
-that. The locks are lockf's: a forked child does not have them, and the kernel frees those of a killed process.
+Each process holds a lock on the file beside the directory. The first process empties and fills the directory, and the
+others wait for it. The locks are lockf's: a forked child does not inherit them, and the kernel frees the locks of a
+killed process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pathlib import Path
 
 from ckpt_tasks.process.processes import close_descriptor, open_descriptor
 
-held_here: dict[Path, int] = {}  # The directories that this process holds, each with its lock's descriptor.
+held_here: dict[Path, int] = {}  # The directories that this process holds, with the locks' descriptors.
 os.register_at_fork(after_in_child=held_here.clear)
 
 
 def hold(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Hold a directory until this process ends; if no other process holds it, empty it, and call `fill` for it.
+    """Hold a directory until this process ends; if no other process holds it, empty it and call `fill(directory)`.
 
-    Also removes the directories beside it that no process holds. Raises OSError, and what `fill` raises.
+    Also removes directories beside it that no process holds. Raises OSError, and the errors of `fill`.
     """
     if directory in held_here:
         return

@@ -1,21 +1,21 @@
-"""What belongs to one process: its threads, and what a forked child must not have.
+"""Resources of one process: threads, and memory and descriptors that a forked child must not have.
 
-`fork` copies a process with all its mappings and open files, but only one thread. A child (a DataLoader's worker, a
-member of a Pool) could write into images that its parent is saving, would keep memory that the parent has freed, and
-has thread objects whose threads do not run in it.
+`fork` copies a process with all its mappings and open files, but only one thread. Without this module, a child (a
+DataLoader's worker, a member of a Pool) could write into images that its parent is saving, and would keep memory that
+the parent has freed. A child also has thread objects without running threads.
 
 Invariants
 
-1. A child has no page of map_memory(): it can neither write, read nor keep one. MADV_DONTFORK tells the kernel so, also
-   for a child that C code forks.
+1. A child has no page of map_memory(): it cannot write, read or keep such a page. MADV_DONTFORK makes the kernel leave
+   them out, also for a child that C code forks.
 2. No descriptor of open_descriptor() or open_nameless() is open in a child that Python forks.
 3. A finalizer of finalize_here() runs in the process that registered it, or never.
 4. No fork happens between the creation of a page or descriptor and its mark.
-5. No file of ours is descriptor 0, 1 or 2, even in a process that was started without them: C code prints there.
+5. No file of ours is descriptor 0, 1 or 2, even in a process that started without these: C code prints to them.
 
-Threads that share work are daemon threads, not an executor's: Python shuts executors down before it waits for threads
-that still train, and before it calls atexit functions. From then on executors refuse new work, and wait without limit
-for running work.
+Threads that share work are daemon threads, not an executor's threads: Python shuts executors down before it waits for
+threads that still train, and before it calls atexit functions. After that, executors refuse new work, and wait without
+limit for running work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.system import system
 
-_DONTFORK = 10  # This is MADV_DONTFORK, which the mmap module of some Python builds lacks.
+_DONTFORK = 10  # This is MADV_DONTFORK; some builds of Python lack it in mmap.
 _FAILED = ctypes.c_void_p(-1).value
 # /proc/<pid>/fd shows this name for every file of open_nameless.
 NAMELESS = "ckpt-tasks"
@@ -62,11 +62,11 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process made the object; False in a fork of that process."""
+        """True in the process that made the object; False in its forks."""
         return self.pid == os.getpid()
 
     def check(self) -> None:
-        """Raise ConfigError in a fork of the process in which the object was made."""
+        """Raise ConfigError in a fork of the process that made the object."""
         if not self.is_here:
             raise ConfigError(
                 f"this Checkpointer belongs to process {self.pid}, which made it; process {os.getpid()} was forked "
@@ -76,10 +76,10 @@ class Process:
 
 
 def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -> memoryview:
-    """Map zeroed memory of this process, or a file; writes reach the file if the mapping is `shared`.
+    """Map zeroed memory, or the file `fd`, in this process alone; writes reach the file if the mapping is `shared`.
 
-    The mapping ends with its last view. Raises OSError if there is no memory. mmap.mmap does not suffice: it keeps its
-    own descriptor of each file, which children inherit, and unmaps addresses that a child may have reused.
+    The mapping ends with its last view. Raises OSError if memory is short. mmap.mmap does not suffice: it keeps its own
+    descriptor of each file, which children inherit, and in a child it unmaps addresses that the child may have reused.
     """
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
     with _forking:
@@ -91,20 +91,20 @@ def map_memory(size_bytes: int, fd: int | None = None, *, shared: bool = True) -
             _munmap(address, size_bytes)
             raise error
     pages = (ctypes.c_ubyte * size_bytes).from_address(address)
-    finalize_here(pages, _munmap, address, size_bytes)  # Every view of the memory keeps `pages` alive.
+    finalize_here(pages, _munmap, address, size_bytes)  # Every view keeps `pages` alive.
     return memoryview(pages).cast("B")
 
 
 def fill_standard_descriptors() -> None:
-    """Open /dev/null as each of the descriptors 0, 1 and 2 that is closed, so that no later file gets their numbers."""
-    with suppress(OSError):  # There is no /dev/null, or no descriptor is free.
+    """Open /dev/null as descriptor 0, 1 and 2 if these are closed, so that no later file gets these numbers."""
+    with suppress(OSError):  # /dev/null is missing, or no descriptor is free.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             os.set_inheritable(fd, True)
         os.close(fd)
 
 
 def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a file as os.open() does; close it with close_descriptor()."""
+    """Open a file as os.open() does, but close it in forked children. Close it with close_descriptor()."""
     with _forking:
         fd = os.open(path, flags, mode)
         _descriptors.add(fd)
@@ -112,10 +112,10 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def open_nameless() -> int:
-    """Make a file in memory without a name: it disappears with the last process that has it open or mapped.
+    """Make a file in memory without a name: it is freed with the last process that has it open or mapped.
 
-    Other processes of the user open it as /proc/<pid>/fd/<number>. Raises OSError, also if the system does not support
-    such files. Close it with close_descriptor().
+    Other processes of the user can open it as /proc/<pid>/fd/<number>. Raises OSError, also if the system lacks such
+    files. Close it with close_descriptor().
     """
     with _forking:
         if not hasattr(os, "memfd_create"):
@@ -126,7 +126,7 @@ def open_nameless() -> int:
 
 
 def names_in(directory: Path) -> list[str]:
-    """List a directory without a fork meanwhile, so that no child inherits the descriptor that listing opens."""
+    """List a directory while no fork can happen, so that no child inherits the descriptor that listing opens."""
     with _forking:
         return os.listdir(directory)
 
@@ -139,7 +139,7 @@ def close_descriptor(fd: int) -> None:
 
 
 def finalize_here(owner: object, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
-    """Call a function when `owner` is freed, only in this process and not at its exit, when the kernel frees all."""
+    """Call a function when `owner` is freed, only in this process, and not at its exit: the kernel then frees all."""
     end = weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
     end.atexit = False
     return end
@@ -168,12 +168,12 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-# Leave memory for a thread's stack and first objects: without it, Python waits for ever for the start of the thread.
+# A thread's stack and first objects need this much memory: without it, Python waits for ever for the thread's start.
 _ROOM_BYTES = 16 << 20
 
 
 def start_thread(target: Callable[..., None], *arguments: Any, name: str, daemon: bool = True) -> threading.Thread:
-    """Start a thread. Raises StoreError if this process cannot have another one."""
+    """Start a thread. Raises StoreError if this process cannot start another thread."""
     try:
         mmap.mmap(-1, _ROOM_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         return system().start_thread(target, *arguments, name=name, daemon=daemon)
@@ -187,10 +187,10 @@ def start_thread(target: Callable[..., None], *arguments: Any, name: str, daemon
 
 
 def in_threads(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[_R]:
-    """Return `work(item)` for every item, in order; after an error, start no more items and raise the error.
+    """Return `work(item)` for every item, in order; after an error, start no more items and raise that error.
 
-    The calling thread is one of the `threads`. It does all the work if no thread can be started: for lack of room, or
-    from Python 3.12 on when the interpreter exits.
+    The calling thread is one of the `threads`. It does all the work if no other thread can start: if memory is short,
+    or from Python 3.12 on at the exit of the interpreter.
     """
     left, results, errors = deque(enumerate(items)), dict[int, _R](), list[BaseException]()
 

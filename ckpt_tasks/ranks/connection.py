@@ -1,4 +1,4 @@
-"""A connection to a c10d store that answers within a time limit."""
+"""A connection to a c10d store, with a time limit for each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROBE_S = 2.0
 
 
 class Connection:
-    """A connection to a c10d store, in its own thread, because torch waits for an answer without a time limit."""
+    """A connection to a c10d store, in a thread of its own, because torch waits for an answer without limit."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -27,7 +27,7 @@ class Connection:
     def request(self, name: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Call a method of the store and return its result.
 
-        Raises Empty after `timeout_s`, and RuntimeError if the store's process has ended.
+        Raises Empty after `timeout_s` seconds without an answer, and RuntimeError if the store's process has ended.
         """
         self._requests.put((name, arguments))
         end_s = time.monotonic() + timeout_s
@@ -46,19 +46,19 @@ class Connection:
 
 
 def _check_listening(store: Any) -> None:
-    """Raise RuntimeError if the store's process has ended; torch would try for minutes to connect to it again."""
+    """Raise RuntimeError if the store's process has ended; torch would try for minutes to reconnect."""
     tcp = store
     while (inner := getattr(tcp, "underlying_store", None)) is not None:
         tcp = inner
     place = (getattr(tcp, "host", None), getattr(tcp, "port", None))
     if None in place:
-        return  # The store is a file, or in this process.
+        return  # The store is a file, or it is in this process.
     try:
         socket.create_connection(place, timeout=_PROBE_S).close()
     except ConnectionRefusedError as error:
         raise RuntimeError(f"nothing listens at {place[0]}:{place[1]}") from error
     except OSError:
-        return  # The process may be stopped, or slow.
+        return  # The store's process may be stopped, or slow.
 
 
 def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
@@ -68,5 +68,5 @@ def _serve(store: Any, requests: SimpleQueue[Any], answers: SimpleQueue[Any]) ->
         try:
             client = client or store.clone()
             answers.put(getattr(client, name)(*arguments))
-        except Exception as error:  # noqa: BLE001 (raised by who asked)
+        except Exception as error:  # noqa: BLE001 (`request` raises it)
             answers.put(error)

@@ -1,16 +1,16 @@
-"""How the ranks of one training agree: each sends a word (bytes), rank 0 decides, and all get its answer.
+"""Agreements of the ranks of one training: each rank sends a word (bytes), rank 0 decides, all get the answer.
 
 Invariants
 
-1. A meeting gives the same answer to every rank, or raises in every rank that is alive, within the deadline.
-2. Nothing here calls a collective of torch: a rank may be in one of the program's own collectives.
-3. Every thread has its own connection to the c10d store: a call that waits does not stop the other threads.
-4. Every request to that store has a time limit: the process that holds the store may hang.
-5. If a rank ends, all waits for its word end within seconds, provided that another rank is left on its host. (Before
-   the first meeting: if it ended after the waiting rank had started.)
-6. No rank takes a word of an earlier start: torchrun gives restarted ranks the store that has them (torch 2.13).
+1. A meeting returns the same answer in every rank, or raises in every living rank, within the deadline.
+2. This module never calls a collective of torch: a rank may be in a collective of the program.
+3. Every thread has its own connection to the c10d store: a thread that waits for an answer does not stop others.
+4. Every request to the c10d store has a time limit: the process that holds the store may hang.
+5. If a rank ends, all waits for its word end within seconds, if another rank of its host is alive. (Before the first
+   meeting, this holds only if the rank ended after the waiting rank had started.)
+6. No rank takes a word of an earlier start: torchrun gives restarted ranks the old store with its words (torch 2.13).
 
-One process is the case of one rank: it sends nothing.
+A single process is rank 0 of 1, and sends nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ckpt_tasks.system import has_ended, host_name, process_start, system
 _PIECE_BYTES = 4 << 20  # The c10d store refuses a value of more than 8 MiB.
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
-_LOOK_S = 1.0  # A waiting rank checks this often whether ranks have ended.
-_MARGIN = 1.5  # Rank 0 gives up first, and says which rank it waited for.
+_LOOK_S = 1.0  # A waiting rank looks for ended ranks this often.
+_MARGIN = 1.5  # Other ranks wait longer than rank 0, which says who is late.
 SILENT = "It hangs, is slow or has ended, or has made another number of Checkpointers: look at its log."
 
 Decide = Callable[[list[bytes]], bytes]
@@ -43,9 +43,9 @@ _T = TypeVar("_T")
 
 
 class Exchange(Protocol):
-    """The exchange of words between the ranks of one training: this is rank `rank` of `size`; rank 0 is the `first`.
+    """The exchange of words between the ranks of one training; this is rank `rank` of `size`, `first` if it is rank 0.
 
-    A meeting may take `patience` deadlines: rank 0 gives up after one, and says which rank it waited for.
+    A meeting may take `patience` deadlines. Rank 0 gives up after one deadline, and says which rank it waited for.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class Exchange(Protocol):
     patience: int
 
     def meeting(self, topic: str, deadline_s: float) -> AbstractContextManager[Meeting]:
-        """Meet the other ranks on a topic, which is used only once: in the block each rank gathers, then publishes.
+        """Return a meeting of all ranks: in its block each rank calls `gather`, then `publish`. Use a topic only once.
 
-        An exception in any rank's block is raised in all ranks. Raises StoreError if a rank sends nothing for
-        `deadline_s`.
+        An exception in any rank's block is raised in all ranks. Raises StoreError if a rank is silent for `deadline_s`
+        seconds.
         """
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Meet on a topic with this rank's word; return rank 0's answer: `decide(the words by rank)`.
+        """Hold a meeting with this rank's word; return rank 0's answer: `decide(words)`, with the words by rank.
 
         If a word is an exception, all ranks raise it.
         """
@@ -72,17 +72,17 @@ class Exchange(Protocol):
             return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until every rank has read rank 0's answers: this process may hold the c10d store, and ends next."""
+        """Wait until all ranks have read rank 0's answers: this process, which may hold the c10d store, ends next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Publish a word, some bytes, under a topic, for `look`; it replaces the topic's previous word."""
+        """Publish a word for `look`; it replaces the previous word of the topic."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return the newest word of a topic, posted by any rank; does not wait."""
+        """Return the newest word that a rank has posted on a topic; None if there is none. Do not wait."""
 
 
 class Alone(Exchange):
-    """The only rank of a training in one process: its word is everyone's."""
+    """The exchange of a training in one process, which has only this rank."""
 
     rank = 0
     size = 1
@@ -90,7 +90,7 @@ class Alone(Exchange):
     patience = 1
 
     def meeting(self, topic: str, deadline_s: float) -> Self:
-        """Return this object: there is no other rank to meet."""
+        """Return this object as the meeting."""
         return self
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Alone(Exchange):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let an exception in the block pass."""
+        """Do not suppress an exception of the block."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
         """Return this rank's word."""
@@ -110,13 +110,13 @@ class Alone(Exchange):
         return answer
 
     def drain(self, timeout_s: float) -> None:
-        """Return at once: there is no other rank to wait for."""
+        """Return at once: there are no other ranks."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Ignore the word: there is no other rank to read it."""
+        """Ignore the word: there are no other ranks."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return None: no other rank posts words."""
+        """Return None: there are no other ranks."""
         return None
 
 
@@ -124,10 +124,10 @@ ALONE = Alone()
 
 
 class StoreExchange(Exchange):
-    """Ranks that share a c10d store; `name` identifies one Checkpointer, and is the same in all ranks.
+    """The exchange of ranks that share a c10d store; `name` names one Checkpointer, with the same name in all ranks.
 
-    If the store may hold words of an earlier start (`shared`), all keys begin with a name of this start. Rank 0 draws
-    the name, each rank answers with a random number, and rank 0 repeats these numbers, which the first use awaits.
+    `shared`: the store may have words of an earlier start, so all keys begin with a name of this start. Rank 0 draws
+    the name, each rank answers with a random number, and rank 0 repeats these numbers. The first use waits for that.
     """
 
     patience = 2
@@ -145,10 +145,10 @@ class StoreExchange(Exchange):
         self._met = not shared
         self._meeting = threading.Lock()
         self._timeout_s = timeout_s
-        # Returns True when this process must end, and may wait for no other rank.
+        # Returns True if this process must end, without waiting for other ranks.
         self.must_end: Callable[[], bool] = bool
         self._clients = threading.local()
-        self._answers: dict[int, set[str]] = {}  # In rank 0: the keys of each thread's newest agreement.
+        self._answers: dict[int, set[str]] = {}  # In rank 0: the answers' keys of each thread's last meeting.
         self._processes = f"{name}/processes/{host_name()}"
         self._earlier: set[str] = set()
         with _reaching(name):
@@ -156,7 +156,7 @@ class StoreExchange(Exchange):
                 self._request("set", f"{name}/name", self._name)
             if start := process_start(os.getpid()):
                 self._request("append", self._processes, f"{rank} {os.getpid()} {start}\n")
-                # Processes that ended before this rank came may belong to an earlier start.
+                # Processes that have already ended may belong to an earlier start.
                 self._earlier = {line for line, _ in self._ended_here()} if shared else set()
 
     def meeting(self, topic: str, deadline_s: float) -> StoreMeeting:
@@ -164,7 +164,7 @@ class StoreExchange(Exchange):
         return StoreMeeting(self, f"{self.name(deadline_s)}/{topic}", deadline_s)
 
     def name(self, deadline_s: float) -> str:
-        """Return the prefix of this start's keys, the same in all ranks; wait for the ranks if they have not met."""
+        """Return the prefix of this start's keys, equal in all ranks; the first time, wait for all ranks."""
         if not self._met:
             with self._meeting, _reaching(self._shared):
                 if self.first:
@@ -177,7 +177,7 @@ class StoreExchange(Exchange):
         return self._name
 
     def _is_answered(self) -> bool:
-        """Answer rank 0's newest name for this start; return True if rank 0 has repeated this process's number."""
+        """Answer rank 0's newest name of a start; return True if rank 0 has repeated this process's number."""
         if not self._has(f"{self._shared}/name"):
             return False
         newest = bytes(self._request("get", f"{self._shared}/name")).decode(errors="replace")
@@ -191,7 +191,7 @@ class StoreExchange(Exchange):
         return bool(self._request("check", [key]))
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the others have read their answers."""
+        """Wait until the other ranks have read their answers, at most `timeout_s` seconds."""
         end_s = time.monotonic() + timeout_s
         with suppress(StoreError), _reaching("drain"):
             waiting = {key for keys in self._answers.values() for key in keys}
@@ -216,7 +216,7 @@ class StoreExchange(Exchange):
             self._put(f"{topic}/{self.rank}", word)
 
     def collect(self, topic: str, deadline_s: float) -> list[bytes]:
-        """Return in rank 0 the words of the other ranks."""
+        """Wait in rank 0 for the words of the other ranks, and return them."""
         keys = [f"{topic}/{rank}" for rank in range(1, self.size)]
         with _reaching(topic):
             self._await_all(keys, deadline_s)
@@ -230,21 +230,21 @@ class StoreExchange(Exchange):
             self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
 
     def hear(self, topic: str, deadline_s: float) -> bytes:
-        """Wait for rank 0's answer and return it."""
+        """Wait in another rank for rank 0's answer, and return it."""
         key = f"{topic}/answer/{self.rank}"
         with _reaching(topic):
             self._await(partial(self._has, key), 0, _MARGIN * deadline_s, topic)
             return self._get(key)
 
     def _request(self, name: str, *arguments: Any) -> Any:
-        """Call a method of this thread's connection to the store; raise StoreError if it does not answer."""
+        """Call a method of the store by this thread's connection; raise StoreError if the store does not answer."""
         connection = getattr(self._clients, "connection", None)
         if connection is None:
             connection = self._clients.connection = Connection(self._store)
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
-            self._clients.connection = None  # A late answer must not be taken for the answer to the next request.
+            self._clients.connection = None  # Drop the connection: its late answer is not for the next request.
             raise StoreError(
                 f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
                 hint="The process that holds it hangs or is stopped: look at its log.",
@@ -254,7 +254,7 @@ class StoreExchange(Exchange):
         pieces = range(0, len(data), _PIECE_BYTES)
         for begin in pieces[1:]:
             self._request("set", f"{key}+{begin // _PIECE_BYTES}", data[begin : begin + _PIECE_BYTES])
-        # Set the first piece last: readers wait for it, and it says how many pieces there are.
+        # Set the first piece, which has the number of pieces, last: readers wait for it.
         self._request("set", key, b"%06d" % len(pieces) + data[:_PIECE_BYTES])
 
     def _await_all(self, keys: Sequence[str], deadline_s: float) -> None:
@@ -265,10 +265,10 @@ class StoreExchange(Exchange):
             self._await(partial(self._has, key), rank, left_s, key.rpartition("/")[0])
 
     def _await(self, has_come: Callable[[], bool], rank: int, deadline_s: float, topic: str) -> None:
-        """Wait until a rank's word has come. Raises StoreError after `deadline_s`, or if the rank has ended."""
+        """Wait until a rank's word has come. Raises StoreError after `deadline_s` seconds, or if the rank has ended."""
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
-        # torch's wait() prints a warning when it times out.
+        # Poll, because torch's wait() prints a warning when it times out.
         while not has_come():
             if time.monotonic() > end_s:
                 raise StoreError(f"rank {rank} said nothing for {deadline_s:.0f} s", key=topic, hint=SILENT)
@@ -295,7 +295,7 @@ class StoreExchange(Exchange):
             raise StoreError(f"rank {rank} has ended", hint="Look at its log: it was killed, or it has failed.")
 
     def ended(self) -> list[int]:
-        """Return the ranks that are known to have ended."""
+        """Return the ranks that have ended, as far as this rank knows."""
         with _reaching("ended"):
             self._tell_ended()
             return [rank for rank in range(self.size) if self._has_ended(f"/{rank}")]
@@ -308,16 +308,16 @@ class StoreExchange(Exchange):
         return ended
 
     def _ended_here(self) -> Iterator[tuple[str, str]]:
-        """Yield the line and the rank of each process of this host that has ended, of any start."""
+        """Yield the entry and the rank of each ended process of this host, of any start."""
         listed = self._request("get", self._processes) if self._has(self._processes) else b""
-        with suppress(ValueError):  # A foreign program may have written this line.
+        with suppress(ValueError):  # A foreign program may have written the entry.
             for line in bytes(listed).decode().splitlines():
                 rank, pid, start = line.split()
                 if has_ended(int(pid), start):
                     yield line, rank
 
     def _has_ended(self, key: str) -> bool:
-        """Return True if the rank that ends this key has ended, by the words of this start."""
+        """Return True if a rank of this start has ended; the rank is the last part of the key."""
         return (self._met or self.first) and self._has(f"{self._name}/ended/{key.rpartition('/')[2]}")
 
 
@@ -325,9 +325,9 @@ _made = 0
 
 
 def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
-    """Return the exchange of a process group (torch's default group if None), or `ALONE` if there is no group.
+    """Return the exchange of a process group (None: torch's default group); `ALONE` if there is no group or one rank.
 
-    Every rank must call it equally often. A request to the c10d store may take `timeout_s`.
+    Every rank must call it equally often. A request to the c10d store may take `timeout_s` seconds.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
@@ -343,7 +343,7 @@ def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
 
 
 def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadline_s: float) -> bytes:
-    """Return in every rank what `make` returns in rank 0; raise in every rank what it raises there."""
+    """Call `make` in rank 0; return its result, or raise its error, in every rank."""
     with exchange.meeting(topic, deadline_s) as meeting:
         answer = make() if exchange.first else b""
         meeting.gather(b"", bytes, bytes)
@@ -352,9 +352,9 @@ def from_first(exchange: Exchange, topic: str, make: Callable[[], bytes], deadli
 
 @contextmanager
 def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[Together]:
-    """Run a block that all ranks complete, or none; the block must call the yielded object before each change.
+    """Run a block in which all ranks make a change, or none; the block must call the yielded object before each change.
 
-    An exception in any rank is raised in all ranks: at that call, or at the end of the block.
+    An exception in any rank is raised in all ranks, at the next such call or at the end of the block.
     """
     together = Together(exchange, topic, deadline_s)
     try:
@@ -366,7 +366,7 @@ def all_or_none(exchange: Exchange, topic: str, deadline_s: float) -> Iterator[T
 
 
 class Together:
-    """The agreements of the ranks within `all_or_none`; all ranks must call them in the same order."""
+    """The agreements of the ranks within `all_or_none`; all ranks must call this object in the same order."""
 
     def __init__(self, exchange: Exchange, topic: str = "", deadline_s: float = 0.0):
         self.rank = exchange.rank
@@ -378,7 +378,7 @@ class Together:
         self._count = 0
 
     def __call__(self, word: bytes | BaseException = b"", decide: Decide = lambda words: b"") -> bytes:
-        """Wait until every rank has called this; return the same answer in all ranks. See `Exchange.agree`."""
+        """Wait until every rank has called this object; return the same answer in all ranks. See `Exchange.agree`."""
         self._count, self.asking = self._count + 1, True
         answer = self._exchange.agree(f"{self._topic}/{self._count}", word, decide, self._deadline_s)
         self.asking = False
@@ -390,5 +390,5 @@ def _reaching(topic: str) -> Iterator[None]:
     """Raise StoreError if torch cannot reach the c10d store."""
     try:
         yield
-    except RuntimeError as error:  # torch's DistError: the process that holds the store is gone.
+    except RuntimeError as error:  # torch's DistError: the store's process has ended.
         raise StoreError(f"the ranks cannot reach each other: {error!s:.200}", key=topic) from error

@@ -1,8 +1,8 @@
-"""The horizon: the last step that rank 0 has granted; no rank runs beyond it, so that all do the same at each step.
+"""The horizon: the last step that rank 0 has granted. No rank runs beyond it, so all ranks do the same at each step.
 
-Only one rank knows of a signal, or of a save that is due by the clock. Rank 0 schedules it for the step after the
-horizon, which no rank has passed yet, and then grants more steps. It grants half a second of steps ahead: a rank reads
-a key some twenty times a second, and waits only if it is that far ahead of rank 0.
+Only one rank may know of a signal, or of a save that is due by the clock. Rank 0 orders it for the step after the
+horizon, which no rank has passed, and then grants more steps. Rank 0 grants half a second of steps ahead: a rank reads
+a key about twenty times a second, and waits only if it is half a second ahead of rank 0.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ckpt_tasks.system import system
 _AHEAD_S = 0.5
 _LOOK_S = 0.05
 _MOST_AHEAD = 10_000
-_KEPT = 8  # Keep this many orders; all ranks have already carried out older ones.
+_KEPT = 8  # Keep this many orders; all ranks have carried out older orders.
 
 
 class Horizon:
-    """The orders of rank 0, which say at each step what all ranks do; call `begin` at the same point of all ranks."""
+    """The orders of rank 0: what all ranks do at a step. All ranks must call `begin` at the same point."""
 
     def __init__(self, exchange: Exchange, deadline_s: float):
         self._exchange = exchange
@@ -29,22 +29,22 @@ class Horizon:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start at a step that all ranks have reached by a restore."""
+        """Start again at a step to which all ranks have been restored."""
         self._begun += 1
         self._until = step
         self._orders: list[tuple[int, str]] = []
         self._done = step
-        self._asked = [""]  # The requests of this rank so far; the last one may not be granted yet.
-        self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank it has granted.
-        self._newest: bytes | None = None  # In rank 0: the word that names the rank with the newest request.
+        self._asked = [""]  # This rank's requests so far; the last one may wait for its order.
+        self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank it has read.
+        self._newest: bytes | None = None  # In rank 0: the last word read that names the newest request.
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
 
     def at(self, step: int, wish: str | None) -> str | None:
-        """Return the order for a step, or None; a `wish` becomes an order for this step or a later one.
+        """Return the order for a step, or None; a `wish` becomes an order for this step or a later step.
 
-        Raises StoreError if rank 0 grants no step for too long.
+        Raises StoreError if rank 0 does not grant this step within the deadline.
         """
         if self._exchange.size == 1:
             return wish
@@ -76,7 +76,7 @@ class Horizon:
         self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
 
     def _hear(self) -> list[str]:
-        """Return the new requests of the other ranks; if there are none, this reads one word, whatever their number."""
+        """Return the new requests of the other ranks; without new requests, read only one word for all ranks."""
         newest = self._exchange.look(f"wish/{self._begun}")
         if newest == self._newest:
             return []
@@ -94,7 +94,7 @@ class Horizon:
             self._asked.append(wish)
             rank, number = self._exchange.rank, len(self._asked)
             self._exchange.post(f"wish/{self._begun}/{rank}", f"{number} {wish}".encode())
-            # Post this after the request: it tells rank 0 where to look.
+            # Post this after the request: it makes rank 0 read the requests.
             self._exchange.post(f"wish/{self._begun}", f"{number} of {rank}".encode())
         end_s = system().monotonic() + self._deadline_s
         while step > self._until or system().monotonic() - self._looked_s > _LOOK_S:

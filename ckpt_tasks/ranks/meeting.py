@@ -1,4 +1,4 @@
-"""Agreements of all ranks over a c10d store, and how a value or an exception is passed from rank to rank."""
+"""One agreement of all ranks over a c10d store, and the encoding of values and exceptions between ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Meeting(Protocol):
     """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return in rank 0 the words of all ranks, in their order, and an empty list in the others.
+        """Return the words of all ranks, by rank, in rank 0; return an empty list in the others.
 
-        `write` and `read` turn a word into bytes and back when it leaves the process.
+        `write` and `read` turn a word into bytes and back, if another process needs it.
         """
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
@@ -30,7 +30,7 @@ class Meeting(Protocol):
 
 
 class StoreMeeting:
-    """An agreement over a c10d store. A rank whose block fails before it has sent its word sends the error instead."""
+    """An agreement over a c10d store. If a rank's block raises before it sends its word, it sends the error instead."""
 
     def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
         self._exchange = exchange
@@ -50,25 +50,25 @@ class StoreMeeting:
         if not self._said:
             try:
                 self._gather(error)
-            except BaseException as other:  # noqa: BLE001 (own: it is raised below)
+            except BaseException as other:  # noqa: BLE001 (raised below)
                 raised = other
         if not self._over and self._exchange.first:
             self._tell(raised)
         elif not self._over:
             try:
-                self._hear()  # This raises what rank 0 raises, which may be another rank's error.
+                self._hear()  # This raises rank 0's error, which may be another rank's.
             except BaseException as heard:
                 raise heard from None
         if raised is not error:
             raise raised
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Collect the words in rank 0; send this rank's in the others."""
+        """Collect the words of all ranks in rank 0; send this rank's word in the others."""
         said = self._gather(write(word) if not self._exchange.first else b"")
         return [word, *(read(data) for data in said)] if self._exchange.first else []
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
-        """Send the answer if this is rank 0; wait for it in the others."""
+        """Send the answer in rank 0; wait for it in the others."""
         if not self._exchange.first:
             return read(self._hear())
         self._tell(write(answer))
@@ -77,7 +77,7 @@ class StoreMeeting:
     def _gather(self, word: bytes | BaseException) -> list[bytes]:
         self._said = True
         if not self._exchange.first:
-            self._over = True  # If the word cannot be sent, no answer will come.
+            self._over = True  # If this send fails, no answer will come.
             self._exchange.send(self._topic, sealed(word))
             self._over = False
             return []
@@ -105,14 +105,14 @@ def sealed(word: bytes | BaseException) -> bytes:
 
 
 def opened(data: bytes, rank: int | None = None) -> bytes:
-    """Decode a word; if it is an exception, raise it with the number of its rank."""
+    """Decode a word; if it is an exception, raise it, with the number of its rank in the message."""
     if data[:1] == b"=":
         return data[1:]
     said = json.loads(data[1:])
     kind, message = str(said.pop("kind")), str(said.pop("message"))
     error: CkptError = getattr(errors, kind)(message) if kind in errors.__all__ else StateError(message)
     for name, value in said.items():
-        # A foreign program may have written to the store: set only attributes that our errors have.
+        # A foreign program may have written to the store: set only data attributes that our errors have.
         ours = getattr(error, name, callable)
         if not name.startswith("_") and not callable(ours):
             setattr(error, name, tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)

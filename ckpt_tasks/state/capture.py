@@ -1,11 +1,11 @@
-"""Capture a state: everything that a resumed training needs, as trees of plain values and live tensors.
+"""Capture of a state: everything that a resumed training needs, as trees of plain values and live tensors.
 
-A *state* is a dict; each key names a *group*. A value is a module, an optimizer, a random generator, anything with
-state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them. Only
-containers are copied here: a caller that needs the tensors' current values copies them before training continues.
+A *state* is a dict; each key names a *group*. A value is a module, an optimizer, a random generator, another object
+with state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them.
+`capture` copies only containers: the caller must copy the tensors before training changes them.
 
-Only the kind of a group decides how its values may differ between ranks (`KINDS` in objects/kinds.py); `ByRank`
-overrides it.
+The kind of a group decides how its values may differ between ranks (`KINDS` in objects/kinds.py); `ByRank` overrides
+the kind.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ORDER = [*KINDS]
 def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE, parent: str | None = None) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
-    Draws no random number and changes nothing. A user's state_dict() may draw: only the streams that it moved are
-    reset, since other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides are stored
-    once, even across groups. `parent` is the identity of the checkpoint that a save of this state would follow. In a
-    `world` of many ranks the tensors are those that this rank writes. Raises UnsupportedStateError with the path
-    ("group/name/…") of a value that cannot be stored.
+    Draws no random number and changes nothing. A user's state_dict() may draw numbers: `capture` then resets only the
+    streams that moved, since other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides
+    are captured once, even across groups. `parent`: the identity of the checkpoint that a save of this state would
+    follow. In a `world` of many ranks the result has only the tensors that this rank writes. Raises
+    UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
     """
     state = flat(state)
     own, modules = state.by_rank, state.modules

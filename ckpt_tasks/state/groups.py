@@ -1,8 +1,8 @@
-"""Flatten containers of objects in a state: one group for each object.
+"""Flat states: containers of objects in a state become one group for each object.
 
-``{"optimizers": [a, b]}`` is captured and restored as ``{"optimizers_0": a, "optimizers_1": b}``. The same goes for a
-tuple, a dict with names as keys and a dataclass, if it contains a module, an optimizer or another object with a state.
-A container of plain values only is one group.
+``{"optimizers": [a, b]}`` is captured and restored as ``{"optimizers_0": a, "optimizers_1": b}``. A tuple, a dict with
+names as keys and a dataclass are split likewise, if they contain a module, an optimizer or another object with a state.
+A container of only plain values is one group.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ckpt_tasks.tensors.values import in_place
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}
 _MOST_LEVELS = 20
-_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # Look at this many items, and into attributes this deep.
+_MOST_ITEMS, _MOST_ATTRIBUTES = 50, 3  # Limits of a search: items of a container, and depth.
 
 
 class ByRank:
-    """Mark a part of a state as different in each rank: every rank saves its own, and the same rank restores it.
+    """Mark a part of a state as different in each rank: every rank saves its own value, and the same rank restores it.
 
-    Without it, all values except parameters, buffers, optimizers and random generators must be equal in all ranks.
-    `value` is anything that a state may hold, except sharded tensors. Another number of ranks cannot restore it: the
-    error names it. In one process it acts as its value::
+    Without ByRank, all values except parameters, buffers, optimizers and random generators must be equal in all ranks.
+    `value` is any value that a state may hold, except sharded tensors. Another number of ranks cannot restore it: the
+    restore raises and names it. In one process ByRank acts as its value::
 
         state = {"model": model, "metric": ByRank(metric), "replay": ByRank({"seen": 0, "rows": rows})}
     """
@@ -49,10 +49,10 @@ class ByRank:
 
 
 def flat(state: Mapping[str, Any]) -> Groups:
-    """Return a state as groups, one for each object.
+    """Flatten a state into groups, one for each object.
 
-    Raises UnsupportedStateError for an invalid group name, and for a number or a text in a tuple or a frozen dataclass,
-    to which a restore cannot assign.
+    Raises UnsupportedStateError for an invalid group name, and for a number or a text in a tuple or a frozen dataclass:
+    a restore cannot assign to these.
     """
     if isinstance(state, Groups):
         return state
@@ -65,7 +65,7 @@ def flat(state: Mapping[str, Any]) -> Groups:
 
 
 def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield a state's values except plain scalars, also those in its containers and dataclasses; never raises."""
+    """Yield the values in a state, its containers and its dataclasses, except scalars; never raise."""
     waiting = [*state.values()] if isinstance(state, Mapping) else []
     seen: set[int] = set()
     while waiting:
@@ -83,7 +83,7 @@ def objects_of(state: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def items_of(value: Any) -> list[tuple[str, Any]]:
-    """List the first items of a container, or the attributes of another object; each with its name in Python."""
+    """List the first items of a container, or the attributes of another object, each with its name in Python."""
     if issubclass(type(value), (list, tuple)):
         return [(f"[{n}]", item) for n, item in enumerate(value[:_MOST_ITEMS])]
     if issubclass(type(value), dict):
@@ -95,7 +95,7 @@ def items_of(value: Any) -> list[tuple[str, Any]]:
 def held_in(
     value: Any, kinds: tuple[type, ...], path: str = "", skip: Callable[[Any], bool] = lambda _: False, level: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for every object of these kinds in a value, up to three attributes deep."""
+    """Yield (name, object) for each object of these kinds in a value, at most three levels deep."""
     if issubclass(type(value), kinds):
         yield path, value
     elif level < _MOST_ATTRIBUTES and not skip(value):
@@ -105,9 +105,9 @@ def held_in(
 
 
 class Groups(MutableMapping[str, Any]):
-    """A state, flat: its objects and values by group. An assignment to a group assigns to its container.
+    """A flat state: its objects and values by group. An assignment to a group assigns to its container.
 
-    Each rank has its own of the groups in `by_rank`.
+    Groups in `by_rank` differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Groups(MutableMapping[str, Any]):
         self._values[name] = value
 
     def can_assign(self, name: str) -> bool:
-        """Return True if a restore can assign another value to a group."""
+        """Return True if a restore can assign a new value to a group."""
         return self._assign[name] is not None
 
     def __delitem__(self, name: str) -> None:
@@ -181,7 +181,7 @@ def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
 
 
 def _is_split(value: Any) -> bool:
-    """Return True if a value is by rank, a dataclass, or a container with an object that has its own group."""
+    """Return True if a value is a ByRank, a dataclass, or a container of objects with groups of their own."""
     return type(value) is ByRank or _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
 
 
@@ -215,10 +215,10 @@ def _check_names(state: Mapping[str, Any]) -> None:
 
 
 def storable(state: Mapping[str, Any]) -> Groups:
-    """Return a state as groups, whose tensors would all come back by their names.
+    """Flatten a state, and check that a restore would find all tensors of its modules by name.
 
-    Raises UnsupportedStateError as `flat` does, for modules in FullyShardedDataParallel, whose parameters are flat, and
-    for modules with a LookupTable, unless the table is a group of the state too.
+    Raises UnsupportedStateError as `flat` does, also for modules in FullyShardedDataParallel, whose parameters are
+    flat, and for modules with a LookupTable that is not a group of the state.
     """
     groups = flat(state)
     fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)

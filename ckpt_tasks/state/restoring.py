@@ -1,12 +1,12 @@
-"""Restore a state: compare everything, prepare everything, and only then change anything.
+"""Restore of a state: compare everything, prepare everything, and only then change the state.
 
 Invariants
 
-1. `plan_restore` compares the whole target with the whole checkpoint before a tensor is read.
-2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure up to then has changed nothing.
-3. The user's code (load_state_dict of the user's objects) runs first, each call with a copy of the old state; if one
-   raises, all calls are undone. After that there are only copies and assignments.
-4. The random streams of the process come last.
+1. `plan_restore` compares the whole state with the whole checkpoint before a tensor is read.
+2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure until then changes nothing.
+3. Then load_state_dict of the user's objects runs, after a copy of their old states; if one call raises, all calls are
+   undone. After these calls there are only copies and assignments.
+4. The restore sets the random streams of the process last.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckpt_tasks.tensors.streams import preserved_rng
 
 
 class RestorePlan:
-    """A planned restore, before anything has changed.
+    """A planned restore, which has not changed the state.
 
-    `keys` are the full keys of the tensors that it needs; `chosen` has what a loose restore takes and leaves.
-    `replaced` has a line for each setting of a new optimizer or schedule that the restore will replace, and for each
-    argument of the run's start that has another value now.
+    `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
+    `replaced` has a text for each setting of a new optimizer or schedule that the restore will replace, and for each
+    changed argument of the run's start.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class RestorePlan:
         self._draws = draws
 
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
-        """Restore the planned groups from a source of the stored tensors.
+        """Restore the planned groups, with tensors from `source`.
 
-        `confirm` is called before any change, and again after the user's code has run; if it raises, the target is
+        Calls `confirm` before any change, and again after the user's code has run; if `confirm` raises, the state is
         unchanged.
 
         Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
-        fit or are damaged; the target is unchanged then. A plan can be applied only once.
+        fit or are damaged; the state is unchanged then. A plan can be applied only once.
         """
-        parts, self._parts = self._parts, {}  # Dropping the parts frees the values that they made.
+        parts, self._parts = self._parts, {}  # Free the parts and their new values at the end.
         with _preserved(self._draws), gc_paused():
-            # All parts share one maker: groups that shared memory when they were saved share memory again.
+            # All parts use one maker: groups that shared memory in the save share memory again.
             make = Maker(source)
             for part in parts.values():
                 part.prepare(make)
@@ -94,7 +94,7 @@ def _write_guarded(parts: Mapping[str, RestorePart], confirm: Callable[[], objec
                 raise
             if isinstance(error, StateMismatchError) and not faults:
                 error.key = error.key or name
-                raise  # The error itself says what differs.
+                raise  # The error says what differs.
             kept = f"nothing was changed, except: {'; '.join(faults)}" if faults else "nothing was changed"
             raise StateError(f"load_state_dict raised {error!r}; {kept}", key=name) from error
     try:
@@ -126,13 +126,13 @@ def plan_restore(
     of_ranks: int | None = None,
     home: str | None = None,
 ) -> RestorePlan:
-    """Compare a target with a checkpoint and plan the restore; change nothing and draw no random number.
+    """Compare a state with a checkpoint and plan the restore; change nothing and draw no random number.
 
-    `tensors` has the dtype (torch's name) and shape of every stored tensor by full key. `partial`: only the groups that
-    `state` names, and no random streams. `selection`: a loose restore takes this part. `of_ranks`: the number of ranks
-    that saved it, if it differs. `home`: the identity of the checkpoint, if it is committed. Raises StateMismatchError
-    with every difference, UnsupportedStateError if the target itself could not be saved, IntegrityError if a tree is
-    malformed, FormatVersionError for a group of an unknown kind.
+    `tensors`: the dtype (torch's name) and shape of every stored tensor by full key. `partial`: restore only the groups
+    that `state` names, and no random streams. `selection`: the part that a loose restore takes. `of_ranks`: the number
+    of ranks of the save, if it differs. `home`: the identity of the checkpoint, if it is committed. Raises
+    StateMismatchError with every difference, UnsupportedStateError if the state could not be saved, IntegrityError if a
+    tree is malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
     differences = Differences(tensors)
@@ -174,14 +174,15 @@ def plan_restore(
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:
-    # Only if foreign code may draw: another thread that trains (AsyncCheckpointIO) would draw its numbers twice.
+    # Reset streams only if foreign code may draw: a thread that trains meanwhile (AsyncCheckpointIO) would get numbers
+    # twice.
     return preserved_rng() if draws else nullcontext()
 
 
 def _wanted(
     state: Groups, groups: Mapping[str, Saved], differences: Differences, *, partial: bool, rng: bool
 ) -> dict[str, Saved]:
-    """Choose the groups of the checkpoint to restore; record groups that only one side has."""
+    """Choose the checkpoint's groups to restore; record groups that only one side has."""
     wanted = {name: groups[name] for name in state if name in groups}
     differences.missing += [name for name in state if name not in groups]
     if not partial:

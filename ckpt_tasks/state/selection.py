@@ -1,7 +1,7 @@
-"""Choose the part of a checkpoint that a loose restore takes, by names alone; read and change nothing.
+"""Choice of the part of a checkpoint that a loose restore takes, by names alone; it reads no tensor.
 
-A *place* is a full name: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an optimizer
-("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not a prefix of
+A *place* is the path of a value: a group ("model"), a key of a module ("model/encoder.weight") or a parameter of an
+optimizer ("optimizer/model/encoder.weight"). A prefix ends at a / or a dot, so "model/enc" is not a prefix of
 "model/encoder.weight".
 """
 
@@ -29,10 +29,10 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a checkpoint to take: `only` maps places of the state to places of the checkpoint; None takes all.
+    """The part of a checkpoint to take: `only` maps places of the state to places of the checkpoint; None: take all.
 
-    `keep`: places that the checkpoint lacks keep their values, and places that the state lacks are left. `leave` names
-    places that are not taken, in the state and in the checkpoint.
+    `keep`: places that the checkpoint lacks keep their values, and places that the state lacks are ignored. `leave`:
+    places of the state or the checkpoint that the restore does not take.
     """
 
     only: Mapping[str, str] | None
@@ -64,7 +64,7 @@ class Selection:
         return cls(only, missing == "keep", left)
 
     def source_of(self, place: str) -> str | None:
-        """Return the checkpoint's place for a place of the state; None if the selection leaves it."""
+        """Return the checkpoint's place for a place of the state; None if the selection does not take it."""
         if _is_in(place, self.leave):
             return None
         if self.only is None:
@@ -82,9 +82,9 @@ class Selection:
 
 @dataclass
 class Chosen:
-    """The groups to restore, by the state's names; `kept` maps a group to its keys that keep their values.
+    """The groups to restore, by their names in the state; `kept` maps a group to its keys that keep their values.
 
-    `taken` and `new` are places of the state, `left` of the checkpoint; a whole group appears by its name.
+    `taken` and `new` (not restored) are places of the state, `left` of the checkpoint; a whole group has its name.
     """
 
     groups: dict[str, Saved] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Chosen:
 def choose(
     state: Groups, groups: Mapping[str, Saved], selection: Selection, differences: Differences, *, rng: bool
 ) -> Chosen:
-    """Choose what to restore into a flat state; record in `differences` which places are missing or unexpected.
+    """Choose what to restore into a flat state; record missing and unexpected places in `differences`.
 
     Raises ConfigError for a name that matches nothing.
     """
@@ -120,7 +120,7 @@ class _Chooser:
         self._used: set[str] = set()  # The places of the checkpoint that are restored.
 
     def group(self, name: str) -> None:
-        """Choose what to take for one group of the state."""
+        """Choose the part of the checkpoint for one group of the state."""
         kind = kind_of(self._state[name])
         if kind == "module":
             self._module(name)
@@ -130,7 +130,7 @@ class _Chooser:
             self._whole(name)
 
     def streams(self, *, wanted: bool) -> None:
-        """Choose whether a restore also restores the random streams."""
+        """Choose the random streams, if they are wanted."""
         if not wanted:
             return
         if RNG in self._groups:
@@ -141,7 +141,7 @@ class _Chooser:
         self._here[RNG] = [RNG]
 
     def finish(self) -> Chosen:
-        """Record unexpected places, and raise an error for a name that matches nothing."""
+        """Record unexpected places and return the choice; raise ConfigError for a name that matches nothing."""
         self._check_names()
         if not self._taken - {RNG}:
             self._differences.missing += [name for name in self._here if name != RNG]
@@ -158,8 +158,8 @@ class _Chooser:
         return chosen
 
     def _is_unexpected(self, name: str, place: str) -> bool:
-        """Return True if a place of the checkpoint is unexpected: selected, but without a place in the state."""
-        # If `leave` names a module, the optimizer's state of its parameters is not restored either.
+        """Return True if the selection takes a place of the checkpoint, but the state has no place for it."""
+        # If `leave` names parameters, their optimizer state is not restored either.
         parameter = place.partition("/")[2] if self._groups[name].kind == "optimizer" else ""
         of_left = _is_in(parameter, self._selection.leave)
         return place not in self._used and self._selection.covers(place) and not of_left
@@ -214,7 +214,7 @@ class _Chooser:
             self._chosen.kept[name] = frozenset(parameters) - taken.keys()
 
     def _optimizer_sources(self, name: str, parameters: list[str]) -> tuple[str, dict[str, str]]:
-        """Return the checkpoint's group for an optimizer's moments, and the parameter there for each parameter here."""
+        """Return the checkpoint's group for an optimizer, and the checkpoint's name for each parameter to take."""
         source_group, sources = "", {}
         for parameter in parameters:
             source = self._selection.source_of(f"{name}/{parameter}")
@@ -226,7 +226,7 @@ class _Chooser:
         return source_group, sources
 
     def _saved_optimizer(self, name: str, source_group: str) -> Saved | None:
-        """Return the checkpoint's optimizer to restore; if it has none, record that and return None."""
+        """Return the checkpoint's optimizer to restore; if the checkpoint has none, record that and return None."""
         saved = self._groups.get(source_group)
         if saved is not None and saved.kind == "optimizer":
             return saved
@@ -237,7 +237,7 @@ class _Chooser:
         return None
 
     def _check_shape(self, place: str, here: str, source: str) -> None:
-        """Record a parameter whose moments in the checkpoint have another shape."""
+        """Record a difference if the checkpoint's parameter has another shape."""
         group, _, key = here.partition("/")
         live = self._state[group].state_dict().get(key) if group in self._state.modules else None
         stored = self._differences.stored.get(source)
@@ -254,9 +254,9 @@ class _Chooser:
             self._lack(name, source)
 
     def _find(self, source: str | None, kind: str, place: str) -> tuple[Saved | None, Any]:
-        """Return the checkpoint's group for a place, and the value at that place (_ABSENT if there is none).
+        """Return the checkpoint's group for a place, and the value at that place (_ABSENT if the group lacks it).
 
-        If the group is of another kind, returns None and records the difference.
+        If the group has another kind, returns None and records the difference.
         """
         group, _, key = (source or "").partition("/")
         saved = self._groups.get(group)
@@ -273,7 +273,7 @@ class _Chooser:
         self._used.add(source or "")
 
     def _lack(self, place: str, source: str | None) -> None:
-        """Record a place of the state that the restore should take but the checkpoint lacks."""
+        """Record a place of the state for which the checkpoint has no value, if that is an error."""
         if source is not None and not self._selection.keep:
             self._differences.missing.append(place)
 
@@ -311,7 +311,7 @@ def _places(name: str, group: Saved) -> list[str]:
 
 
 def _of_taken(tree: Mapping[str, Any], taken: Mapping[str, str], known: Mapping[str, int]) -> dict[str, Any]:
-    """Return an optimizer's tree reduced to the taken parameters, under their names in the state."""
+    """Reduce an optimizer's tree to the taken parameters, by their names in the state."""
     groups = [
         {"params": [one for one, source in taken.items() if known[source] == n], "options": members["options"]}
         for n, members in enumerate(tree["param_groups"])

@@ -1,9 +1,10 @@
-"""Warn of objects that a state leaves out, at the first save after a step, once for each object.
+"""Warnings of objects that a state leaves out, at the first save after a step, once for each object.
 
-The garbage collector lists loaders, optimizers and schedules. Scalers, generators, tables and averages are only
-searched for in the variables of the loop that saves, since others in the process may belong to other code. If the state
-has an object of an unknown class, which may hold some of them, only loaders that draw numbers cause a warning. Scalers
-and generators must have changed by the next save: a generator that only made or split the data is not part of training.
+The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, tables and averages
+only in the variables of the loop that saves, since others in the process may belong to other code. If the state has an
+object of an unknown class, which may hold such objects, only loaders that draw numbers cause a warning. A scaler or
+generator causes a warning only if it has changed by the next save: a generator that only made or split the data is not
+part of training.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()
-_empty: set[tuple[str, type]] = set()  # Pairs of name and type: an object may allow no hash and no weak reference.
-# A scaler may be disabled, and gradients are empty before the first backward.
+_empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
+# These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
-# random.Random is left out: libraries draw delays from it.
+# random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
 _ANY_NUMBER = ("generator", "table")
@@ -55,15 +56,14 @@ class Unsaved:
 
     def __init__(self) -> None:
         self.has_looked = False
-        self._held: list[Any] = []  # The state's objects of the kinds that are searched for in variables.
+        self._held: list[Any] = []  # The state's objects of _KINDS.
         self._watched: list[tuple[str, Any, Any]] = []
         _lookers.add(self)
 
     def look(self, state: Groups, step: int, restored_step: int) -> None:
-        """Warn of objects outside the state, at the first save after a step, or at the next one for those that must
-        change.
+        """Warn of objects outside the state at the first save after a step; of scalers and generators at the next save.
 
-        Only optimizers of the state's modules count, and schedules of the state's optimizers.
+        Considers only optimizers of the state's modules, and schedules of the state's optimizers.
         """
         watched, self._watched = self._watched, []
         for name, value, before in watched:
@@ -86,23 +86,23 @@ class Unsaved:
             _warn_of_ranks(state)
             _warn_of_parameters(state)
             _warn_of_begun_again(state, iterators, step, restored_step)
-            with suppress(Exception):  # A foreign object in a variable must not fail a save.
+            with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
 
 
 def stands_in_for(loader: DataLoader[Any]) -> None:
-    """Never warn of this loader: the loop iterates over another one in its place."""
+    """Never warn of this loader: the loop iterates over another loader in its place."""
     _warned.add(loader)
 
 
 def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield objects of the loop's variables that the state lacks: name, object, and its state that training changes.
+    """Yield name, object and changing state of objects in the loop's variables that the state lacks.
 
-    Yields scalers, and averages of the state's modules, only if the state has none.
+    Yields scalers and averages only if the state has none; averages only of the state's modules.
     """
     known = {*map(id, parts)}
-    for holder in (*parts, *loaders):  # There are many modules: look only at their attributes.
+    for holder in (*parts, *loaders):  # Look only at a module's own attributes: there are many modules.
         level = 2 if isinstance(holder, nn.Module) else 0
         known |= {id(one) for _, one in held_in(holder, _GENERATORS, level=level)}
     shapes = [[p.shape for p in module.parameters()] for module in state.modules.values()]
@@ -116,7 +116,7 @@ def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterat
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the loop that saves: those of the first file on the stack outside the facade."""
+    """Yield the variables of the loop that saves: of the first file on the stack outside the facade."""
     frame = inspect.currentframe()
     while frame and str(frame.f_globals.get("__name__")).startswith(("ckpt_tasks.checkpoint.", "ckpt_tasks.state.")):
         frame = frame.f_back
@@ -125,18 +125,18 @@ def _variables() -> Iterator[tuple[str, Any]]:
     while frame and frame.f_code.co_filename == file:
         yield from [*frame.f_locals.items()]
         if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            frame.f_locals.clear()  # f_locals is a copy, which would keep the batch and the graph of this step alive.
+            frame.f_locals.clear()  # This copy would keep the batch and the graph of this step alive.
         frame = frame.f_back
 
 
 def _word(value: Any) -> str:
-    """Return a name for the value's group, to be used in a warning."""
+    """Return a group name to suggest for a value in a warning."""
     words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", LookupTable: "table"}
     return next((word for kind, word in words.items() if isinstance(value, kind)), "generator")
 
 
 def _moving(value: Any) -> tuple[Any, Any]:
-    """Return the state that training changes, and a generator's seed; None for an average, which may start late."""
+    """Return the state that training changes (None for an average, which may start late), and a generator's seed."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
     if isinstance(value, LookupTable):
@@ -145,12 +145,12 @@ def _moving(value: Any) -> tuple[Any, Any]:
 
 
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    # A program that seeds a generator itself does not need to save its state.
+    # If the seed has changed, the program seeds the generator itself, and need not save it.
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
 def warn_of_trained(state: Groups) -> None:
-    """Warn if a run begins with a trained state, as in a notebook whose loop has run before."""
+    """Warn if a run begins with a trained state, for example in a notebook whose loop has run before."""
     optimizers = [(name, value) for name, value in state.items() if isinstance(value, Optimizer)]
     if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
         _log.warning(
@@ -161,9 +161,9 @@ def warn_of_trained(state: Groups) -> None:
 
 
 def _has_stepped(of_parameter: object) -> bool:
-    """Return True if training made an optimizer's state of a parameter.
+    """Return True if the optimizer's state of a parameter shows a step of training.
 
-    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty one.
+    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty state.
     """
     if of_parameter == {}:
         return False
@@ -205,13 +205,13 @@ def _warn_of_parameters(state: Groups) -> None:
 
 
 def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restored_step: int) -> None:
-    """Warn of a plain loader that starts its epoch from the beginning after a restore in the middle of one."""
+    """Warn of a plain loader that begins an epoch again after a restore in the middle of that epoch."""
     if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
         return
     for value in iterators:
         batches = value._index_sampler
         in_order = type(batches) is samplers.BatchSampler and type(batches.sampler) is samplers.SequentialSampler
-        # A Subset may be the rest of the epoch; the iterators of torchdata have positions.
+        # A Subset may be the rest of the epoch; torchdata's iterators keep a position.
         if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
             continue
         if value._num_yielded == (step - restored_step) % len(batches) != 0 != restored_step % len(batches):
@@ -239,7 +239,7 @@ def _warn_of_schedules(state: Groups, schedules: list[LRScheduler]) -> None:
 
 
 def _warn_of_ranks(state: Groups) -> None:
-    """Warn of an AdaLoRA model of PEFT: its state lacks the averages by which it reduces the ranks of its matrices."""
+    """Warn of PEFT's AdaLoRA models: their state lacks the averages by which they reduce the ranks of matrices."""
     for name, module in state.modules.items():
         if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
             _log.warning(
@@ -264,7 +264,7 @@ def _warn_of_empty(state: Groups) -> None:
 
 
 def _new(objects: Iterable[Any]) -> list[Any]:
-    """Return the objects that no warning has named yet, and remember them."""
+    """Return the objects that have caused no warning so far, and remember them."""
     new = [value for value in objects if value not in _warned]
     _warned.update(new)
     return new
@@ -272,8 +272,8 @@ def _new(objects: Iterable[Any]) -> list[Any]:
 
 def _alive(*classes: type) -> list[Any]:
     """Return every live object of these classes and of their subclasses."""
-    # Every object refers to its class, so ask who refers to the classes. frame.f_locals would instead keep the loop's
-    # variables alive: the batch and the graph of this step.
+    # Every object refers to its class, so list the referrers of the classes. A search through frame.f_locals would keep
+    # the loop's variables alive: the batch and the graph of this step.
     kinds: set[type] = set()
     new = [*classes]
     while new:
@@ -283,7 +283,7 @@ def _alive(*classes: type) -> list[Any]:
 
 
 def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
-    """Warn of loaders whose samplers draw numbers; with `nested` also of samplers inside a batch sampler."""
+    """Warn of loaders whose samplers draw numbers; if `nested`, look also inside batch samplers."""
     drawing: dict[Any, Any] = {}
     for loader in loaders:
         own = vars(loader).get("sampler")  # torchdata's loader has its own samplers.
@@ -306,7 +306,7 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def _may_hold_others(value: Any) -> bool:
-    """Return True if a value is an object of a user or a framework: it may hold an optimizer's state."""
+    """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
     return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
@@ -321,7 +321,7 @@ def _saves_nothing(value: Any) -> bool:
 
 
 def _has_attributes(module: nn.Module) -> bool:
-    """Return True if a module has tensors that are neither parameters nor buffers, as metrics have, even in lists."""
+    """Return True if a module has tensors that are not parameters or buffers, also in lists, as metrics have."""
     held = [value for name, value in vars(module).items() if not name.startswith("_")]
     held += [item for value in held if isinstance(value, list) for item in value]
     return any(isinstance(value, torch.Tensor) for value in held)

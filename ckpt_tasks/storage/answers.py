@@ -1,4 +1,4 @@
-"""Translate a server's answer, or its silence, into one of our errors, which says whether a retry makes sense.
+"""Translation of a server's answer, or of a missing answer, into our errors, which say whether a retry makes sense.
 
 Clients raise different exceptions for a refused condition (412 with and without `<Condition>`, 409, EINVAL), so this
 module reads the answer's own status and code.

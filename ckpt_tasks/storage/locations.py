@@ -155,8 +155,7 @@ def stores_below(store: Store) -> dict[str, Store]:
 
 
 def free_bytes(store: Store) -> int | None:
-    """Return how many bytes this user can still write on a local store's disk, even if the store's directory is
-    missing.
+    """Return how many bytes this user can still write on a local store's disk; its directory may be missing.
 
     Returns None for a server, and if the system does not tell the free space. Ignores quotas.
     """

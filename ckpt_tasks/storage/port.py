@@ -100,8 +100,7 @@ class Store(ReadableStore, Protocol):
         """Delete an object; do not raise if it is missing."""
 
     def delete_all(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """Delete several objects, in this order if the store can; return the errors of the objects that it could not
-        delete.
+        """Delete several objects, in this order if the store can; return the errors by name.
 
         Raises StoreError if the store does not answer: then any of the objects may be deleted.
         """

@@ -1,4 +1,4 @@
-"""Test whether a store does what commits need: some stores accept the condition of a put and ignore it.
+"""Tests of what commits need of a store: some stores accept the condition of a put and ignore it.
 
 The tests look for faults of real stores: a second writer of a name wins, later or at the same time (eight writers); or
 right after a write, a listing or a partial read is wrong.
@@ -27,7 +27,8 @@ _HINT = (
 def prove(store: Store, *, single_writer: bool) -> dict[str, bool]:
     """Test a store with objects below `probe/`; delete them, and return the results by name.
 
-    Raises ConfigError if a second writer wins (unless `single_writer`), or if a written object is not visible at once.
+    Raises ConfigError if a second writer wins (not tested if `single_writer`), or a written object is not visible at
+    once.
     """
     place = f"probe/{secrets.token_hex(8)}"
     written: list[str] = []

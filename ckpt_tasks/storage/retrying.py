@@ -1,8 +1,8 @@
 """Retries of requests; no other module retries.
 
 Every request except one is safe to repeat: reads change nothing, and writing the same object twice under its own name
-gives the same object. `put_if_absent` is repeated only if the store answered that it did nothing. A lost answer and a
-lost request look the same, so after either a commit reads the entry first (`History.append`).
+gives the same object. `put_if_absent` is repeated only if the store answered that it did nothing. A lost answer looks
+like a lost request, so a commit first reads the entry before it tries again (`History.append`).
 
 Waits grow and are random (Brooker, Exponential Backoff And Jitter, AWS Architecture Blog, 2015), so that writers that
 were refused together retry at different times.

@@ -234,7 +234,7 @@ class S3Requests:
     async def _abort(self, upload: dict[str, str]) -> None:
         try:
             await self._call("abort_multipart_upload", **upload)
-        except Exception:  # noqa: BLE001 (the error under way is the one to report; a later owner aborts what is left)
+        except Exception:  # noqa: BLE001 (the caller raises the earlier error; a later owner aborts this upload)
             return
 
     async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Lookup tables: rows by id, which grow during training, are spread over the ranks, and are saved as changes."""
+"""Lookup tables: rows by id, which training adds, ranks share, and saves write as changes."""

@@ -1,11 +1,12 @@
-"""The files of one rank's part of a table: a base with all rows, and deltas with the rows changed since.
+"""The files of one rank's part of a table: a base with all rows, and deltas with rows that changed later.
 
 Invariants
 
-1. A file never changes. Its number grows along the chain, also after a compaction, so that its name is not used again.
-2. The rows of a file are held in memory until a checkpoint with the file is committed. So a save that fails, or is
-   replaced by a newer one, loses nothing: the next save writes the file, too.
-3. A chain continues only after a checkpoint that is known to have all of its files; otherwise a base begins a new one.
+1. A file never changes. Numbers grow along the chain, also with a new base, so that no name is used again.
+2. A file's rows stay in memory until a checkpoint with the file is committed. So a save that fails, or that a newer
+   save replaces, loses nothing: the next save also writes the file.
+3. A chain continues only after a checkpoint that is known to have all files of the chain; otherwise a new base begins a
+   new chain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MOST_DELTAS = 8
 
 
 class FileBytes:
-    """The contents of a file: copied rows, which are turned into bytes when first needed, in the background."""
+    """The contents of a file: copied rows, which become bytes at the first use, in the background."""
 
     def __init__(self, rows: TableRows, slots: Sequence[str]):
         self._rows: TableRows | None = rows
@@ -38,9 +39,9 @@ class FileBytes:
 
 
 class TableFile:
-    """One file: its number, its rows, and its contents until a commit has them.
+    """One file: its number, the count of its rows, and its contents until a commit has them.
 
-    `homes` are the identities of the newest checkpoints that are known to have it.
+    `homes`: the identities of the newest checkpoints that are known to have the file.
     """
 
     def __init__(self, number: int, count: int, homes: Iterable[str] = ()):
@@ -50,23 +51,23 @@ class TableFile:
         self.homes = tuple(homes)
 
     def is_kept(self, parent: str | None) -> bool:
-        """Return True if a save that follows the checkpoint `parent` can have this file."""
+        """Return True if a save that follows the checkpoint `parent` can use this file."""
         return self.contents is not None or parent in self.homes
 
     def committed(self, checkpoint: str) -> None:
-        """Drop the contents, since `checkpoint` has them. Training may still follow the checkpoint before it."""
+        """Free the contents, which `checkpoint` has. Keep the previous home: the next save may still follow it."""
         self.homes = (*self.homes[-1:], checkpoint)
         self.contents = None
 
 
 class Chain:
-    """The files that together hold all rows: a base, then deltas."""
+    """The files that together have all rows: a base, then deltas."""
 
     def __init__(self, files: Sequence[TableFile] = ()):
         self.files = tuple(files)
 
     def following(self, store: RowStore, parent: str | None) -> Chain:
-        """Return the chain for the next save, whose last file may lack its contents yet; change nothing."""
+        """Return the chain for the next save, whose last file may have no contents yet; change nothing."""
         number = self.files[-1].number + 1 if self.files else 0
         base, deltas = self.files[:1], self.files[1:]
         if not all(file.is_kept(parent) for file in self.files):
@@ -79,7 +80,7 @@ class Chain:
         return Chain([*self.files, TableFile(number, store.changed)])
 
     def take(self, store: RowStore, slots: Sequence[str]) -> None:
-        """Copy the rows of the last file if it is new."""
+        """Copy the rows for the last file if this file is new."""
         file = self.files[-1]
         if file.contents is None and not file.homes:
             file.contents = FileBytes(store.all() if len(self.files) == 1 else store.delta(), slots)
@@ -87,7 +88,7 @@ class Chain:
 
 
 def merged(files: Sequence[TableRows], keep: Callable[[Ids], npt.NDArray[np.bool_]]) -> list[TableRows]:
-    """Merge the files of one chain: return the newest row of each id to `keep`, except deleted ids."""
+    """Merge the files of one chain: return the newest row of each id that `keep` marks, except deleted ids."""
     ids = np.concatenate([file.ids for file in files])
     _, newest = np.unique(ids[::-1], return_index=True)
     chosen = np.zeros(len(ids), np.bool_)

@@ -1,4 +1,4 @@
-"""The rows of one rank's part of a lookup table, in arrays that grow, and the rows that no file has yet."""
+"""The rows of one rank's part of a lookup table, in arrays that grow, with marks on rows that no file has yet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from ckpt_tasks.layout.tables import Floats, Ids, TableRows
 
-_FEWEST = 1024  # The arrays begin with room for this many rows, and double when full.
+_FEWEST = 1024  # The arrays first have room for this many rows, and double when full.
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def mixed(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash 64-bit numbers by the finaliser of splitmix64: equal on every machine and in every version."""
+    """Hash 64-bit numbers by the finaliser of SplitMix64, with equal results on every machine and in every version."""
     bits = numbers.astype(np.int64).view(np.uint64) + _GOLDEN
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
@@ -24,7 +24,7 @@ def mixed(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def new_rows(ids: Ids, dim: int, seed: int, spread: float) -> Floats:
-    """Make the first rows of ids, uniform within ±spread; they depend only on id and seed."""
+    """Make the first rows of ids, uniform within ±`spread`; each number depends only on id, column and seed."""
     keys = mixed(mixed(ids).view(np.int64) ^ np.int64(seed))
     columns = mixed(np.arange(dim, dtype=np.int64))
     bits = mixed((keys[:, None] ^ columns[None, :]).view(np.int64))
@@ -35,8 +35,8 @@ def new_rows(ids: Ids, dim: int, seed: int, spread: float) -> Floats:
 class RowStore:
     """The rows and slots of a table, by id.
 
-    `values` has the rows, then each slot. `touched` marks rows that changed since the last file was made, and `gone`
-    has the ids deleted since then.
+    `values` has an array of the rows, then one of each slot. `touched` marks rows that changed after the last file was
+    made, and `gone` has ids that were deleted after it.
     """
 
     def __init__(self, dim: int, slots: int) -> None:
@@ -47,11 +47,11 @@ class RowStore:
         self.gone: dict[int, None] = {}
         self._at: dict[int, int] = {}
         self._free: list[int] = []
-        self._end = 0  # Rows from this index on have never been used.
+        self._end = 0  # The index of the first row that was never used.
 
     @classmethod
     def of(cls, parts: Sequence[TableRows], dim: int, slots: int) -> RowStore:
-        """Join parts that have no id in common; no row of the result is marked as changed."""
+        """Join parts without common ids; mark no row as changed."""
         store = cls(dim, slots)
         store._grow(sum(len(part.ids) for part in parts))
         for part in parts:
@@ -77,7 +77,7 @@ class RowStore:
         return np.fromiter(self._at.values(), np.int64, len(self._at))
 
     def find(self, ids: Ids) -> Ids:
-        """Return the row index of each id, -1 for an id without a row."""
+        """Return the row index of each id; -1 for an id without a row."""
         return np.fromiter(map(self._at.get, ids.tolist(), repeat(-1)), np.int64, len(ids))
 
     def add(self, ids: Ids, rows: Floats) -> Ids:
@@ -117,14 +117,14 @@ class RowStore:
         return self._copy(np.flatnonzero(self.touched), self.gone)
 
     def bytes_by_id(self) -> bytes:
-        """Return all rows as bytes in the order of the ids: equal for equal rows, whatever their history."""
+        """Return all rows as bytes in the order of the ids: tables with equal rows return equal bytes."""
         rows = self.all()
         order = np.argsort(rows.ids)
         columns: list[npt.NDArray[Any]] = [rows.ids, *rows.values, rows.steps]
         return b"".join(one[order].tobytes() for one in columns)
 
     def written(self) -> None:
-        """Note that a file has all changes made so far."""
+        """Record that a file has all changes so far."""
         self.touched[:] = False
         self.gone.clear()
 
@@ -137,7 +137,7 @@ class RowStore:
         values = []
         for one in self.values:
             copy = np.empty((count, one.shape[1]), np.float32)
-            np.take(one, places, axis=0, out=copy[: len(places)], mode="clip")  # This mode writes without a buffer.
+            np.take(one, places, axis=0, out=copy[: len(places)], mode="clip")  # "clip" avoids a buffer.
             copy[len(places) :] = 0
             values.append(copy)
         return TableRows(ids, tuple(values), steps, deleted)

@@ -1,7 +1,7 @@
-"""Optimizers of a lookup table: each changes the rows of a batch and their slots, and no other rows.
+"""Optimizers of a lookup table: a rule changes only the rows of a batch and their slots.
 
-The formulas are those of torch's SGD, Adagrad and SparseAdam for sparse gradients. `update` counts the table's updates
-from 1 on, whichever rows they changed. A rule is state: a checkpoint has its options.
+The formulas are those of torch's SGD, Adagrad and SparseAdam for sparse gradients. `update` is the number of the
+table's update, from 1 on, whichever rows earlier updates changed. A checkpoint has a rule's options.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ckpt_tasks.layout.tables import Floats
 
 
 class Rule(Protocol):
-    """An update rule of a table's rows by their gradients; `slots` names the values that it keeps beside each row."""
+    """An update of rows by their gradients; `slots` names the values that the rule keeps for each row."""
 
     slots: ClassVar[tuple[str, ...]]
     lr: float
 
     def apply(self, update: int, row: Floats, slots: Sequence[Floats], gradient: Floats) -> None:
-        """Update rows and their slots in place."""
+        """Change rows and their slots in place."""
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ class Adagrad:
 
 @dataclass(kw_only=True)
 class Adam:
-    """Follow the moving averages of the gradient and its square; rows outside the batch keep theirs."""
+    """Use moving averages of the gradient and its square; the averages of rows outside the batch stay."""
 
     slots: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     lr: float = 0.001

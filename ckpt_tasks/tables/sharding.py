@@ -1,6 +1,6 @@
-"""Which rank holds an id, and how ranks exchange ids and rows.
+"""The rank that holds an id, and the exchange of ids and rows between ranks.
 
-The rank of an id is its hash modulo the number of ranks. gloo lacks all_to_all of lists, but has all_to_all_single.
+The rank of an id is its hash modulo the number of ranks. Exchanges use all_to_all_single, since gloo has no all_to_all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shards:
         self.size = 1 if alone else dist.get_world_size(group)
 
     def ask(self, ids: Ids) -> Asked:
-        """Send each id to the rank that holds it; every rank must call this."""
+        """Send each id to the rank that holds it; every rank must call this method."""
         owner = owners(ids, self.size)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=self.size)
@@ -39,11 +39,11 @@ class Shards:
         return Asked(self._exchange(ids[order], sent, got), order, sent, got)
 
     def send(self, values: npt.NDArray[np.float64], asked: Asked) -> npt.NDArray[np.float64]:
-        """Send values of requested ids to the ranks that hold them, which get them in the order of `asked.ids`."""
+        """Send values of the requested ids to the ranks that hold them; return the values for `asked.ids`, in order."""
         return self._exchange(values[asked.order], asked.sent, asked.got)
 
     def answer(self, rows: Floats, asked: Asked) -> Floats:
-        """Send rows of `asked.ids` back; return the rows of the ids that this rank requested, in its order."""
+        """Send the rows of `asked.ids` back; return the rows that this rank requested, in the order of its request."""
         came = self._exchange(rows, asked.got, asked.sent)
         answered = np.empty_like(came)
         answered[asked.order] = came
@@ -61,7 +61,7 @@ class Shards:
 
 
 class Asked(NamedTuple):
-    """The ids that ranks request from this one, rank after rank, and how this rank sent its own requests."""
+    """The ids that ranks request from this rank, rank after rank, and order and counts of its own requests."""
 
     ids: Ids
     order: Ids

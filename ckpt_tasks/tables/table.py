@@ -1,8 +1,8 @@
-"""A lookup table: ids → rows and optimizer slots, as an nn.Module.
+"""A lookup table, from ids to rows and optimizer slots, as an nn.Module.
 
-The rows are in host memory, outside of autograd: a forward pass copies the rows of its batch, and the gradients of a
-batch wait until `step` applies them. Gradients of one id are added as float64, in the order of passes, ranks and
-positions in the batch, and rounded once.
+The rows are in host memory, outside of autograd: a forward pass copies the rows of its batch, and the table keeps a
+batch's gradients until `step` applies them. `step` adds the gradients of an id as float64, in the order of passes,
+ranks and positions in the batch, and rounds the sum once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_NUMBERS = 1 << 16
 
 
 class _Batch(NamedTuple):
-    """The gradients of one forward pass: its number, its distinct ids, and the sum of the gradients of each id."""
+    """The gradients of one forward pass: its number, its distinct ids, and the sum of gradients for each id."""
 
     number: int
     ids: Ids
@@ -41,16 +41,16 @@ class _Batch(NamedTuple):
 
 
 class LookupTable(nn.Module):
-    """Map int64 ids to rows of `dim` float32 numbers, which training creates and changes.
+    """Map int64 ids to rows of `dim` float32 numbers; training creates and changes the rows.
 
-    `slots` is the optimizer, a rule of `ckpt_tasks.tables.rules` (SGD, Adagrad, Adam): it says which values are kept
-    beside each row. Call `step()` after backward; it changes the rows of the batches since the last call, and no other.
+    `slots` is the optimizer, a rule of `ckpt_tasks.tables.rules` (SGD, Adagrad, Adam); the rule says which values the
+    table keeps for each row. Call `step()` after backward; it changes only the rows of the batches since its last call.
     A new id gets a row that depends on the id and `seed`, uniform within ±`spread` (default: dim ** -0.5). In eval mode
-    an unknown id gets that row, and the table does not grow.
+    the table returns such a row for an unknown id, but does not add it.
 
-    With torch.distributed every rank holds the ids whose hash belongs to it, and each forward pass and `step` is a
-    collective of all ranks: the result is as if one process had the batches of all ranks, with gradients averaged over
-    the ranks as DistributedDataParallel does. In a state the table is a group of its own::
+    With torch.distributed each rank holds the ids whose hashes belong to it, and all ranks must take part in each
+    forward pass and `step`. The result is as if one process had the batches of all ranks, with gradients averaged over
+    the ranks as in DistributedDataParallel. In a state the table is a group of its own::
 
         state = {"model": model, "users": model.users}
     """
@@ -121,7 +121,7 @@ class LookupTable(nn.Module):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Apply the gradients that came since the last call to their rows; with many ranks this is a collective."""
+        """Apply the gradients since the last call to the rows; with many ranks, all ranks must call it."""
         batches, self._waiting[:] = sorted(self._waiting, key=lambda batch: batch.number), []
         self.updates += 1
         ids, sums = _summed(
@@ -131,7 +131,7 @@ class LookupTable(nn.Module):
         asked = self.shards.ask(ids)
         ids, sums = _summed(asked.ids, self.shards.send(sums, asked))
         places = self.store.find(ids)
-        known = places >= 0  # An id may have been deleted since the forward pass.
+        known = places >= 0  # The program may have deleted an id after the forward pass.
         places, gradient = places[known], (sums[known] / self.shards.size).astype(np.float32)
         row, *slots = (values[places] for values in self.store.values)
         self.rule.apply(self.updates, row, slots, gradient)
@@ -146,7 +146,7 @@ class LookupTable(nn.Module):
         self._waiting.clear()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return nothing as part of a module; raise StateError for the table alone, whose rows would be lost."""
+        """Return no rows, as a part of a module; raise StateError for the table alone, whose rows would be lost."""
         if not args and "destination" not in kwargs:
             hint = "Give the table itself to a Checkpointer: state={..., 'users': users}."
             raise StateError("the rows of a LookupTable are in no state_dict", hint=hint)
@@ -154,17 +154,17 @@ class LookupTable(nn.Module):
 
     @checked
     def delete(self, ids: torch.Tensor) -> int:
-        """Delete ids and return how many this rank had; with many ranks, pass the same ids on each."""
+        """Delete ids, and return how many this rank had; with many ranks, pass the same ids in each rank."""
         return self.store.delete(ids.reshape(-1).tolist())
 
     @checked
     def evict(self, updates: int) -> int:
-        """Delete the ids that none of the last `updates` updates has changed; return how many this rank had."""
+        """Delete the ids that the last `updates` updates have not changed; return how many this rank had."""
         used = self.store.used
         return self.store.delete(self.store.ids[used[self.store.steps[used] <= self.updates - updates]].tolist())
 
     def _rows(self, ids: Ids) -> Floats:
-        """Return the rows of this rank's ids, repeated if several ranks request an id; add missing ones."""
+        """Return the rows of ids, which may repeat, in this rank's part; in training, add rows for unknown ids."""
         places = self.store.find(ids)
         if (places >= 0).all():
             return self.store.values[0][places]
@@ -195,7 +195,7 @@ def settings_of(table: LookupTable) -> dict[str, Any]:
 
 
 def replace_all(table: LookupTable, settings: Mapping[str, Any], store: RowStore, chain: Chain) -> None:
-    """Replace the settings, rows and files of a table; only by assignments, so that nothing can fail."""
+    """Replace the settings, rows and files of a table, only by assignments, which cannot fail."""
     options = settings["options"]
     for field in fields(table.rule):  # type: ignore[arg-type]
         setattr(table.rule, field.name, options.get(field.name, getattr(table.rule, field.name)))
@@ -205,17 +205,17 @@ def replace_all(table: LookupTable, settings: Mapping[str, Any], store: RowStore
 
 
 class _Taken(torch.autograd.Function):
-    """Return rows of a table in the forward pass; in the backward pass collect their gradients for `step`."""
+    """The rows of a table in the forward pass; the backward pass collects their gradients for `step`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, waiting: list[_Batch], batch: Any) -> torch.Tensor:
-        """Return the rows; `batch` is the number of the pass, its ids, and for each row the index of its id."""
+        """Return the rows; `batch`: the number of the pass, its distinct ids, and the index of each row's id."""
         ctx.waiting, ctx.batch = waiting, batch
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Collect the gradient of each id."""
+        """Add up the gradients of each id, and keep the sums for `step`."""
         number, ids, places = ctx.batch
         flat = gradients[0].detach().cpu().reshape(len(places), gradients[0].shape[-1]).double().numpy()
         ctx.waiting.append(_Batch(number, ids, _sums(places, flat)))
@@ -223,13 +223,13 @@ class _Taken(torch.autograd.Function):
 
 
 def _summed(ids: Ids, values: npt.NDArray[np.float64]) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Return the distinct ids, and the sum of the values of each."""
+    """Return the distinct ids, and the sum of the values of each id."""
     once, places = np.unique(ids, return_inverse=True)
     return once, _sums(places.reshape(-1), values)
 
 
 def _sums(places: Ids, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Add the values of each index, from 0 to the last one, in their order."""
+    """Add up the values of each index, in their order; the indices go from 0 to the highest without a gap."""
     order = np.argsort(places, kind="stable")
     firsts = np.flatnonzero(np.diff(places[order], prepend=-1))
     return np.add.reduceat(values[order], firsts, axis=0)

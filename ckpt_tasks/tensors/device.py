@@ -1,4 +1,4 @@
-"""Copy tensors from CUDA devices into an image, and from pinned buffers onto them, while devices and host continue.
+"""Copies from CUDA devices into an image, and from pinned buffers onto devices, while devices and host continue.
 
 Each device copies on its own stream. Events order two streams: one stream records the event, the other waits for it,
 and the host continues at once.
@@ -86,7 +86,7 @@ class Devices:
         return copy
 
     def settle(self, device: torch.device) -> None:
-        """Wait until a device has done what is in this thread's current stream; raise StateError if it failed."""
+        """Wait until a device has done the work in this thread's current stream; raise StateError if it failed."""
         self._stream(device)  # Make our stream before threads call `bring`.
         event = self._cuda.Event(blocking=True)
         event.record(self._cuda.current_stream(device))
@@ -96,8 +96,9 @@ class Devices:
 
     @torch.no_grad()
     def bring(self, into: torch.Tensor, out_of: torch.Tensor) -> DeviceCopy:
-        """Queue a copy from host memory into a tensor on a device after `settle`; raise StateError if the device
-        failed.
+        """Queue a copy from host memory into a tensor on a device after `settle`; raise StateError if it fails.
+
+        The copy does not wait for work that threads have queued since `settle`.
         """
         copy = DeviceCopy(self._cuda, (into, out_of))
         with _device_errors():

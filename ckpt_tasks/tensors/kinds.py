@@ -1,5 +1,4 @@
-"""Values that a tree holds in parts (Typed in format/tree.py); a row of KINDS takes one kind of value apart and
-rebuilds it.
+"""Values that a tree holds in parts (Typed in format/tree.py); each row of KINDS takes a kind apart and rebuilds it.
 
 A checkpoint has only the name of the class of a named tuple or an Enum, and a restore never imports it. A restore uses
 the class of the value that it replaces, or else the class of that name in a module that the program has imported. The
@@ -50,8 +49,7 @@ Taken = tuple[Head, dict[str, Any]]
 
 
 class ValueKind(NamedTuple):
-    """A kind of value: `take` splits a value into a description and live parts, `build` makes it from a tree and new
-    parts.
+    """A kind of value: `take` splits it into a description and live parts, `build` makes it from a tree and parts.
 
     `types` are its exact types; `has` recognises a value of a kind with many types. `place`: the parts share the
     value's memory or items, so a restore can write into them. `reads`: `build` needs the values of the parts, so they

@@ -67,7 +67,7 @@ def _helped(moves: Sequence[Move]) -> Iterator[Iterator[Move]]:
         return
     started: list[threading.Thread] = []
     try:
-        with suppress(StoreError):  # Threads that cannot be started are not needed.
+        with suppress(StoreError):  # If no more threads can start, fewer threads copy all.
             for _ in range(THREADS - 1):
                 thread = start_thread(_move, shared, name="ckpt-copy")
                 started.append(thread)

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank holds. Only this module knows how a DTensor is cut.
+"""The part of a whole tensor that this rank holds. Only this module knows how a DTensor is cut.
 
 A rank's part is a box. If several mesh dimensions cut one dimension, they cut it from left to right, by torch's rule:
 parts of equal extent, the last parts shorter or empty. The part of a rank depends on its number in the process group of
@@ -70,7 +70,7 @@ class Share(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """What tensors of one placement share: a share, a box that one replica writes (by key), a replica's offset."""
+    """The facts for all tensors of one placement: a share, a box that one replica writes (by key), a part's offset."""
 
     share: Share | None
     dealt: Place | None
@@ -85,8 +85,7 @@ class Shares:
         self._shares: dict[Any, _Alike] = {}
 
     def of(self, tensor: torch.Tensor, local: torch.Tensor, key: str) -> tuple[Share | None, tuple[int, ...] | None]:
-        """Return this rank's share of a tensor (`local`: the part that it holds); None if it writes nothing of the
-        tensor.
+        """Return this rank's share of a tensor (`local`: the part that it holds); None if the rank writes nothing.
 
         Also return the offset of `local` if other ranks hold the same part, else None. Raises UnsupportedStateError
         with the key if the position of the part cannot be proved.
@@ -243,8 +242,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def cut_beside_data(module: nn.Module, ranks: int) -> str | None:
-    """Name a parameter that more than data parallelism cuts; None if there is none, or data parallelism spans all
-    `ranks`.
+    """Name a parameter that not only data parallelism cuts, or None; also None if data parallelism spans all `ranks`.
 
     Considers only parameters of fully_shard and of parallelize_module.
     """
@@ -308,8 +306,7 @@ def _replica(mesh: Any, rank: int, placements: Sequence[Any], coordinate: Sequen
 
 @lru_cache(maxsize=64)
 def _beside(mesh: Any, _rank: int) -> tuple[int, int]:
-    """Return the number of this rank's mesh among its siblings (meshes that are slices of one root mesh), and their
-    count.
+    """Return the number of this rank's mesh among its siblings (slices of one root mesh), and their count.
 
     Sibling meshes compare equal, but each names only the ranks of its own slice.
     """

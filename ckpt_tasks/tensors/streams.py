@@ -75,7 +75,7 @@ def set_streams(streams: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def process_streams(wanted: Any = ()) -> dict[str, Any]:
-    """Return the generators of the process by name, including those of the `wanted` devices."""
+    """Return the generators of the process by name, including the generators of the `wanted` devices."""
     # These objects are behind the module-level functions of random and numpy.random.
     streams: dict[str, Any] = {
         "python": random.getstate.__self__,  # type: ignore[attr-defined]
