@@ -204,6 +204,16 @@ def test_a_put_is_durable_names_included(tmp_path: Path) -> None:
     ]
 
 
+def test_an_adopted_object_is_durable_names_included(tmp_path: Path) -> None:
+    """P35: the directory of a hard link to another run's object is fsynced, or cannot be on some network's disk."""
+    other = LocalStore(tmp_path / "other")
+    other.put("a/b", [b"x"])
+    calls = FailingCalls(3, "refused", only="fsync", error=errno.EINVAL)  # after those of two directories
+    assert LocalStore(tmp_path / "run", calls=calls).adopt(other, "a/b", 1)
+    assert calls.where == f"fsync {tmp_path}/run/a"
+    assert calls.log[-2] == ("link", f"{tmp_path}/run/a/b")
+
+
 def test_a_commit_is_durable_before_it_can_be_seen(tmp_path: Path) -> None:
     """P35, P46: put-if-absent fsyncs its bytes before the link that shows them, and the link's directory after it."""
     store = LocalStore(tmp_path / "run")
