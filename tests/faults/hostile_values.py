@@ -88,7 +88,7 @@ def changed(body: Body, changes: list[tuple[At, Any]]) -> Body:
             before = inside[at[-1]]
         except (KeyError, IndexError, TypeError):
             continue
-        if not isinstance(inside, dict | list):  # An earlier change has put a text there.
+        if type(inside) not in (dict, list):  # An earlier change has put a text there.
             continue
         if value is GONE:
             del inside[at[-1]]

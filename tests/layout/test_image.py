@@ -130,6 +130,7 @@ def entry(*offsets: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any
 
 
 NOTHING: list[Any] = [b"not json", b"[" * 100_000, b"\xff\xfe", [], 3]
+NO_METADATA: list[Any] = [[], {"a": 3}, {"a": "\ud800"}, {"\ud800": "a"}]
 HEADERS: list[tuple[Any, int]] = [
     *((entries, 0) for entries in NOTHING),
     *(({"a": one}, 4) for one in (3, {}, entry(0, 4, dtype=None), entry(0), entry(), entry(0, 2, 4), entry("0", "4"))),
@@ -138,7 +139,7 @@ HEADERS: list[tuple[Any, int]] = [
     *(({"a": entry(*offsets)}, 8) for offsets in ((0, 4), (4, 8))),
     *(({"a": entry(0, 4), "b": entry(begin, begin + 4)}, begin + 4) for begin in (2, 8)),
     ({"a": entry(0, 4), "b": entry(4, 2), "c": entry(2, 8)}, 8),
-    *(({"__metadata__": metadata}, 0) for metadata in ([], {"a": 3}, {"a": "\ud800"}, {"\ud800": "a"})),
+    *(({"__metadata__": value}, 0) for value in NO_METADATA),
     ({"\ud800": entry(0, 4)}, 4),
 ]
 
