@@ -185,8 +185,8 @@ class ResumableSampler(Position, Sampler[list[int]]):
 
         Augmentation is then equal after a resume and with any number of workers or ranks. This covers the global
         streams of Python, NumPy and torch's CPU, and generators in attributes of the data set; after each sample they
-        have their old states again. It costs about 0.1 ms a sample. Use the wrapped data set only with this sampler's
-        batches, which have SampleIds from now on.
+        have their old states again. It costs about 0.1 ms a sample. After this call
+        the sampler's batches consist of SampleIds; use the wrapped data set only with them.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)

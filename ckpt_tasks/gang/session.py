@@ -198,7 +198,7 @@ class GangSession:
             ckpt.note("failure", **fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """Hold SIGTERM and Ctrl-C back until the next step, or deliver them, including a pending one."""
+        """If `hold`, hold SIGTERM and Ctrl-C back until a step ends; otherwise deliver them, a pending one too."""
         if hold:
             self._let_through()
             self._interrupt.install()

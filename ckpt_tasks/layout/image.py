@@ -89,7 +89,7 @@ class TensorSpec(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor's bytes in the file: from byte `begin` of the file up to byte `end`."""
+    """Where a tensor's bytes are in the file: `begin` is the first byte, `end` is the byte after the last one."""
 
     spec: TensorSpec
     begin: int

@@ -170,7 +170,7 @@ def follow(moments: Iterable[Moment]) -> Course:
 class Followed:
     """The course of one run as read so far: `read` reads only new entries of the ledger.
 
-    `runs` counts the runs that this directory has had, one after the other.
+    `runs` counts the runs seen: one more if the run was deleted and another one began in its directory.
     """
 
     def __init__(self, store: Store):
@@ -242,7 +242,7 @@ def _within(placed: Iterable[Placed], wall_s: float) -> list[Placed]:
 
 
 def _final_line(commits: list[Moment]) -> frozenset[int]:
-    """Follow parents down from the newest commit; if a parent cannot be read, take the previous commit instead."""
+    """Return the newest commit and its ancestors; if a parent cannot be read, continue with the commit before."""
     known = {commit.identity: commit for commit in commits if commit.identity is not None}
     line: set[int] = set()
     at = commits[-1] if commits else None

@@ -85,7 +85,7 @@ class StreamsPart:
             part.compare(differences)
 
     def prepare(self, make: Maker) -> None:
-        """Try the saved state of every stream."""
+        """Try the saved state of every stream on a scratch generator, so that `write` cannot fail."""
         for part in self._parts:
             part.prepare(make)
 

@@ -41,9 +41,9 @@ _NOTE_EVERY = 256  # Write a note after this many ledger entries, so that the ne
 def stay_as_decided() -> None:
     """Suspend or cancel the current flow run again if an automation started it after a suspension or cancellation.
 
-    The states show such a start: suspended, then crashed; or cancelled, then resumed like a crashed flow run. Does
-    nothing if a person resumed or retried it, which leaves other states, or if it has no deployment. Otherwise raises
-    Prefect's Pause or Abort, which end this process.
+    The flow run's history shows such a start: a state Crashed after Suspended, or the automation's start after
+    Cancelled. A person who resumes or retries the flow run leaves another history: then this does nothing, nor does it
+    without a deployment. Otherwise raises Prefect's Pause or Abort, which end this process.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return

@@ -30,7 +30,7 @@ _PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # For
 _LOG = "embedded-server.log"
 
 # Arguments: the parent's id, the descriptor of the socket, and the URL, which is only for readers of process lists.
-# A server that has begun gets 30 s to end.
+# When the parent has ended, a server that was made gets 30 s to shut down.
 _SERVE = """
 import os, socket, sys, threading, time
 parent, server = int(sys.argv[1]), None

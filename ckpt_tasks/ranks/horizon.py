@@ -36,7 +36,7 @@ class Horizon:
         self._done = step
         self._asked = [""]  # This rank's requests so far; the last one may wait for its order.
         self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank it has read.
-        self._newest: bytes | None = None  # In rank 0: the last word read that names the newest request.
+        self._newest: bytes | None = None  # In rank 0: the name of the newest request, as last read from the store.
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None
         self._step_s = 1.0
@@ -76,7 +76,7 @@ class Horizon:
         self._exchange.post(f"grant/{self._begun}", json.dumps([self._until, self._orders]).encode())
 
     def _hear(self) -> list[str]:
-        """Return the new requests of the other ranks; without new requests, read only one word for all ranks."""
+        """Return the new requests of the other ranks; without new requests, one read is enough for all ranks."""
         newest = self._exchange.look(f"wish/{self._begun}")
         if newest == self._newest:
             return []

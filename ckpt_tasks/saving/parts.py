@@ -219,7 +219,7 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 
 
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
-    """Return a file's part, or the part of a stored object whose header, regions and digests are equal.
+    """Return the part of a stored object that has the same header, regions and digests as a file; else the file's part.
 
     Raises StoreError if no stored object is equal, and this process does not have the file's bytes.
     """

@@ -274,8 +274,8 @@ class Saver:
         kept = self._cache.outlives
         try:
             self._pruner.cancel(0)
-            # Let a daemon thread that is taking a snapshot submit it first: this snapshot may have replaced the
-            # previous one. A later daemon thread waits for the lock until Python stops it.
+            # A daemon thread may be taking a snapshot that replaces the previous one: wait until it has submitted the
+            # snapshot, or neither is committed. A later daemon thread waits for the lock until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
             failure = self._end_pipeline()
             if failure is not None:

@@ -116,7 +116,7 @@ def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterat
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the loop that saves: of the first file on the stack outside the facade."""
+    """Yield the variables of the loop that saves: of the calling file and of its functions on the stack."""
     frame = inspect.currentframe()
     while frame and str(frame.f_globals.get("__name__")).startswith(("ckpt_tasks.checkpoint.", "ckpt_tasks.state.")):
         frame = frame.f_back

@@ -219,7 +219,7 @@ class LocalStore(OneByOne):
             fsync_directory(directory.parent, self._calls)
         except PermissionError:
             if directory != self.root or not existed:
-                raise  # A directory above an existing run directory may be unreadable.
+                raise  # Only if the run directory exists, a directory above it may be unreadable.
         self._durable.add(directory)
 
     def _mkdir(self, directory: Path) -> None:

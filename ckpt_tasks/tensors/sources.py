@@ -1,4 +1,4 @@
-"""The sources of a restore's tensors (a checkpoint, or memory), and the maker of new tensors."""
+"""The sources of a restore's tensors (a checkpoint, or memory), and the Maker of its new tensors."""
 
 from __future__ import annotations
 

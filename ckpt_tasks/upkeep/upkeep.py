@@ -153,7 +153,7 @@ def record_verification(history: History, faults: RunFaults) -> str:
         )
         event = {"kind": "note", "note": "verification", **asdict(result)}
         history.append(event, lambda state, n: state.with_result(result), owner=None)
-    except CkptError as error:  # The result counts, even if this process may only read.
+    except CkptError as error:  # Return the result even if it cannot be recorded.
         return error.message
     return ""
 
