@@ -88,6 +88,12 @@ class Shell:
     def is_another(self, name: str, before: SiteProcess) -> bool:
         return self.part(name) != before and self.part(name).lives
 
+    def is_well(self) -> bool:
+        said = {"PREFECT_API_URL": self.url, "PREFECT_API_AUTH_STRING": self.password.read_text().strip()}
+        environment = {**self.environment, **said}
+        command = [str(BIN / "ckpt"), "doctor", "--json"]
+        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+
     def step(self) -> int:
         try:
             return open_run(str(self.project / "runs" / "nets")).find("latest").step
@@ -168,7 +174,7 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
         shell.kill(name)
         until(partial(shell.is_another, name, before), PATIENCE_S)
     shell.assert_only_the_owner_gets_in()
-    assert '"verdict": "wrong"' not in shell("ckpt", "doctor", "--json", url=True)
+    until(shell.is_well, PATIENCE_S)  # the worker that lost its server as it began is started once more
     shell.kill("keeper")
     again = shell.up()
     assert (again["server"], again["worker"], again["keeper"]) == ("as it was", "as it was", "started")
