@@ -244,7 +244,7 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
 
 
 def _exact(value: Any) -> str:
-    # Compare texts: there 1, 1.0 and True differ, and so do 0.0 and -0.0, but NaN equals NaN.
+    # Compare texts: as texts, 1, 1.0 and True differ, and so do 0.0 and -0.0, but NaN equals NaN.
     return json.dumps(encode(value))
 
 

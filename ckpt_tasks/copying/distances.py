@@ -73,7 +73,7 @@ class Regions:
 def distances(a: Regions, b: Regions, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Distance]:
     """Return the distance of each pair of tensors (full keys); omit equal pairs.
 
-    The tensors of a pair must have the same dtype and shape. Raises IntegrityError or StoreError if bytes are not good.
+    The tensors of a pair must have the same dtype and shape. Raises IntegrityError or StoreError if bytes are damaged.
     """
     apart = {}
     for key_a, key_b in sorted(set(pairs), key=lambda both: a.place(both[0])):

@@ -5,9 +5,8 @@ Invariants
 1. The first ledger entry of a fork, put if absent, holds the checkpoint, its origin and the parameters: a fork exists
    whole or not at all. Before that entry no process can train there: objects without a ledger are refused.
 2. All objects that the entry names are durable before the entry is put; of two forks to one directory one wins.
-3. The two runs share no name, and neither needs the other: during the copy the checkpoint is leased at the source;
-after
-   it, no change of one run is visible in the other.
+3. The two runs share no name, and neither needs the other. During the copy the checkpoint is leased at the source;
+   after the copy, no change of one run is visible in the other.
 4. The first owner of a fork has a higher epoch than all copied names, so that they are swept once retired.
 5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. The same call finds
    the objects and continues; in a run that another fork made they are orphans, which its owners sweep.
@@ -136,8 +135,9 @@ def run_fork(
 ) -> Moved:
     """Execute a plan; after a kill, the same call continues.
 
-    `on_progress` gets the size in bytes of every read, if bytes are sent. Raises IntegrityError if the source is
-    damaged (the target is not a run then) and StateError if another fork was faster. Copied objects stay at the target.
+    `on_progress` gets the size in bytes of every read; objects that are linked, or copied by the store, do not count.
+    Raises IntegrityError if the source is damaged (the target is not a run then) and StateError if another fork was
+    faster. After an error, the objects copied so far stay at the target.
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
@@ -187,8 +187,8 @@ def without_user(url: str) -> str:
 def _is_there(history: History, plan: ForkPlan) -> bool:
     """Return True if the target is this fork, and no process has taken it yet.
 
-    It may have evaluations, pins and results of checks, which anyone records. Raises StateError if the target has
-    anything else.
+    The fork may have evaluations, pins and results of checks: any process may record them. Raises StateError
+    if the target has anything else.
     """
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)

@@ -6,8 +6,8 @@ Invariants
    its digest: on the way, or at the target.
 2. Names and bytes stay the same. The target's own ledger commits in the source's order, so both have the same newest.
 3. During its copy a checkpoint is leased at the source; this process owns the target.
-4. A checkpoint that the target has retired is not committed there again, nor an object that it has given up, whose
-   deletion may still be under way. Nothing is deleted at the target.
+4. A checkpoint that the target has retired is not committed there again. An object that the target has given up is not
+   copied again: its deletion may still be under way. The copy deletes nothing at the target.
 5. Objects that a killed copy leaves are orphans (the owner epoch at the target is above that of every copied name)
    until the same copy is repeated and finds them.
 """
@@ -54,8 +54,8 @@ _MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target ne
 class SyncPlan:
     """What to copy: all live checkpoints, or `only` one.
 
-    `head` is the source's. `size_bytes` is how much must be read: at the source, or at the target for what an earlier
-    try left there.
+    `head` is the source's. `size_bytes` is how much must be read: from the target for objects that an earlier try
+    copied, from the source for all others.
     """
 
     run_key: str
@@ -126,10 +126,10 @@ def run_sync(
     single_writer: bool = False,
     on_progress: OnProgress = lambda size_bytes: None,
 ) -> SyncReport:
-    """Execute a plan, checked again as the target's owner; write nothing if the target lacks nothing.
+    """Own the target, make the plan again, and execute it; write nothing if the target lacks nothing.
 
     `on_progress` gets the size in bytes of every read. A checkpoint that is damaged at the source, or pruned there
-    meanwhile, is left out and reported; any other failure is raised, and the same call continues the copy. Raises
+    meanwhile, is left out and reported. Any other failure is raised; call again to continue the copy. Raises
     OwnedError if a process that may be alive holds the target.
     """
     if plan.diff.nothing:

@@ -4,7 +4,7 @@ Invariants
 
 1. As for every source nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and the bytes are read
    with their CRCs before anything is written.
-2. A tensor here is a placeholder without memory: nothing reads its values. `copied` assembles its parts.
+2. A tensor in `values` is a placeholder without memory: nothing reads its values. `copied` assembles its parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class _Part(NamedTuple):
-    """A part of a stored tensor: its first index in the tensor, its file, and its bytes there."""
+    """A part of a stored tensor: its first index in the tensor, its file, and its byte range in the file."""
 
     offset: tuple[int, ...]
     file: SourceFile
@@ -64,7 +64,7 @@ class _Slice(SourceFile):
 class DcpDirectory(SourceFile):
     """An open DCP directory: `values` has its tensors and values by DCP's names, `paths` has DCP's paths.
 
-    `left` has the values that cannot be read, with the reason. Raises IntegrityError if it contradicts itself.
+    `left` has the reason for each value that cannot be read. Raises IntegrityError if the directory contradicts itself.
     """
 
     def __init__(self, directory: Path):

@@ -63,7 +63,7 @@ class Source:
     """The contents of a file or a directory to be imported: tensors and values by name.
 
     `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps the names
-    of entries that cannot be taken to the reason; `opened` are the files.
+    of entries that cannot be taken to the reason; `opened` has the open files.
     """
 
     name: str

@@ -112,7 +112,7 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
 
 
 def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a group of the random streams of a process seeded with 0, and its tensors: no file has any streams."""
+    """Return a group of the random streams of a process seeded with 0, and its tensors: foreign files have none."""
     numpy = np.random.RandomState(0)  # The process's NumPy stream is of this kind.
     streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
     tensors = TensorSet(None)
@@ -344,7 +344,7 @@ class _Taker:
             error.key = part.group
             raise
         by_number = dict(zip(numbers, names, strict=True))
-        # As in `_packed`: try with another set first.
+        # Try with another set first, as `_packed` does.
         pack_optimizer(part.value, by_number, part.group, TensorSet(None))
         tree = pack_optimizer(part.value, by_number, part.group, self._set)
         return {**tree, "shapes": {}, "on_cpu": None}, note

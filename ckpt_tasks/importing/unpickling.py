@@ -5,7 +5,7 @@ Invariants
 1. Nothing in the pickle is imported or executed: it may only use the names that torch.save writes for tensors and plain
    values.
 2. The cost of a step is known before the step runs. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to
-   hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler lets them.
+   hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler allows both.
 
 Attributes of objects are skipped.
 """
@@ -35,7 +35,7 @@ StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 
 
 class _Call(NamedTuple):
-    """A function that a pickle may call, and the types of its arguments; if they are missing, it makes a tensor."""
+    """A function that a pickle may call, and the types of its arguments; without types, it makes a tensor."""
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None
@@ -169,7 +169,7 @@ class _Machine:
             self.stack.append(self._called(*items))
         elif name == "BINPERSID":
             self.stack.append(self._storage(*items[0]))
-        # The attributes of an OrderedDict are its _metadata.
+        # Skip the attributes of an OrderedDict, which are a state_dict's _metadata; refuse all others.
         elif name == "BUILD" and type(self.stack[-1]) is not OrderedDict:
             raise ValueError("it gives attributes to something that has none")
 
