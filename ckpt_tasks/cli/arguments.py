@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _STEPS_SHOWN = 100
-# Other names would be split, expanded or run by the shell: leave their completion and quoting to the shell.
+# A shell would split, expand or run other names: leave their completion and quoting to the shell.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 

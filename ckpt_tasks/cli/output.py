@@ -140,7 +140,7 @@ def first(lines: Sequence[str], most: int, option: str = "--json") -> list[str]:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Turn the error of a full disk below stdout into ours; typer handles a closed pipe."""
+    """Raise ConfigError if stdout cannot be written (a full disk); typer handles a closed pipe."""
     try:
         yield
     except BrokenPipeError:
@@ -182,7 +182,7 @@ def output(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
-    """Do the same as `output` for a verb that trains: with a training's patience for a store, and the flow's log."""
+    """Report errors as `output` does, for a verb that trains: keep a training's time limit for stores and all logs."""
     out = Output(as_json)
     try:
         yield out

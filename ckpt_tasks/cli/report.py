@@ -97,7 +97,7 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
     yield title(run)
     yield made.summary, "bold"
     yield ""
-    # The title has the URL.
+    # Omit the URL: the title has it.
     yield grid(line for line in made.facts() if line[1] != run.history.store.url)
     if made.shares:
         columns = (

@@ -176,7 +176,7 @@ def _starting(as_json: bool) -> Iterator[None]:
     with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect():
         from ckpt_tasks.orchestration.embedded import begin_embedded_server
 
-        begin_embedded_server()  # It comes up beside our own imports, which take as long.
+        begin_embedded_server()  # The server starts while our own imports run, which take as long.
         yield
 
 

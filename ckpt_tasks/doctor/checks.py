@@ -1,6 +1,6 @@
 """The table of checks of `ckpt doctor`: what is in order, what is not, and what to do about it.
 
-These are pure decisions about facts that the other modules of the room collect. docs/OPERATING.md explains the numbers.
+The functions only judge facts, which the other modules of the room collect. docs/OPERATING.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESUMES = "ckpt-tasks: crashed flow runs are resumed"
 # The next run of such a flow completes the work of the last one, so a missed run does no harm.
 _REPEATED = ("evaluate", "upkeep", "watch")
 
-# A healthy process may be late by two heartbeats.
+# This many heartbeats must fit into the limit of an automation: a healthy process may be late by two.
 _BEATS = 3
 # The smallest heartbeat that Prefect accepts, and Prefect's default.
 _HEARTBEAT_S, _DEFAULT_HEARTBEAT_S = 30, 180
@@ -50,7 +50,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class AutomationFacts:
-    """An automation of Prefect's server; `within_s` belongs to its trigger."""
+    """An automation of Prefect's server; `within_s` is the time limit of its trigger."""
 
     name: str
     enabled: bool = True
@@ -60,7 +60,7 @@ class AutomationFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """How flow runs start: the job variables of a deployment over those of its pool, or the pool's alone."""
+    """How flow runs start: the job variables of a deployment merged over its pool's, or only the pool's."""
 
     name: str
     command: str | None = None
@@ -83,7 +83,7 @@ class PoolFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefectFacts:
-    """The answers of Prefect's server; None for each missing answer, and `failure` says why it is missing.
+    """The answers of Prefect's server, None for each missing one; `failure` says why the server does not answer.
 
     `url` is None if every process starts an embedded server. `ahead_s` is how far the server's clock is ahead of ours,
     with an error of `within_s`. `asked`: the user named the pool or a deployment. `own_beat_s` is this process's
@@ -115,7 +115,7 @@ class PrefectFacts:
 
 
 def judge_prefect(facts: PrefectFacts) -> list[Check]:
-    """Judge a server, its automations and a work pool; without an answer, only whether a server is configured."""
+    """Judge a server, its automations and a work pool; if no server answers, only the server and FastAPI."""
     table = _OF_SERVER if facts.answered else _OF_SERVER[:2]
     return [check for judge in table for check in judge(facts)]
 
@@ -124,7 +124,7 @@ def judge_prefect(facts: PrefectFacts) -> list[Check]:
 
 
 def _server(facts: PrefectFacts) -> Iterator[Check]:
-    """Check that a server outlives single processes, and has a version that this client understands."""
+    """Check that a separate server is configured, that it answers, and that its version fits this client's."""
     if facts.url is None:
         seen = "none: each process starts an embedded server, and a crashed run is not started again"
         yield Check("server", "warning", seen, "Start one with ckpt up, and set PREFECT_API_URL as it says.")
@@ -301,9 +301,9 @@ _OF_POOL = (_stopping, _threads, _tags)
 
 
 def judge_clock(name: str, ahead_s: float | None, within_s: float, whose: str) -> Check:
-    """Judge whether two clocks agree: a take-over compares the owner's heartbeat with its own clock.
+    """Judge whether two clocks agree: a process that takes over compares the owner's heartbeat with its own clock.
 
-    `ahead_s` is how far their clock is ahead of ours, with an error of `within_s`; only a certain difference counts.
+    `ahead_s` is how far their clock is ahead of ours, with an error of `within_s`, which is subtracted.
     """
     if ahead_s is None:
         return Check(name, "not checked", f"{whose} tells no time")
@@ -333,7 +333,7 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
 
 
 def judge_last(name: str, results: Sequence[_Result], words: Callable[[_Result], str], command: str) -> Check:
-    """Judge a run by what its state holds: the last good result of a kind, and after it the last one if that is bad."""
+    """Judge a run by `results`: its last good drill or verification, and then the last one if that was bad."""
     if not results:
         return Check(name, "not checked", "the run never had one", f"{command} DIR")
     seen = "; ".join(words(result) for result in reversed(results))
@@ -343,7 +343,7 @@ def judge_last(name: str, results: Sequence[_Result], words: Callable[[_Result],
 
 
 def judge_memory(directory: str, room: tuple[int, int] | None, needed_bytes: int | None, fits: bool | None) -> Check:
-    """Judge whether the next process on this host would find the snapshots of a killed one.
+    """Judge whether the next process on this host would find the snapshots of a killed process.
 
     `room`: its free bytes and its size; None if there is no directory. `needed_bytes`: the size of two snapshots.
     `fits`: whether a run would use the directory.

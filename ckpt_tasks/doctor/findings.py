@@ -30,7 +30,7 @@ class Ability:
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one request takes, in seconds; `failed` of `tries` were unanswered or refused."""
+    """How long one request takes, in seconds; of `tries` requests, `failed` were unanswered or refused."""
 
     median_s: float
     p90_s: float
@@ -50,7 +50,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The measurements of one store; bandwidths in bytes per second; `left` names objects that could not be deleted."""
+    """The measurements of one store; `left` names objects that could not be deleted."""
 
     url: str
     endpoint: str | None

@@ -28,7 +28,7 @@ from ckpt_tasks.storage.retrying import RetryingStore
 # /dev/shm is no temporary directory: its files must outlive the process.
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0
-# This much shows whether the store works; `ckpt doctor-store` measures speed.
+# An object of this size shows whether the store works; `ckpt doctor-store` measures speed.
 _SMALL_BYTES = 1 << 16
 # Every owner writes into these directories, and creates new ones.
 _WRITTEN = ("ledger", "heartbeat")
@@ -86,7 +86,7 @@ def _proved(store: Store, seen: str, written: dict[str, Any]) -> Check:
 
 
 def _disk(store: Store, run: Run | None) -> Iterator[Check]:
-    """Check, without writing, that a local run can be written; without a run, an earlier check has tried it."""
+    """Check, without writing, that a local run can be written; without a run, `_store` has tested this already."""
     if store.endpoint is not None or not (Path(store.url) / "ledger").is_dir():
         return
     paths = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
@@ -127,7 +127,7 @@ def _held_bytes(url: str) -> int:
 
 
 def holds(path: Path, expected: bytes) -> bool:
-    """Return True if a small file of this user has these bytes; nothing in /dev/shm is trusted, since it is shared."""
+    """Return True if a file of this user has exactly these bytes; other users' files in /dev/shm are not trusted."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
             return file.read(len(expected) + 1) == expected

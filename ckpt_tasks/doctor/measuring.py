@@ -36,7 +36,7 @@ _IN_FLIGHT = 8
 _ROUNDS = 3
 _ENOUGH_S = 10.0  # Stop measuring large objects after this time: one round is enough on a slow link.
 _PATIENCE_S = 10.0
-_ROOM = 16  # Free space must be this many times the large object: a run in the same directory may need it.
+_ROOM = 16  # Require free space for this many large objects: a run in the same directory may need space, too.
 
 
 class _StoppedError(Exception):
@@ -48,8 +48,8 @@ def measure(
 ) -> Findings:
     """Test and measure a store; `on_progress` gets the name of each test.
 
-    Ctrl-C ends it between two requests; even then it deletes its objects, and directories that it created for a local
-    store. Raises ConfigError if the store cannot be used at all.
+    Ctrl-C ends the measurement between two requests. The objects, and the directories created for a local store, are
+    deleted even then. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpt-measure") as thread:
@@ -69,7 +69,7 @@ class _Trial:
 
     def __init__(self, store: Store, large_bytes: int, on_progress: Callable[[str], None]):
         self.store = store
-        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # It retries, for answers that the tests need.
+        self.patient = RetryingStore(store, deadline_s=_PATIENCE_S)  # Retry requests whose answers the tests need.
         self.place = f"probe/{secrets.token_hex(8)}"
         self.stop = threading.Event()
         self._large_bytes = large_bytes
@@ -317,7 +317,7 @@ class _Trial:
             else:
                 left.remove(name)
         for directory in made:
-            with suppress(OSError):  # Another process has put a file into the directory.
+            with suppress(OSError):  # Keep a directory into which another process has put a file.
                 directory.rmdir()
         return tuple(left)
 
@@ -366,7 +366,7 @@ def _takes_direct(path: Path) -> Ability:
 
 
 def _takes_link(path: Path, other: Path) -> Ability:
-    """Test whether a file can get a second name, by which ledger entries get their names."""
+    """Test whether a file can get a second name (a hard link): a ledger entry gets its name this way."""
     try:
         os.link(path, other)
     except OSError as error:

@@ -1,6 +1,6 @@
 """Ask Prefect's server for the facts that `ckpt doctor` judges: each question once, with a timeout of 4 s.
 
-Nothing is changed and no server is started: if none is configured, the doctor reports that.
+The questions change nothing and start no server; the doctor reports a missing server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ckpt_tasks.storage.secrets import without_secrets
 
 _POOL = "ckpt-tasks"
 _PATIENCE_S = 4.0
-# The server's limit for one answer.
+# The server returns at most this many rows in one answer.
 _MOST = 200
 _NAMED = 5
 # This is three times the interval in the schedule of `watch`.
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 
 
 def check_prefect(pool: str | None = None, deployment: str | None = None) -> list[Check]:
-    """Check the server, and a work pool (default: that of deployments/prefect.yaml) or one deployment.
+    """Check the server, and a work pool (default: the pool of deployments/prefect.yaml) or one deployment.
 
     Raises ConfigError if the deployment does not exist, or is in no work pool.
     """
@@ -74,7 +74,7 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
 
 
 def ask_server() -> PrefectFacts:
-    """Ask the configured server for its version, settings, automations and time; `failure` says why it gave none."""
+    """Ask the configured server for its version, settings, automations and time; `failure` says what failed."""
     settings = get_current_settings()
     facts = PrefectFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
     if not settings.api.url:
@@ -125,7 +125,7 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
 
 
 def clock_of(url: str) -> tuple[float | None, float]:
-    """Return how many seconds the clock of the server at a URL is ahead of ours, and the error of that in seconds.
+    """Return how many seconds the clock of the server at a URL is ahead of ours, and the possible error in seconds.
 
     The first number is None without an answer, or if the answer has no date; a refusal counts as an answer.
     """
@@ -141,9 +141,9 @@ def clock_of(url: str) -> tuple[float | None, float]:
 
 
 def _check_health(url: str) -> tuple[str | None, float | None, float]:
-    """Return why no server answers at a URL (None if one does), and its clock's offset and error, as `clock_of` does.
+    """Return why no server answers at a URL (None if one does), and the two numbers of `clock_of` for its clock.
 
-    The client is not Prefect's, which would retry for a minute.
+    Do not use Prefect's client here: it would retry for a minute.
     """
     try:
         with httpx.Client(timeout=_PATIENCE_S, verify=_trust(), follow_redirects=True) as client:

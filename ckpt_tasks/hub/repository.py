@@ -5,7 +5,7 @@ Invariants
 1. Reads see the commit that was newest when the store was opened, and the objects that were put since.
 2. Only `commit` makes the objects visible, all or none of them. Bytes of large objects are sent before that and belong
    to no commit, so a killed process leaves nothing that looks like a part of a run.
-3. `commit` names the commit that was read as its parent: if another one came first, the Hub refuses.
+3. `commit` names the commit that was read as its parent: if another commit came first, the Hub refuses this one.
 
 huggingface_hub sends all requests, retries them and finds the endpoint (HF_ENDPOINT) and the token (HF_TOKEN).
 """
@@ -49,14 +49,14 @@ from ckpt_tasks.storage.port import OneByOne, Store
 from ckpt_tasks.storage.secrets import without_secrets
 
 _NAME = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^@\s]+))?", re.ASCII)
-_SENT_AT_ONCE_BYTES = 32 << 20  # Smaller objects wait in memory until together they have as many bytes.
+_SENT_AT_ONCE_BYTES = 32 << 20  # Smaller objects wait in memory until their sum reaches this size.
 _SIGN_OF_LIFE = "heartbeat/"
 
 
 class HubRepository(OneByOne):
     """Keep objects in a model repository; see `Store` for the contract of each method.
 
-    `name` is ORG/NAME or ORG/NAME@REVISION. Raises ConfigError for another name or an unknown revision; a repository
+    `name` is ORG/NAME or ORG/NAME@REVISION. Raises ConfigError for any other name or an unknown revision; a repository
     that does not exist is empty until `create`. With `quiet` the library shows no progress anywhere in the process.
     """
 
@@ -138,7 +138,7 @@ class HubRepository(OneByOne):
             self._open.append(file)
             file.writelines(body)
             file.flush()
-            content = f"/proc/self/fd/{file.fileno()}"  # It has no name, so a killed process leaves no file.
+            content = f"/proc/self/fd/{file.fileno()}"  # The file has no name, so a killed process leaves no file.
         self._waiting.append(CommitOperationAdd(name, content))
         self._sent[name] = size_bytes
         if sum(one.upload_info.size for one in self._waiting) >= _SENT_AT_ONCE_BYTES:
@@ -187,7 +187,7 @@ class HubRepository(OneByOne):
         return sorted(name for name in every if name.startswith(prefix) and is_object_name(name))[:limit]
 
     def delete(self, name: str) -> None:
-        self._kept.pop(name, None)  # A copy deletes only signs of life, which are in no commit.
+        self._kept.pop(name, None)  # A copy deletes only heartbeats, which are in no commit.
 
     def drop_unfinished(self, dead: Callable[[str], bool]) -> None:
         """Do nothing: the Hub frees bytes that belong to no commit."""
@@ -214,7 +214,7 @@ class HubRepository(OneByOne):
         with self.asking():
             self.api.preupload_lfs_files(self.repo_id, self._waiting, revision=self.revision)
         self._operations += self._waiting
-        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # The library has let them go.
+        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # The library has read the files.
             for file in self._open:
                 file.close()
             self._open.clear()

@@ -1,1 +1,1 @@
-"""A run for people: words, SVG, and the report as markdown and HTML."""
+"""The presentation of a run: words, SVG pictures, and the report as markdown and HTML."""

@@ -1,7 +1,7 @@
 """The data of a run's charts as JSON: curves thinned without losing spikes, marks, and where the time went.
 
-A curve is a series of values by step, and by seconds since the run began. A run whose training went back has its final
-line and stretches that were left behind.
+A curve is a series of values by step, and by seconds since the run began. If training went back to
+an older checkpoint, the run has a final line and abandoned stretches.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MOST_LEFT = 20  # Draw at most this many abandoned stretches.
 _MOST_MARKS, _MOST_COMMITS = 300, 150
 _MARKED = ("failure", "lost", "taken", "fallback", "rollback")
 _DIGITS = 7
-_COLUMNS = 300  # The strip of where the time went has this many equal parts.
+_COLUMNS = 300  # Divide the strip that shows where the time went into this many equal parts.
 
 _Floats = npt.NDArray[np.float64]
 
 
 class Curves:
-    """Every metric of a run, by name; those of evaluations are named suite/metric. More history can be added.
+    """The values of each metric of a run, by name (suite/metric for evaluations); `add` appends newer history.
 
     Each array has a column for each value, in the order of their commits; its rows are the number of the commit, the
     step, the time in seconds since 1970, and the value.
@@ -46,9 +46,9 @@ class Curves:
         return sum(values.nbytes for values in self.by_metric.values())
 
     def add(self, moments: Iterable[Moment], tables: Mapping[int, Sequence[StepMetrics] | None]) -> None:
-        """Add the commits and evaluations newer than those known; `tables` has the steps of each commit.
+        """Add the commits and evaluations newer than `newest_n`; `tables` maps the number of a commit to its steps.
 
-        A commit without a table has one value of each of its metrics.
+        A commit without a table adds one value of each of its metrics.
         """
         new: dict[str, list[tuple[int, int, float, float]]] = {}
         for one in moments:
@@ -68,15 +68,15 @@ class Curves:
     def line(
         self, name: str, course: Course, *, by: str, low: float, high: float, most: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the final line of a metric between two ends of an axis, and its abandoned stretches.
+        """Return the final line and the abandoned stretches of a metric, from `low` to `high` on the axis `by`.
 
-        `by`: "step" or "time". Each is thinned to about `most` values.
+        `by` is "step" or "time". The line and each stretch are thinned to about `most` values.
         """
         number, step, at_s, value = self.by_metric.get(name, np.empty((4, 0)))
         elapsed_s = at_s - began_s(course)
         along = elapsed_s if by == "time" else step
         within = (along >= low) & (along <= high)
-        # An evaluation's entry is not on the line, but it measures a checkpoint, so it stays.
+        # `course.line` has no evaluations, but keep their values: they measure checkpoints.
         stays = np.isin(number, [*course.line, *(place.moment.n for place in course.of("evaluation"))])
         went_back = np.flatnonzero(np.diff(step) < 0) + 1
 
@@ -108,7 +108,7 @@ def chart_data(
     high: float = math.inf,
     most: int = 1_000,
 ) -> dict[str, Any]:
-    """Return the data for the charts of a run: the lines of some or all metrics, and its course in time."""
+    """Return the data for a run's charts: the lines of `names` (None: of all metrics), and the run's course in time."""
     known = sort_metrics(curves.by_metric)
     lines = {}
     for name in known if names is None else (name for name in names if name in curves.by_metric):
@@ -131,10 +131,10 @@ def began_s(course: Course) -> float:
 
 
 def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[str, Any]:
-    """Return values as JSON data: of many values, the lowest, the highest and the mean of each bucket.
+    """Return values as JSON data; more than `most` values are thinned to the lowest and the highest of each bucket.
 
-    A value that is not finite becomes None and keeps its place. `mean` has the mean of each bucket, at its middle, and
-    `each` the number of values in a bucket.
+    A value that is not finite becomes None. Thinned data also has `mean`: the mean of each bucket, at the middle of the
+    bucket; `each` in it is the average number of values in a bucket.
     """
     finite = np.isfinite(value)
     if len(value) <= most:

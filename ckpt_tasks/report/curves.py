@@ -29,7 +29,7 @@ class _Span(NamedTuple):
     high: float
 
     def part(self, value: float) -> float:
-        """Return where a value lies between the two ends, from 0 to 1."""
+        """Return the position of a value between the two ends: 0 at `low`, 1 at `high`."""
         return (value - self.low) / (self.high - self.low)
 
 
@@ -82,7 +82,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
 
 
 def _shortened(name: str, length: int) -> str:
-    """Return a name, or only its end if it is longer than `length`: names of one kind differ near the end."""
+    """Shorten a name to `length` characters; keep its end, since names of similar metrics differ near the end."""
     return name if len(name) <= length else "…" + name[1 - length :]
 
 

@@ -1,7 +1,7 @@
 """The report of a run as one HTML file with its charts.
 
-Texts from a run directory may be hostile: every one is escaped, also within the data of the charts. The file lets the
-browser run three scripts, which it names by their digests, and load nothing. Without scripts it has a picture.
+Texts from a run directory may be hostile, so every text is escaped, also in the data of the charts. The security policy
+of the file allows only its three scripts, named by digest, and no loading. A browser without scripts shows a picture.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _data(report: Report) -> str:
-    """Return the data of the charts as JSON in which no text can end the element around it."""
+    """Return the data of the charts as JSON without "<" and ">": so no text can end the script element around it."""
     curves = curves_of(report.course, report.curve)
     data = {**chart_data(curves, report.course, most=_MOST_POINTS), "label": report.run_key}
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,6 +1,6 @@
 """Send the metrics of `prometheus.py` once to an OpenTelemetry collector over HTTP, with the SDK's own exporter.
 
-Where to, with which headers and for how long it is tried say the standard variables: OTEL_EXPORTER_OTLP_ENDPOINT,
+The standard variables set the address, the headers, the timeout and the labels: OTEL_EXPORTER_OTLP_ENDPOINT,
 OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
 """
 
@@ -15,9 +15,9 @@ from ckpt_tasks.errors import ConfigError, StoreError
 
 
 def push(registry: CollectorRegistry) -> None:
-    """Send every sample as a gauge, and each sample of a counter as a sum.
+    """Send each sample of a counter as a sum, and every other sample as a gauge.
 
-    Raises ConfigError without the packages, and StoreError if the collector does not take them.
+    Raises ConfigError if the packages are not installed, and StoreError if the collector does not take the samples.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

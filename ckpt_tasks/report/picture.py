@@ -1,6 +1,6 @@
 """A run on one time line, as an SVG: loss and evaluations, commits, failures and resumes, and where the time went.
 
-It follows the light or dark mode of the page that shows it, and loads nothing.
+The picture follows the light or dark mode of the page that shows it, and loads nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDTH, _HEIGHT = 900, 372
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The positions of the axes.
 _LEGEND = 22
 _STRIP, _THICK = 260, 10  # The strip shows where the time went, in order.
-_SUMS = 328  # The bar shows the sums of the same shares.
+_SUMS = 328  # The bar shows the sum of each share.
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
 _MOST_MARKS = 300
@@ -120,7 +120,7 @@ def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
 
 
 def strip_of(course: Course, columns: int) -> list[str]:
-    """Return, for equal columns of the run's wall time, the share to which most of the column's time belongs."""
+    """Divide the run's wall time into equal columns; return the name of the largest share in each column."""
     if course.wall_s <= 0:
         return []
     width_s = course.wall_s / columns
@@ -133,7 +133,7 @@ def strip_of(course: Course, columns: int) -> list[str]:
 
 
 def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
-    """Return the values of the final line; abandoned ones are omitted, since they would be drawn over it.
+    """Return the values of the final line; omit abandoned values, which would be drawn over the line.
 
     A commit without a table of steps has one point.
     """
@@ -156,7 +156,7 @@ def _losses(course: Course, name: str | None, curve: Curve) -> list[_Point]:
 
 
 def _evaluations(course: Course, name: str | None) -> list[_Point]:
-    """Return the evaluations' values on the same scale: of the same metric, or of any loss if the metric is a loss."""
+    """Return the evaluations' values that fit the scale of `name`: the same metric, or any loss if `name` is a loss."""
     values = []
     for at_s, moment in ((p.elapsed_s, p.moment) for p in course.of("evaluation")):
         fit = [n for n in sort_metrics(moment.metrics) if n == name or ("loss" in n and "loss" in (name or ""))]
@@ -235,7 +235,7 @@ def _ticks(course: Course, x: Scale) -> Iterator[str]:
 
 def _marks(course: Course, x: Scale) -> Iterator[str]:
     """Mark failures, deaths and resumes by vertical lines, at most one of a kind per pixel."""
-    # If both fall on one pixel, draw the failure: it tells more.
+    # If a death and a failure fall on one pixel, draw the failure: it tells more.
     failures = [*course.deaths, *course.of("failure")]
     for places, css, head in ((failures, "ckr-fail", "l-5 -8h10z"), (course.resumes, "ckr-again", "m-5 -8l5 -5l5 5z")):
         for at_x, place in {round(x(place.elapsed_s)): place for place in places[-_MOST_MARKS:]}.items():

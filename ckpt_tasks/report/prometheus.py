@@ -1,4 +1,4 @@
-"""Metrics of runs for Prometheus, read from their ledgers without asking a training, and without writing."""
+"""Metrics of runs for Prometheus, read from their ledgers: no training is asked, and nothing is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Values = Callable[[Look, Course], Iterable[_Sample]]
 def registry_of(store: Store) -> CollectorRegistry:
     """Return a registry that reads the run in a directory, or the runs directly below it, at each scrape.
 
-    Raises CheckpointNotFoundError if there is none now.
+    Raises CheckpointNotFoundError if there is no run now.
     """
     places: dict[str, Store] = {}
     followed: dict[str, Followed] = {}
@@ -52,8 +52,8 @@ def registry_of(store: Store) -> CollectorRegistry:
 class Runs:
     """A collector of prometheus_client over runs: `looks` returns the newest summaries, `course` reads a run's course.
 
-    The samples of a course are kept until the run's ledger grows; of a run that does not train, nothing else is kept.
-    If not `reads`, `collect` only uses the newest looks and earlier calls of `read`.
+    The samples of a course are kept until the run's ledger grows. With `reads`, `collect` first reads changed courses;
+    otherwise it uses only the newest summaries and the samples from earlier calls of `read`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Runs:
         self._reading = threading.Lock()
 
     def read(self, looks: Mapping[str, Look], most_s: float = math.inf) -> None:
-        """Read the courses that have changed, those of running runs first; start none after `most_s` seconds."""
+        """Read the changed courses, those of running runs first; after `most_s` seconds, begin no further course."""
         until_s = time.monotonic() + most_s
         if not self._reading.acquire(timeout=-1 if math.isinf(most_s) else most_s):
             return
@@ -76,7 +76,7 @@ class Runs:
                 sign = look.n, look.summary.saved_at
                 if name in self._known and self._known[name][0] == sign:
                     continue
-                with suppress(CkptError):  # The metric of the run's state shows it.
+                with suppress(CkptError):  # The metric run_state shows the failure.
                     self._known[name] = sign, _measured(look, self._course(name, look), _OF_THE_LEDGER)
         finally:
             self._reading.release()
@@ -102,7 +102,7 @@ def _measured(look: Look, course: Course, names: Iterable[str]) -> _Samples:
 
 
 def _one(value: Callable[[Look, Course], float | None]) -> _Values:
-    """Return one sample for each run, none where the value is unknown."""
+    """Make a function that returns one sample of a run, or none if the value is unknown."""
 
     def values(look: Look, course: Course) -> list[_Sample]:
         number = value(look, course)

@@ -52,13 +52,13 @@ _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
 _TEXT_SHOWN = 200
-# Texts that markdown could interpret: a mark anywhere, a list at the start, a bare link. Numbers and times are safe.
+# Match what markdown could interpret: a mark anywhere, a list at the start, a bare link; but no numbers and times.
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The facts of one run's report; texts are unescaped here, and escaped when written."""
+    """The facts of one run's report; texts are unescaped here: the functions that write the report escape them."""
 
     run_key: str
     url: str
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def compiled(self) -> dict[str, Any]:
-        """The bytes of the compiled code kept last, and the median seconds of first steps with it and without."""
+        """The newest compiled code: its size in bytes, and the median seconds of a first step with and without it."""
         kept = [place.moment for place in self.course.of("compiled")]
         first_s = [parts["step_s"] for _, parts in self.course.returns if "compiled_s" in parts and "step_s" in parts]
         without_s = [moment.step_s for moment in kept if moment.step_s is not None]
@@ -126,7 +126,7 @@ class Report:
         }
 
     def caveats(self) -> list[str]:
-        """Return, in sentences, what this report cannot know."""
+        """Return sentences about what this report cannot know."""
         lines = []
         if self.timeline.copied:
             lines.append("This is a copy: times are those of the copying, not of the training.")
@@ -145,7 +145,7 @@ class Report:
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
     def returns(self) -> tuple[list[str], list[list[str]]]:
-        """Return headings, and a row for each of the newest restores, newest first: its step, and its parts.
+        """Return a table's headings and rows: the step, the parts and the sum of the newest restores, newest first.
 
         A part that no restore has is omitted.
         """
@@ -184,7 +184,7 @@ class Report:
 
 
 def _said(moment: Moment) -> tuple[str, str]:
-    """Return what happened and why; the first start of a run is no resume."""
+    """Return what happened and why; for the first start of a run, "started" instead of "resumed"."""
     if moment.kind == "taken" and moment.text == NEVER_OWNED:
         return "started", ""
     return _SAID[moment.kind] + (f" at step {moment.step:,}" if moment.step is not None else ""), moment.text

@@ -9,14 +9,14 @@ from typing import TypeVar
 
 INK, PALE = "#333333", "#777777"
 FONTS = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
-MOST_VALUE = 1e300  # Beyond this value, differences would be infinite.
+MOST_VALUE = 1e300  # The difference of two larger values could be infinite.
 _MOST_TICKS = 50
 
 _P = TypeVar("_P")
 
 
 def document(size: tuple[int, int], title: str, parts: Iterable[str], *, style: str = "", back: str = "") -> str:
-    """Return a document with a white ground; a rule of `style` for the class `back` overrides the ground's colour."""
+    """Return a document with a white background; a rule of `style` for the class `back` overrides this colour."""
     width, height = size
     css, rules = f'class="{back}" ' if back else "", f"<style>{style}</style>" if style else ""
     box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -71,14 +71,14 @@ def thinned(points: Sequence[_P], pixel: Callable[[_P], int], value: Callable[[_
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the two ends of an axis for these values: a little room is left below and above."""
+    """Return the two ends of an axis for these values, with a small margin below and above."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     return low - room, high + room
 
 
 def round_ticks(lowest: float, highest: float) -> list[float]:
-    """Return four to eight round numbers from `lowest` to `highest`, which must be above it."""
+    """Return four to eight round numbers from `lowest` to `highest`; `highest` must be above `lowest`."""
     rough = (highest - lowest) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.7)
@@ -87,7 +87,7 @@ def round_ticks(lowest: float, highest: float) -> list[float]:
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Write round numbers with enough digits to show their distance, at least four."""
+    """Write round numbers with four digits, or with more if their distance needs more."""
     near = (ticks[1] - ticks[0]) / 10 if len(ticks) > 1 else math.inf
     digits = 4
     while digits < 17 and any(abs(float(f"{value:.{digits}g}") - value) > near for value in ticks):

@@ -1,4 +1,4 @@
-"""A picture, as SVG, of the cost of saving at each interval between saves."""
+"""An SVG picture of the cost of saving, for each interval between saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write for people: sizes, ages, durations, metrics, and the tables of a terminal."""
+"""Texts for people: sizes, ages, durations, metrics, and the tables of a terminal."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def utc(at_s: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text from a run directory without control characters, which could repaint a terminal."""
+    """Escape the control characters in a text from a run directory: they could overwrite a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 

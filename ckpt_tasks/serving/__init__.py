@@ -1,1 +1,1 @@
-"""A web page of all runs below a directory: its read-only server, and what the server knows of the runs."""
+"""A web page of all runs below a directory: its read-only server, and the server's cache of the runs."""

@@ -1,8 +1,8 @@
-"""Access to the page: a page of another site must not read the runs, nor may another user of the network.
+"""Access to the page: pages of other sites and other users of the network must not read the runs.
 
-A browser sends the host name that it was asked to open. A site that points its own name to this machine (DNS rebinding)
-is recognised by that name: requests are answered only under names of this machine. With a token, every request needs
-it: in the address (once; then the browser keeps it in a cookie), or as `Authorization: Bearer TOKEN`.
+Without a token, the server answers only requests whose Host header names this machine. This rule stops DNS rebinding: a
+foreign site that points its own name to this machine. With a token, every request must contain the token: in the
+address (once; then the browser keeps the token in a cookie), or as `Authorization: Bearer TOKEN`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie with the token; it has the port, since all ports of a host share cookies."""
+        """The name of the cookie with the token; the name has the port, since all ports of a host share cookies."""
         return f"ckpt_serve_{self.port}"
 
     def refusal(self, headers: Message, given: str | None) -> tuple[int, str] | None:
-        """Return status and text for a refused request, or None; `given` is the token in its address."""
+        """Return status and text for a refused request, or None; `given` is the token in the request's address."""
         if self.token is None:
             name = _name_of(headers.get("Host", ""))
             return None if name in {*_NAMES, self.host} else (421, f"this server is not {name!r:.100}")

@@ -1,4 +1,4 @@
-"""One run in depth for the page: its report and its curves. Ledgers are cached: only new entries are read."""
+"""The page's data of one run: its report and its curves. Ledgers are cached, so only new entries are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Answer = TypeVar("_Answer")
 
 
 class OpenRun:
-    """What the server knows of one run; calls for one run wait for each other."""
+    """The cached ledger and curves of one run; calls for one run wait for each other."""
 
     def __init__(self, store: Store):
         self._store, self._lock = store, threading.Lock()
@@ -33,7 +33,7 @@ class OpenRun:
 
     @property
     def size_bytes(self) -> int:
-        """Roughly how much memory it takes."""
+        """The approximate memory that the run takes, in bytes."""
         return len(self._followed.timeline.moments) * _MOMENT_BYTES + self._curves.size_bytes
 
     def curves(self, names: Sequence[str], *, by: str, low: float, high: float, most: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class OpenRun:
             return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
 
     def about(self) -> dict[str, Any]:
-        """Return the run's report and parameters, and what made its newest checkpoint."""
+        """Return the run's report, and the environment that made its newest checkpoint."""
         with self._lock:
             history = History(self._store)
             head = history.head()
@@ -106,7 +106,7 @@ class OpenRuns:
         self._lock = threading.Lock()
 
     def ask(self, name: str, store: Store, question: Callable[[OpenRun], _Answer], *, keep: bool = True) -> _Answer:
-        """Answer a request about a run. If not `keep`, a run that was not cached before is dropped first."""
+        """Answer a request about a run. If not `keep`, a newly cached run is the first to be dropped."""
         with self._lock:
             is_new = name not in self._runs
             run = self._runs.setdefault(name, OpenRun(store))

@@ -1,7 +1,7 @@
 """The HTTP server of `ckpt serve`: a page, its files, and the data that it requests. It answers GET only.
 
-No part of a request becomes a path: a file is a row of `_FILES`, and a run is a name in the table. A text of a run
-reaches the browser only as JSON, where it stays text, and the policy of the page lets no other code run.
+No part of a request becomes a path: a file is a row of `_FILES`, and a run is a name in the table. Texts of a
+run reach the browser only as JSON, and the page's security policy allows no scripts but the server's own.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _HEADERS = {
 }
 _MOST_POINTS, _MOST_METRICS = 4_000, 64
 _IDLE_S = 60.0
-# How many seconds to read whole ledgers during an answer to Prometheus, which waits for 10 s, and after it.
+# Read whole ledgers for this long before each answer to Prometheus, which waits for 10 s, and after the answer.
 _SCRAPE_S, _AFTER_S = 1.0, 5.0
 
 _log = logging.getLogger("ckpt_tasks")
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serve the runs of a table; a port of 0 is any free one. Raises OSError if the address cannot be used."""
+    """Serve the runs of a table; port 0 selects any free port. Raises OSError if the address cannot be used."""
 
     daemon_threads = True
     request_queue_size = 64

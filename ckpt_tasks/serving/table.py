@@ -1,8 +1,8 @@
-"""The table of runs below a root: a row for each run, made from its newest ledger entry and renewed with it.
+"""The table of runs below a root: one row for each run, made from its newest ledger entry.
 
-A thread looks repeatedly while somebody uses the page, and sends no request otherwise. The time of a directory on a
-disk shows that nothing was added to a ledger. A server is asked for the newest names of each ledger, at a rate that
-does not grow with the number of runs.
+While somebody uses the page, a thread looks at the runs repeatedly; otherwise it sends no request. On a disk, the time
+of a directory shows whether its ledger is unchanged. In an object store, the thread lists the newest name of each
+ledger, at a rate that does not grow with the number of runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt_tasks.storage.port import Store, unwrapped
 
 _EVERY_S, _REQUESTS_PER_S = 1.0, 10
 _ASKED_S = 30.0  # Without a request for this long, the thread pauses.
-_FRESH_S = 2.0  # A file system's clock may be this coarse: a newer time proves nothing.
+_FRESH_S = 2.0  # Ignore a directory's time if it is newer than this: a file system's clock may be so coarse.
 _AT_ONCE = 16
 _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 
@@ -36,7 +36,7 @@ _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 class Row:
     """A run's row; `sign` identifies the state of its ledger.
 
-    Of the state, `look` keeps only the results of drills and verifications, and the owner if it may be alive.
+    `look.state` has only the results of drills and verifications, and the owner if it may be alive.
     """
 
     facts: Mapping[str, Any]
@@ -79,9 +79,9 @@ class RunTable:
             }
 
     def looks(self, most_s: float) -> dict[str, Look]:
-        """Return the newest summary of each run; wait at most this long for one, if the thread has paused.
+        """Return the newest summary of each run; if the thread has paused, wait up to `most_s` seconds for a look.
 
-        Raises StoreError if there is none yet, or if the root cannot be listed.
+        Raises StoreError if no look has ended yet, or if the root cannot be listed.
         """
         with self._changed:
             rested = not self._looks or time.monotonic() - self._asked_s > _ASKED_S
@@ -110,8 +110,8 @@ class RunTable:
             self._changed.notify_all()
 
     def pause_s(self, took_s: float) -> float:
-        """Return how long to wait after a look that took so long: a store gets few requests a second."""
-        # The root is listed twice, each run once; the heartbeat is read if its owner may be alive.
+        """Return how many seconds to wait after a look of `took_s` seconds: a store must get few requests a second."""
+        # A look lists the root twice and each run once, and reads the heartbeat of an owner that may be alive.
         requests = 2 + sum(1 + (row.look.state.owner is not None) for row in [*self._rows.values()])
         return max(_EVERY_S, 0 if self.root.near else requests / _REQUESTS_PER_S, 3 * took_s)
 
