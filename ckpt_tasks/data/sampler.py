@@ -134,8 +134,8 @@ class ResumableSampler(Position, Sampler[list[int]]):
         Raises ConfigError if the loader's `batch_sampler` is not this sampler. After `load_state_dict` the next batch
         is the batch at the new position; prefetched batches are discarded. The seed that a DataLoader draws for its
         workers comes from the position, not from a global stream or the loader's generator. But workers draw from their
-        own streams, which start anew after a resume: wrap the data set in `seeded` if it draws random numbers. If the
-        loader has a `state_dict`, leave the loader out of the state.
+        own streams, whose positions a resume does not restore: wrap the data set in `seeded` if it draws random
+        numbers. If the loader has a `state_dict`, leave the loader out of the state.
         """
         if loader.batch_sampler is not self:
             raise ConfigError(

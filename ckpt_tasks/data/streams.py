@@ -206,7 +206,7 @@ class StreamBatches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[_Item]:
         info, epoch = get_worker_info(), int(self._epoch)
         worker = info.id if info else 0
-        # Read a copy: it begins anew, whatever an earlier epoch changes in the stream's attributes.
+        # Read a copy: it begins at the first sample, even if an earlier epoch changed the stream's attributes.
         reader = _Reader(self, worker, epoch, copy_of(self.stream))
         if self.start is None:
             yield from reader.batches(None)

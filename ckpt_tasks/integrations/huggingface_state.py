@@ -203,7 +203,7 @@ class TrainerProgress(Started):
         return steps * was // now
 
     def _set_length(self, epoch: int, steps: int) -> None:
-        """Compute `max_steps` anew if another batch size or other data change the number of steps of an epoch."""
+        """Set `max_steps` again if the batch size or the data have changed, and so the number of steps of an epoch."""
         state, args = self._trainer.state, self._trainer.args
         changed = any(self._was(name) != self._started.get(name) for name in (_BATCH, "data"))
         if changed and args.max_steps <= 0:

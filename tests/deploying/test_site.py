@@ -42,12 +42,17 @@ class Shell:
         self.password = self.home / "ckpt-up.auth"
 
     def __call__(self, *command: str, status: int = 0, url: bool = False) -> str:
-        """Run a command; with `url`, where what `ckpt up` says was typed."""
+        """Run a command, and return what it printed; with `url`, where what `ckpt up` says was typed."""
+        done = self.run(*command, url=url)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout
+
+    def run(self, *command: str, url: bool) -> subprocess.CompletedProcess[str]:
         said = {"PREFECT_API_URL": self.url} if url else {}
         if url and self.password.exists():
             said["PREFECT_API_AUTH_STRING"] = self.password.read_text().strip()
         environment = {**self.environment, **said}
-        done = subprocess.run(
+        return subprocess.run(
             [str(BIN / command[0]), *command[1:]],
             cwd=self.project if self.project.exists() else self.project.parent,
             env=environment,
@@ -55,8 +60,6 @@ class Shell:
             text=True,
             check=False,
         )
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout
 
     def up(self) -> dict[str, str]:
         """Bring it up; return the state of each part."""
@@ -89,10 +92,8 @@ class Shell:
         return self.part(name) != before and self.part(name).lives
 
     def is_well(self) -> bool:
-        said = {"PREFECT_API_URL": self.url, "PREFECT_API_AUTH_STRING": self.password.read_text().strip()}
-        environment = {**self.environment, **said}
-        command = [str(BIN / "ckpt"), "doctor", "--json"]
-        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+        done = self.run("ckpt", "doctor", "--json", url=True)
+        return done.returncode == 0 and '"verdict": "wrong"' not in done.stdout
 
     def step(self) -> int:
         try:

@@ -238,7 +238,7 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
 
 @pytest.mark.parametrize("fenced", [True, False])
 def test_a_heartbeat_that_is_of_no_use_ends_its_thread(run_dir: Path, fenced: bool) -> None:
-    """P33: once its owner has lost the directory, or nobody refers to it any more, nothing is written or read again."""
+    """P33: the thread ends when its owner has lost the directory, or when no object refers to the heartbeat."""
     history, before = History(LocalStore(run_dir)), set(threading.enumerate())
     heart = Heartbeat(history, acquire(history, identify(None), take_over=False, timeout_s=120.0), 0.04)
     [thread] = set(threading.enumerate()) - before
