@@ -1,7 +1,7 @@
 """The command line `ckpt`: train programs; list, keep, compare and copy runs; check stores and machines.
 
-Every verb prints a table, or one JSON object with --json, and exits with 0 only if all is well. A verb imports what it
-needs when it runs: `ckpt --help` answers at once, and a verb that only reads does not import torch.
+Every verb prints a table, or one JSON object with --json, and exits with 0 only if all is well. A verb imports its
+modules when it runs, so `ckpt --help` answers at once, and a verb that only reads does not import torch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _EXAMPLES = {
 }
 _SHELLS = ("bash", "zsh", "fish")
 _COMPLETE_VAR = "_CKPT_COMPLETE"
-# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS. So the script takes words from the line
-# itself, and returns only the part after the last @.
+# bash splits "runs/a@5" into three words, because @ is in its COMP_WORDBREAKS. So the script splits the command
+# line itself, and returns only the part after the last @.
 _BASH = f"""\
 _ckpt_completion() {{
     local line="${{COMP_LINE:0:COMP_POINT}}" word="" cut="" words IFS=$' \\t\\n'
@@ -107,7 +107,7 @@ def _print_script(context: typer.Context, shell: str | None) -> None:
     if shell == "bash":
         typer.echo(_BASH)
     else:
-        from typer.completion import get_completion_script  # type: ignore[attr-defined]  # of another module of typer
+        from typer.completion import get_completion_script  # type: ignore[attr-defined]  # typer defines it elsewhere
 
         typer.echo(get_completion_script(prog_name="ckpt", complete_var=_COMPLETE_VAR, shell=shell))
     raise typer.Exit
@@ -120,7 +120,7 @@ class _Verbs(TyperGroup):
     """The command with its verbs, each listed under the heading of its `rich_help_panel`."""
 
     def get_params(self, ctx: Any) -> Any:
-        # Typer's own flags for completion work only with the current shell, and write into its start-up files.
+        # Drop typer's completion flags: they work only for the current shell, and write into its start-up files.
         return [one for one in super().get_params(ctx) if one.name not in ("show_completion", "install_completion")]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -167,7 +167,7 @@ app = typer.Typer(
     cls=_Verbs,
     help="Train with checkpoints that survive a kill at any moment, and manage them.",
     epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
-    rich_markup_mode=None,  # Plain help takes half the time.
+    rich_markup_mode=None,  # Plain help is printed in half the time.
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # A plain traceback can be searched and copied.
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -216,10 +216,10 @@ def main(*verb: str) -> None:
     fill_standard_descriptors()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # The process was started without this stream.
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            # A terminal that only shows ASCII must show any name or sign without a traceback.
+            # Escape the characters that the stream's encoding lacks: no name may cause a traceback.
             stream.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()

@@ -1,10 +1,10 @@
-"""Arguments and options of verbs: a run or a checkpoint, completed by the shell; a program, its parameters and options.
+"""Arguments and options of verbs: runs and checkpoints, with completion in a shell; programs and options of their runs.
 
-Run directories and DIR@STEP are completed from local directories: a key press never sends a request to a server. If
-there is nothing to complete, the shell completes file names.
+Completion reads only local directories: a key press never sends a request to a server. If this module has no
+completion for a text, the shell completes file names.
 
-The options of a run are made from the fields of `CheckpointConfig` and their texts, so that none is missing or written
-twice. Verbs that need Prefect import it here; if Prefect cannot read its own settings, the error says so.
+`with_config_options` makes the options of a run from the fields of `CheckpointConfig` and their texts, so that none is
+missing or written twice. Verbs import Prefect in an `importing_prefect` block, which explains unreadable settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _STEPS_SHOWN = 100
-# A shell would split, expand or run other names: leave their completion and quoting to the shell.
+# Complete only these names. A shell would split, expand or run any other name; it also completes and quotes such names.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 
@@ -44,12 +44,12 @@ def argument(metavar: str, about: str, complete: Callable[[str], list[str]] | No
 
 
 def option(flags: str, metavar: str | None, about: str, **more: Any) -> Any:
-    """Declare an option of a verb; without a metavar it is a flag."""
+    """Declare an option of a verb; an option without a metavar is a flag."""
     return typer.Option(*flags.split(), metavar=metavar, help=about, **more)
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the directories that begin with a text; [] if none of them is a run."""
+    """Return the directories whose paths begin with a text; [] if none of these directories is a run."""
     if "://" in incomplete or incomplete.startswith("~"):
         return []
     begun = incomplete.rpartition("/")[2]
@@ -101,28 +101,28 @@ JsonOption = Annotated[bool, option("--json", None, "print one JSON object inste
 
 
 class Target(NamedTuple):
-    """A run directory and a checkpoint: a step, "latest", "best", or None if the user named none."""
+    """A run directory and a checkpoint in it: a step, "latest", "best", or None if the user named no checkpoint."""
 
     checkpoint_dir: str
     which: int | str | None
 
     def open(self) -> Run:
-        """Open the run of the target; raise CheckpointNotFoundError if there is none."""
+        """Open the run; raise CheckpointNotFoundError if the directory has no run."""
         from ckpt_tasks.reading.reading import open_run
 
         return open_run(self.checkpoint_dir)
 
     def find(self) -> tuple[Run, Checkpoint]:
-        """Open the run and find the checkpoint: the latest if no step is named.
+        """Open the run and find the checkpoint: without a step, the latest.
 
-        Raises CheckpointNotFoundError if there is no such run or checkpoint, ConfigError if "best" has no metric.
+        Raises CheckpointNotFoundError if there is no such run or checkpoint, and ConfigError if "best" has no metric.
         """
         run = self.open()
         return run, run.find("latest" if self.which is None else self.which)
 
 
 def parse_target(text: str) -> Target:
-    """Split "DIR@STEP" at its last @, unless a directory has the whole text as its name.
+    """Split "DIR@STEP" at its last @; do not split the name of an existing directory.
 
     Raises ConfigError if the text after the @ is neither a step nor "latest" nor "best".
     """
@@ -150,7 +150,7 @@ def lineage_facts(state: State) -> dict[str, Any]:
 EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 
 ProgramArgument = Annotated[str | None, argument("MODULE:PROGRAM", "the program [default: the example ByteLM]")]
-# The option's first name, kept for old commands.
+# Old commands use --program instead of the argument.
 ProgramOption = Annotated[str | None, typer.Option("--program", hidden=True)]
 ParamOption = Annotated[list[str], option("--param", "NAME=VALUE", "a parameter of the program; may be repeated")]
 ParamsOption = Annotated[str, option("--params", "JSON", "parameters as one JSON object")]
@@ -163,7 +163,7 @@ _SWITCH = {"true": True, "false": False}
 
 
 def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb with `**settings` one option for each field of the config; an omitted option is None."""
+    """Give a verb with `**settings` one option for each field of CheckpointConfig; an omitted option is None."""
     signature = inspect.signature(verb, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     kinds, texts = get_type_hints(CheckpointConfig), option_texts()
@@ -181,7 +181,7 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
-    """Make the config from the options; run key and directory default to the program's.
+    """Make the config from the options; the default run key is the program's name, the default directory runs/RUN_KEY.
 
     Raises ConfigError if a value is invalid or two options conflict.
     """
@@ -199,7 +199,7 @@ def default_key(program: str) -> str:
 
 
 def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, Any]:
-    """Return the program's parameters from --param, --params and --seed; raise ConfigError for a repeated one."""
+    """Return the program's parameters from --param, --params and --seed; raise ConfigError if two values conflict."""
     params = json_object("--params", text)
     given = [named_value("--param", pair) for pair in pairs] + ([("seed", seed)] if seed is not None else [])
     for name, value in given:
@@ -209,7 +209,7 @@ def params_of(pairs: Sequence[str], text: str, seed: int | None) -> dict[str, An
 
 
 def name_and_text(option: str, text: str) -> tuple[str, str]:
-    """Split NAME=VALUE, as the user wrote it for an option; raise ConfigError for any other text."""
+    """Split NAME=VALUE, the text of an option; raise ConfigError for any other text."""
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
         raise ConfigError(f"{option} {text!r:.100} is not NAME=VALUE", hint=f"Write {option} lr=1e-4, a plain name.")
@@ -217,16 +217,16 @@ def name_and_text(option: str, text: str) -> tuple[str, str]:
 
 
 def named_value(option: str, text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE, the value as JSON has it; raise ConfigError for any other text."""
+    """Read NAME=VALUE, where VALUE is JSON or else a string; raise ConfigError for any other text."""
     name, value = name_and_text(option, text)
     try:
         return name, json.loads(value)
     except ValueError:
-        return name, value  # A text needs no quotes.
+        return name, value  # A string needs no quotes.
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Read the JSON object in an option's text; raise ConfigError if it is not one."""
+    """Read an option's text as a JSON object; raise ConfigError for any other text."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -241,7 +241,7 @@ def importing_prefect() -> Iterator[None]:
     """Import Prefect and code that needs it in this block; raise ConfigError if Prefect cannot read its settings."""
     try:
         yield
-    # The file is foreign or not TOML, there is no home directory, or a value is invalid.
+    # OSError: another user owns the file. RuntimeError: no home directory. ValueError: not TOML, or an invalid value.
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Prefect's settings cannot be read: {error}",
@@ -250,12 +250,12 @@ def importing_prefect() -> Iterator[None]:
 
 
 def ckpt_command() -> str:
-    """Return how a shell calls this command: its name, or its path if it is not on the PATH."""
+    """Return the text by which a shell calls `ckpt`: the name, or the path if the name is not on the PATH."""
     return "ckpt" if shutil.which("ckpt") else os.path.relpath(Path(sys.prefix, "bin", "ckpt"))
 
 
 def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **changed: Any) -> list[str]:
-    """Return the command line of this call, with other values for some of its options."""
+    """Return the command line of this call, less the options in `without`, and with the values in `changed`."""
     words = [ckpt_command(), str(ctx.info_name)]
     for parameter in ctx.command.params:
         name, source = str(parameter.name), ctx.get_parameter_source(str(parameter.name))
@@ -285,7 +285,7 @@ def _option(setting: Field[Any], kind: Any, text: str) -> Any:
         else setting.default
     )
     first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
-    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays as it is, "A metric" does not.
+    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays; "A metric" becomes "a metric".
     shown = f"{begin}{first[1:]} [default: {default}]"
     flag = "--" + setting.name.replace("_", "-")
     return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)

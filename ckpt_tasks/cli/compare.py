@@ -60,8 +60,8 @@ def diff(
 ) -> None:
     """List the values in which two checkpoints differ.
 
-    Exits with 0 if they are equal, 1 if they differ, 2 if one cannot be read. They may belong to two runs. Tensors are
-    compared bit by bit (NaN payloads, the sign of zero), plain values by value. Random streams are the group rng.
+    Exits with 0 if the checkpoints are equal, 1 if they differ, 2 if one is unreadable. They may belong to two runs.
+    Compares tensors bit by bit (NaN payloads, sign of zero), plain values by value. Random streams are the group rng.
     """
     with output(as_json, error_exit=2) as out:
         sides = parse_target(a).find(), parse_target(b).find()
@@ -94,7 +94,7 @@ def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) ->
 
 
 def _metrics(sides: Sides) -> Measured:
-    """Return both values (A, B) of each metric by name, evaluations as suite/metric; None if one is missing."""
+    """Return the values in A and B (None: no value) of each metric by its name, suite/metric for an evaluation."""
     a, b = (
         {
             **checkpoint.metrics,
@@ -162,7 +162,7 @@ def _difference_parts(compared: Comparison, sides: Sides, every: bool) -> Iterat
         compared.groups.items(),
         lambda row: "" if row[0] in places else "dim",
     )
-    # Tensors with different values need other columns than all other differences.
+    # Differences in the values of tensors have a table of their own, since they need other columns.
     shown = differences if every else differences[:_DIFFERENCES_SHOWN]
     for columns, of_tensors in ((_TENSORS, True), (_OTHERS, False)):
         if rows := [one for one in shown if (one.elements is not None) == of_tensors]:
@@ -221,12 +221,12 @@ def verify_resume(
     """Train a program twice, kill and resume one, compare.
 
     One training runs without a break. The other is killed (SIGKILL) and resumed twice, each time in a new process.
-    After every step the state, the metrics and the random streams are compared, value by value, and at the end the
-    evaluation "quick". Exits with 1 if something differs, and names the first such value and the likely cause.
+    Compares the state, the metrics and the random streams value by value after every step, and the evaluation "quick"
+    at the end. Exits with 1 if a value differs, and names the first such value and the likely cause.
 
-    A command, `ckpt verify-resume -- python train.py --dir {run}`, runs your own script with a Checkpointer. {run} in
-    the command, or the environment variable CKPT_RUN, gives the script the directory of its run. The metrics of every
-    step and the whole last checkpoint are compared.
+    Instead of a program, give the command of your own script with a Checkpointer: `ckpt verify-resume -- python
+    train.py --dir {run}`. {run} in the command, or the environment variable CKPT_RUN, gives the script the directory of
+    its run. Compares the metrics of every step and the whole last checkpoint.
     """
     with output(as_json) as out:
         proof = _proof(program, steps, params or [], ranks)
@@ -245,11 +245,11 @@ def chaos(
 ) -> None:
     """Run a script through faults, compare its end.
 
-    The script runs twice in scratch directories, which {run} in its command or CKPT_RUN gives it, as for `ckpt
-    verify-resume`. One run has no faults. The other is killed, told to end (SIGTERM), paused, and has a full disk, a
-    store that is slow and one that fails as a server does, and a clock that is an hour ahead and an hour behind, each
-    at a random time after a commit; it is started again when it has ended. Store and clock are those that ckpt-tasks
-    sees. Exits with 1 if the metrics of a step or the last checkpoint differ, or if something is damaged.
+    Runs the script twice, each time in a scratch directory; {run} in the command, or CKPT_RUN, gives the script this
+    directory. One run has no faults. The other meets a fault at a random time after a commit: SIGKILL, SIGTERM, a
+    pause, a full disk, a slow store, a store that fails as a server does, a clock that is an hour ahead or behind. A
+    script that a fault has ended is started again. Only ckpt-tasks sees the faults of store and clock. Exits with 1 if
+    the metrics of a step or the last checkpoint differ, or if something is damaged.
     """
     import random
 
@@ -306,10 +306,10 @@ def bisect(
 ) -> None:
     """Find the first checkpoint at which a test fails.
 
-    The oldest checkpoint has to pass and the newest to fail; a binary search finds the first failure. In the command,
-    {checkpoint} is replaced by DIR@STEP, and {export} by the path of a safetensors file of the weights. A prune keeps
-    the checkpoint that is being tested. --replay trains a scratch copy from the last good checkpoint on, with a
-    checkpoint for each step.
+    The oldest checkpoint must pass and the newest must fail; a binary search finds the first that fails. In the
+    command, {checkpoint} stands for DIR@STEP, and {export} for the path of a safetensors file of the weights. A prune
+    keeps the checkpoint that is being tested. --replay trains a scratch copy of the run from the last good checkpoint
+    on, and saves a checkpoint at each step.
     """
     from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
     from ckpt_tasks.proving.bisect import replay as replayed
@@ -372,7 +372,7 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
 
 
 def _is_program(words: list[str]) -> bool:
-    """Return True for MODULE:PROGRAM; a command has several words or names a file."""
+    """Return True for MODULE:PROGRAM; a command has several words, or its only word is an executable file."""
     return len(words) == 1 and shutil.which(words[0]) is None
 
 

@@ -52,9 +52,9 @@ def sync(
 ) -> None:
     """Copy DIR, or DIR@STEP alone, to TO; list what was copied.
 
-    Without @STEP it copies all live checkpoints, with evaluations and pins. Every byte is verified on the way. Objects
-    that TO has are not copied again: repeat the command after an interruption, or to copy what is new. Removes nothing
-    from TO, and does not bring back what was pruned there. Exits with 1 if anything could not be copied.
+    Without @STEP, copies all live checkpoints, with evaluations and pins. Verifies every byte on the way. Does not copy
+    objects that TO has: repeat the command after an interruption, or to copy new checkpoints. Removes nothing from TO,
+    and does not bring back what was pruned there. Exits with 1 if anything could not be copied.
     """
     from ckpt_tasks.storage.locations import Location
 
@@ -157,7 +157,7 @@ def _parts(run: Run, target: Store, report: SyncReport, took_s: float) -> Iterat
 
 
 def _unleased(source: Run) -> Iterator[tuple[str, str]]:
-    """Warn if the source was read without a lease, because it could not be written."""
+    """Warn if the source could not be written, and so was read without a lease."""
     if source.read_only:
         words = "The source cannot be written: it was read without a lease, so its owner could prune what was read."
         yield words, "yellow"
@@ -179,7 +179,7 @@ def fork(
     """Begin the run TO with the checkpoint DIR@STEP.
 
     In one file system nothing is copied: the new run gets hard links. In one S3 store the server copies. Otherwise
-    every byte is sent and verified. Afterwards the runs are independent: either may be pruned or deleted. After an
+    sends and verifies every byte. Afterwards the runs are independent: you may prune or delete either run. After an
     interruption, give the same command again.
     """
     with output(as_json) as out:
@@ -223,7 +223,7 @@ def fork(
 
 
 def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a plain loop trains the run: it would not apply the changes after a restore."""
+    """Raise ConfigError for changes to a run of a plain loop: the loop would not apply them after a restore."""
     state = run.head().state
     if changed and state.program is None and state.params is None:
         raise ConfigError(
@@ -236,7 +236,7 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
     """Read NAME=VALUE texts; a value that is not JSON is a string.
 
     Raises ConfigError for a bad name, a repeated name, and a value such as True or .5, which JSON writes differently:
-    it would become a string, and that would be noticed late.
+    it would become a string, and the user would notice that late.
     """
     parsed: dict[str, Any] = {}
     for change in changes:
@@ -250,7 +250,7 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
 def _value(name: str, text: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        json.dumps(value, allow_nan=False)  # json.loads reads 1e999 as infinity.
+        json.dumps(value, allow_nan=False)  # Refuse 1e999, which json.loads reads as infinity.
     except (ValueError, RecursionError):
         if text in ("True", "False", "None") or _is_number(text):
             hint = "Write 0.1, 1000, true, false or null; a text that looks like one in quotes: name='\"True\"'."
@@ -301,7 +301,7 @@ def _next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, 
     """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
     place = from_here(url)
     chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
-    steps = str(2 * planned.checkpoint.step)  # The default may be fewer steps than the run has.
+    steps = str(2 * planned.checkpoint.step)  # The default of --steps may be less than the run's step.
     training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
     loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
     return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

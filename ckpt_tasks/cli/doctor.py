@@ -1,4 +1,4 @@
-"""`ckpt doctor`, `doctor-store`, `verify`, `restore-drill`: what would keep a run from going on, or has damaged it."""
+"""`ckpt doctor`, `doctor-store`, `verify`, `restore-drill`: what would keep a run from resuming, or is damaged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def doctor(
     """List what keeps killed runs from resuming by themselves.
 
     Checks Prefect's server, automations and work pool, the store of DIR, this host's memory and the clocks. Changes
-    nothing; if DIR holds no run yet, it writes a few small objects below DIR/probe and deletes them. Exits with 1 if
+    nothing; only if DIR has no run yet, it writes a few small objects below DIR/probe and deletes them. Exits with 1 if
     something is wrong.
     """
     from ckpt_tasks.doctor.host import check_place
@@ -106,8 +106,8 @@ _MEANS = {
 def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
     """List what the store at URL can do, and how fast.
 
-    Exits with 0 if it is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and deletes
-    it again. Does not touch a run at URL.
+    Exits with 0 if the store is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and
+    deletes what it wrote. Does not touch a run at URL.
     """
     from ckpt_tasks.doctor.findings import judge
     from ckpt_tasks.doctor.measuring import measure
@@ -216,10 +216,10 @@ HistoryOption = Annotated[bool, typer.Option("--history", help="on a server, rea
 def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_json: JsonOption = False) -> None:
     """Read DIR or DIR@STEP back, and list what is damaged.
 
-    Exits with 1 if anything is. Checks sizes, headers and the digests of all bytes, and that the stored regions make
-    whole tensors; of a run also the evaluations and the ledger: on a server the entries that the checkpoints rest on,
-    with --history, and in a directory, all. Orphaned objects are listed, and are not a fault. A run that can be written
-    keeps the result, for `ckpt ls` and `ckpt metrics`; this takes nothing from a process that trains it.
+    Exits with 1 if anything is damaged. Checks sizes, headers and the digests of all bytes, and that the stored regions
+    make whole tensors. Without @STEP, also checks the evaluations and the ledger: in a local directory all entries; on
+    a server those on which checkpoints depend, or all with --history. Lists orphaned objects, which are not a fault.
+    Records the result in the run if possible, for `ckpt ls` and `ckpt metrics`. Does not disturb a training process.
     """
     from ckpt_tasks.upkeep.upkeep import record_verification
 
@@ -319,10 +319,10 @@ def restore_drill(
 ) -> None:
     """Restore DIR into its program, in a fresh process per rank.
 
-    The processes run on this host, and the run keeps the result. The checkpoint is the newest one, or the one that
-    @STEP names. Exits with 1 if this host cannot restore it: damage, a program that cannot be built or does not fit.
-    `ckpt ls` and `ckpt doctor` show the last good drill. It takes nothing from a process that trains the run, and needs
-    as much memory as the program's state. It runs the program's code.
+    Restores the newest checkpoint, or the one that @STEP names, on this host, and records the result in the run. Exits
+    with 1 if the restore fails: because of damage, or because the program cannot be built or does not fit. `ckpt ls`
+    and `ckpt doctor` show the last good drill. Does not disturb a process that trains the run. Runs the program's code,
+    and needs as much memory as the program's state.
     """
     from ckpt_tasks.session.drill import drill_run
     from ckpt_tasks.storage.locations import Location

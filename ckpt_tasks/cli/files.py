@@ -1,4 +1,4 @@
-"""`ckpt export` and `ckpt import`: a checkpoint as files of other tools, and a checkpoint from such a file."""
+"""`ckpt export` and `ckpt import`: a checkpoint as files of other tools, and a checkpoint from such files."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def export(
 ) -> None:
     """Write DIR@STEP to OUT as safetensors, torch.save or DCP.
 
-    Reading the files needs neither this package nor the run. In safetensors files a single module has the names of
-    its state_dict; several have their group's name as a prefix. A torch file holds one group as its state_dict, or
-    several by name; torch.load(weights_only=True) reads it, and a value that it would not read is refused. DCP
-    makes a directory; PEFT, one with an adapter, which PeftModel.from_pretrained loads. Every byte is verified; OUT
-    appears when all of it is good, or not at all.
+    Other programs can read the files without this package and without the run. In safetensors files, the tensors of a
+    single module have the names of its state_dict; of several modules, the group's name is a prefix. A torch file holds
+    the state_dict of one group, or those of several by name. torch.load(weights_only=True) reads it; a value that
+    torch.load would refuse is an error. dcp writes a directory; peft writes a directory with an adapter, which
+    PeftModel.from_pretrained loads. Verifies every byte; OUT appears when all of it is good, or not at all.
     """
     from ckpt_tasks.copying.export import write_export
 
@@ -118,13 +118,13 @@ def _as_dcp(place: str, run: Run, record: Checkpoint, out: str, how: Mapping[str
 
 
 def how_to_export(group: list[str] | None, max_shard_size: str | None, *, overwrite: bool = False) -> dict[str, Any]:
-    """Return the options of an export; raise ConfigError for a bad size."""
+    """Return the options of an export for `plan_files`; raise ConfigError for a bad size."""
     shard_bytes = None if max_shard_size is None else _size_bytes(max_shard_size)
     return {"groups": group, "max_shard_bytes": shard_bytes, "overwrite": overwrite}
 
 
 def plan_files(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
-    """Plan an export in the chosen format, as `how_to_export` says; raise ConfigError for what does not fit it."""
+    """Plan an export in a format, with the options of `how_to_export`; raise ConfigError if an option does not fit."""
     if chosen == "safetensors":
         from ckpt_tasks.copying.export import plan_export
 
@@ -209,12 +209,12 @@ def import_(
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a checkpoint in TO of a file of torch.save or others.
+    """Make a checkpoint in TO from files of other tools.
 
-    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, a directory of them, or one of DCP. Weights
-    become the group `model`, or the groups of --group; what cannot be imported is listed. A pickle is not executed:
-    what it may name are tensors and plain values. The whole file is checked before anything is written; every byte is
-    read back.
+    SOURCE is a file of torch.save, safetensors, Hugging Face or Lightning, a directory of such files, or a directory of
+    DCP. Weights become the group `model`, or the groups that --group names. Lists what cannot be imported. Does not
+    execute a pickle, which may name only tensors and plain values. Checks the whole file before it writes anything, and
+    reads every byte back.
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun

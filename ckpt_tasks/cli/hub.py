@@ -51,10 +51,10 @@ def push(
 ) -> None:
     """Send DIR, or the weights of DIR@STEP, to the Hub.
 
-    DIR@STEP sends what `ckpt export` writes, which from_pretrained loads, and a card with run, step, metrics and
+    DIR@STEP sends the files of `ckpt export`, which from_pretrained loads, and a card with run, step, metrics and
     versions; a card that you wrote is kept. DIR alone sends the whole run, which `ckpt pull` copies back and verifies
-    byte by byte. Either becomes visible by one commit, as a whole or not at all. Repeat the command after an
-    interruption, or to send new checkpoints. HF_TOKEN and HF_ENDPOINT are those of huggingface_hub.
+    byte by byte. One commit makes everything visible, or nothing. Repeat the command after an interruption, or to send
+    new checkpoints. Reads HF_TOKEN and HF_ENDPOINT as huggingface_hub does.
     """
     with output(as_json) as out:
         target, hub = parse_target(checkpoint), _repository(repository, out)
@@ -122,8 +122,8 @@ def pull(
     """Bring a run, or weights, from the Hub to TO.
 
     A run that `ckpt push` sent becomes a run directory in which training can continue: every byte is verified, and a
-    repeated pull copies only new objects. From any other repository all files are downloaded, each compared with the
-    Hub's digest, into a new directory that appears when it is complete.
+    repeated pull copies only new objects. From any other repository, downloads all files into a new directory, compares
+    each file with the Hub's digest, and makes the directory visible when it is complete.
     """
     from ckpt_tasks.storage.locations import Location
 
@@ -153,7 +153,7 @@ def pull(
 
 
 def _repository(name: str, out: Output) -> HubRepository:
-    """Open a repository; the library shows its progress only on a terminal."""
+    """Open a repository; huggingface_hub shows its progress only on a terminal."""
     try:
         from ckpt_tasks.hub.repository import HubRepository
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`ckpt pin`, `unpin`, `rm`, `prune` and `rollback`: which checkpoints stay, and from which one training goes on."""
+"""`ckpt pin`, `unpin`, `rm`, `prune` and `rollback`: which checkpoints stay, and where training continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pin(
 ) -> None:
     """Pin DIR@STEP: no policy removes it from now on.
 
-    Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows it.
+    Works while another process trains the run: a pin is one entry in the ledger. `ckpt ls` shows the pin.
     """
     with output(as_json) as out:
         run, record = _named(checkpoint)
@@ -88,9 +88,9 @@ def unpin(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonO
 def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOption = False) -> None:
     """Remove DIR@STEP; print what it frees, or why it stays.
 
-    The newest, the newest good, pinned and leased checkpoints stay, with exit status 1, as do objects that the store
-    refuses to delete. The newest checkpoint is read back first. Takes ownership of the run while it works, so a run
-    that is training is refused.
+    Keeps the newest checkpoint, the newest good one, and pinned and leased ones. Exits with 1 if DIR@STEP stays, or if
+    the store refuses to delete an object. Reads the newest checkpoint back first. Takes ownership of the run while it
+    works, so it refuses a run that is training.
     """
     with output(as_json) as out:
         run, record = _named(checkpoint)
@@ -124,9 +124,9 @@ def prune(
 ) -> None:
     """Remove what no rule keeps; list what stays in DIR, and why.
 
-    Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest, pinned and leased
-    ones always stay. Takes ownership of the run while it works: a run that is training is refused, since it prunes
-    itself. Frees the run's snapshots in this host's memory, unless one of them is not in storage yet.
+    Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest checkpoint, pinned
+    and leased checkpoints always stay. Takes ownership of the run while it works, so it refuses a run that is training,
+    which prunes itself. Frees the run's snapshots in this host's memory, unless storage does not have one of them yet.
     """
     from ckpt_tasks.ledger.config import CheckpointConfig
     from ckpt_tasks.reading.reading import open_run
@@ -149,7 +149,7 @@ def prune(
             best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
             memory_dir=memory_dir,
         )
-        # The run keeps this metric as the meaning of @best, so it must exist even if no best checkpoint is kept.
+        # The run keeps this metric for @best, so the metric must exist even if the prune keeps no best checkpoint.
         named = replace(config.retention_policy, keep_best=keep_best or int(best_metric is not None))
         missing = missing_metric(state, named)
         if missing is not None:
@@ -167,9 +167,9 @@ def rollback(
 ) -> None:
     """Go back to DIR@STEP, and print what is left behind.
 
-    The next restore takes DIR@STEP. Checkpoints after it are marked as abandoned, not deleted. Every byte of DIR@STEP
-    is read back first. Uncommitted snapshots in memory are not used. Takes ownership of the run for a moment: a run
-    that is training is refused.
+    The next restore takes DIR@STEP, and does not use uncommitted snapshots in memory. Marks the checkpoints after
+    DIR@STEP as abandoned, and deletes none of them. Reads every byte of DIR@STEP back first. Takes ownership of the run
+    for a moment, so it refuses a run that is training.
     """
     from ckpt_tasks.checkpoint.rollback import parse_skip
     from ckpt_tasks.ledger.config import CheckpointConfig
@@ -233,7 +233,7 @@ def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
 
 @contextmanager
 def _held(config: CheckpointConfig, hint: str) -> Iterator[Checkpointer]:
-    """Own the run during the block; if another process owns it, the error says what to do."""
+    """Own the run during the block; if another process owns it, raise OwnedError with the hint."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
     with Checkpointer(config) as ckpt:
@@ -294,13 +294,13 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:
-    """Prune the run; return the verdicts, and the bytes of snapshots in memory that the prune freed."""
+    """Prune the run; return the verdicts, and the size in bytes of the snapshots that the prune freed in memory."""
     with _held(config, "A run that is training prunes itself. --dry-run only looks.") as ckpt:
         return ckpt.prune(), ckpt.freed_bytes
 
 
 def _undeleted(run: Run, prefix: str = "") -> list[str]:
-    """List objects below `prefix` that could not be deleted: those of checkpoints that the run no longer has."""
+    """List the objects below `prefix` that could not be deleted: objects of retired checkpoints."""
     return sorted(filter(run.head().state.has_retired, run.history.store.names(prefix)))
 
 

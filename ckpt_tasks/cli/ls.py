@@ -45,9 +45,9 @@ def ls(
 ) -> None:
     """List the checkpoints of a run, or the runs of a directory.
 
-    Checkpoints are listed newest first. Each run has one row: its state, step and age of its newest checkpoint,
-    number and size of its live checkpoints, and its last metrics; those of an evaluation are named suite/metric.
-    Exits with 1 if a run is damaged.
+    Lists checkpoints newest first. Lists each run in one row: its state, the step and age of its newest checkpoint, the
+    number and size of its live checkpoints, and its last metrics; suite/metric is a metric of an evaluation. Exits with
+    1 if a run is damaged.
     """
     from ckpt_tasks.reading.overview import summaries_below
     from ckpt_tasks.reading.reading import open_run
@@ -177,7 +177,7 @@ def _number(value: float | None) -> str:
 
 
 def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
-    """Return (suite, metric) by importance: training's first metric, two of evaluations, training's other metrics."""
+    """Return (suite, metric), the most important first: one metric of training, two of evaluations, then all others."""
     from ckpt_tasks.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row.checkpoint.metrics})]
@@ -187,13 +187,13 @@ def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
         for suite in suites
         for name in sort_metrics({name for row in rows for name in row.evaluations.get(suite, {})})
     ]
-    # One loss of each suite comes first, then the others.
+    # Losses come first, then the other metrics.
     best = sorted(evaluated, key=lambda column: "loss" not in column[1])
     return [*own[:1], *best[:_EVALUATIONS_SHOWN], *own[1:], *best[_EVALUATIONS_SHOWN:]]
 
 
 def _column(name: str, rows: list[_Row]) -> tuple[str, str]:
-    """Return (suite, metric) for a name; raise ConfigError if no checkpoint has it."""
+    """Return (suite, metric) for a name; raise ConfigError if no checkpoint has this metric."""
     known = {(f"{suite}/{one}" if suite else one): (suite, one) for suite, one in _metric_columns(rows)}
     if name not in known:
         raise ConfigError(f"no checkpoint has the metric {name!r:.80}", hint=f"There are {', '.join(known) or 'none'}.")
@@ -217,7 +217,7 @@ def _holder(owner: Owner | None) -> str:
 
 _BAD = ("damaged", "unreadable")
 _RUN_STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
-# The columns that can sort, besides metrics; True: the largest value comes first.
+# Runs can be sorted by these columns, and by metrics. True: the largest value comes first.
 _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),
     "state": (lambda run: run.state, False),
@@ -254,7 +254,7 @@ def _list_runs(out: Output, url: str, runs: list[RunSummary], metrics: Sequence[
 def sort_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
     """Sort runs by a column or a metric, runs without a value last; "-" before the name reverses the order.
 
-    Raises ConfigError for a name that no run has.
+    Raises ConfigError for a name that is neither a column nor a metric of a run.
     """
     name = sort.removeprefix("-")
     known = {metric for run in runs for metric in run.metrics}

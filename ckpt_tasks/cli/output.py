@@ -1,6 +1,6 @@
-"""What a verb prints: texts and tables, or JSON; errors in the same form.
+"""The output of a verb: texts and tables, or JSON, and errors in the same form.
 
-The columns of a table are declared once (`Column`), for the table on a terminal and for the rows of --json.
+A `Column` is declared once, for the table on a terminal and for the rows of --json.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _HEAD_BYTES = 4096
 def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Callable[[bytes], bool]) -> None:
     """Write a file under a temporary name and rename it to `place`.
 
-    An existing file is replaced only if `is_ours(its first bytes)`. Raises ConfigError if `place` holds any other file,
-    a link, a directory, a pipe or a device, and if the system refuses; the error names the kind of file (`what`) and
-    the `option` that chooses another path.
+    Replaces an existing file only if `is_ours` returns True for its first bytes. Raises ConfigError if `place` holds
+    any other file, a link, a directory, a pipe or a device, and if the system refuses; the error names the kind of file
+    (`what`) and the `option` that chooses another path.
     """
     hint = f"Name another file with {option}."
     if not place.name:
@@ -58,7 +58,7 @@ def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Calla
 
 
 def _head(place: Path) -> bytes | None:
-    """Return the first bytes of a regular file, b"" for a free name, None for anything else."""
+    """Return the first bytes of a regular file, b"" if nothing has the name, None for anything else."""
     try:
         status = place.lstat()
     except FileNotFoundError:
@@ -69,10 +69,10 @@ def _head(place: Path) -> bytes | None:
         return file.read(_HEAD_BYTES)
 
 
-# The time limit for a store's first answer; later requests wait for the end of longer outages.
+# A store must answer the first request within this time; later requests are retried through longer outages.
 _FIRST_ANSWER_S = 15.0
 _LONGEST_WORD = 20
-_FILE_COLUMNS = 200  # A file or a pipe has no width, and a wrapped name cannot be searched for.
+_FILE_COLUMNS = 200  # For a file or a pipe: a name that is wrapped cannot be searched for.
 
 
 class Output:
@@ -97,7 +97,7 @@ class Output:
     def print(self, *parts: Any) -> None:
         """Print texts and tables unless --json was given; texts wrap at words, and names are never cut.
 
-        A part is a text, a text with its style, a list of such pieces for one line, or what rich can print.
+        A part is a text, a text with its style, a list of such pieces for one line, or an object that rich can print.
         """
         if not self.as_json:
             screen = console()
@@ -115,7 +115,7 @@ class Output:
 
 
 def rendered(part: Any) -> RenderableType:
-    """Make a text of pieces (texts, or texts with a style), without foreign control characters."""
+    """Turn texts with styles into rich's Text with control characters escaped; return any other part unchanged."""
     from rich.text import Text
 
     if isinstance(part, str | tuple):
@@ -128,7 +128,7 @@ def rendered(part: Any) -> RenderableType:
 
 
 def title(run: Run, which: str = "") -> list[Any]:
-    """Return the pieces of a title line: the run's key and its URL."""
+    """Return the pieces of a title line: the run's key, `which` (such as a step), and the run's URL."""
     return [(f"{run.run_key or 'run of unknown key'}{which}", "bold"), "  ", (run.history.store.url, "dim")]
 
 
@@ -150,7 +150,7 @@ def _writing() -> Iterator[None]:
 
 
 def from_here(path: str) -> str:
-    """Return a path below the working directory as a user would type it there; any other path or URL unchanged."""
+    """Return a path below the working directory relative to it; return any other path or URL unchanged."""
     place = Path(path)
     return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else path
 
@@ -167,7 +167,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def output(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
-    """Yield a verb's output; print a CkptError as one line on stderr (JSON: on stdout) and exit with `error_exit`."""
+    """Yield a verb's output; print a CkptError in one line on stderr (JSON: on stdout), and exit with `error_exit`."""
     from ckpt_tasks.storage.locations import first_answer_s
 
     limit = first_answer_s.set(_FIRST_ANSWER_S)
@@ -182,7 +182,7 @@ def output(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
-    """Report errors as `output` does, for a verb that trains: keep a training's time limit for stores and all logs."""
+    """Report errors as `output` does, for a verb that trains: change neither the time limit of stores nor the logs."""
     out = Output(as_json)
     try:
         yield out
@@ -193,7 +193,7 @@ def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
 
 @contextmanager
 def _only_our_log() -> Iterator[None]:
-    """Keep the logs of other packages off the screen; their errors reach the user as one line of ours."""
+    """Show only the logs of ckpt_tasks: an error of another package reaches the user in one of our messages."""
     ours, silence, shown = logging.getLogger("ckpt_tasks"), logging.NullHandler(), logging.StreamHandler()
     logging.getLogger().addHandler(silence)
     ours.addHandler(shown)
@@ -219,7 +219,8 @@ def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest:
 class Column(NamedTuple):
     """A column: its key in --json (None: only for people), its heading in a terminal (None: only in --json), its value.
 
-    `words` writes the value for people. A column of numbers is right-aligned; neither it nor a `whole` one wraps.
+    `words` writes the value for people. `numbers` are right-aligned; columns of `numbers` and `whole` columns never
+    wrap.
     """
 
     key: str | None
@@ -231,17 +232,17 @@ class Column(NamedTuple):
 
 
 def column(heading: str, value: str | Callable[[Any], Any], words: Callable[[Any], Any] = str, **how: Any) -> Column:
-    """Return a column for people; `value` may be the name of an attribute."""
+    """Return a column that --json leaves out; `value` may be the name of an attribute."""
     return Column(None, heading, attrgetter(value) if isinstance(value, str) else value, words, **how)
 
 
 def row_facts(columns: Sequence[Column], rows: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the rows in the form that --json prints."""
+    """Return the rows as --json prints them."""
     return [{one.key: one.value(row) for one in columns if one.key is not None} for row in rows]
 
 
 def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable[[Any], str] | None = None) -> Table:
-    """Make a table in the common style; `style` styles a row. Foreign control characters are escaped."""
+    """Make a table in the common style, with control characters escaped; `style` returns the style of a row."""
     made, shown = plain_table(), [one for one in columns if one.heading is not None]
     for one in shown:
         kept = one.numbers or one.whole
@@ -300,7 +301,7 @@ def _print_error(error: CkptError, out: Output) -> None:
         except ConfigError:
             typer.echo(text, err=True)
         return
-    # A SiteError ends with several lines of a log.
+    # Keep the line breaks of a SiteError, which ends with several lines of a log.
     text = str(error) if isinstance(error, SiteError) else printable(str(error))
     console(stderr=True).print(rendered([("error: ", "bold red"), text]), soft_wrap=True)
 
@@ -310,7 +311,7 @@ _SHOWN_AFTER_S = 0.5  # Shorter reads need no bar.
 
 @contextmanager
 def reading(out: Output, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show progress, rate and time left while the block reads; yield a callback that takes the bytes of each read.
+    """Show progress, rate and time left while the block reads; yield a callback for the size of each read in bytes.
 
     The bar appears on stderr after half a second, only on a terminal, and disappears at the end.
     """

@@ -1,4 +1,4 @@
-"""`ckpt report` and `ckpt plan`: where a run's time went, and how often it should save by its own measurements."""
+"""`ckpt report`, `metrics` and `plan`: where a run's time went, its metrics, and how often the run should save."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ SvgOption = Annotated[Path | None, option("--svg", "FILE", "also draw the curve 
 def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
     """Print where a run's time went, and write its HTML report.
 
-    One HTML file: the run on a time line (loss, evaluations, commits, failures, resumes), and its goodput: the share of
-    its time that went into the training its result is made of, and where the rest went. It replaces an older report,
-    but no other file.
+    The HTML file shows the run on a time line (loss, evaluations, commits, failures, resumes), and its goodput: the
+    share of its time that went into training that is part of the result, and where the rest went. Replaces an older
+    report, but no other file.
     """
     from ckpt_tasks.ledger.curve import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline
@@ -118,7 +118,7 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# This many characters stand for the largest sum.
+# The bar of the largest sum has this many characters.
 _CURVE_BAR = 28
 _REACH, _ROWS = 8.0, 13
 
@@ -133,7 +133,7 @@ class _Planned:
     overhead_cap: float
     # None if the store has no known limit.
     space: Forecast | None
-    # The user gives this number: the ledger does not have a run's policy.
+    # The user gives this number, since the ledger does not have a run's retention policy.
     keeps: int | None
 
     @property
@@ -152,10 +152,10 @@ def metrics(
 ) -> None:
     """Print metrics of the runs in DIR, or send them by OTLP.
 
-    DIR is a run, or holds runs. They go into a file for node-exporter's textfile collector, or to the terminal; with
-    --port they are served at /metrics until Ctrl-C; with --otlp they are sent once, to the collector that
-    OTEL_EXPORTER_OTLP_ENDPOINT names. They are read from the ledgers: nothing is asked of a training.
-    deployments/alerts.yaml has an alert for each metric that needs somebody to act.
+    DIR is a run, or holds runs. With --out, writes a file for node-exporter's textfile collector; with --port, serves
+    the metrics at /metrics until Ctrl-C; with --otlp, sends them once to the collector that OTEL_EXPORTER_OTLP_ENDPOINT
+    names. Reads only the ledgers, and asks no training process. deployments/alerts.yaml has an alert for each metric on
+    which somebody must act.
     """
     from threading import Event
 
@@ -202,8 +202,8 @@ def plan(
 ) -> None:
     """Print how often the run in DIR should save.
 
-    Computes the interval at which waiting for saves and repeating lost work cost least together, from the cost of the
-    run's newest saves and its failures so far; shows what other intervals would cost.
+    Computes the interval at which waiting for saves and repeating lost work together cost least. Uses the cost of the
+    run's newest saves and its failures so far. Also shows what other intervals would cost.
     """
     from ckpt_tasks.ledger.observing import observe
     from ckpt_tasks.reading.reading import open_run

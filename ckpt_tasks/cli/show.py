@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _NOTES_SHOWN = 8
-# The limit for a field of a note, in characters: the note of an early stop has every evaluation.
+# Cut a field of a note after this many characters: the note of an early stop has every evaluation.
 _NOTE_LETTERS = 200
 _OBJECTS_SHOWN = 10
 _OF_NOTES = ("kind", "note", "at", "n")
@@ -137,7 +137,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["metrics"]:
         yield "metrics", _named(facts["metrics"])
     yield "went on from", parent
-    # Old checkpoints have only versions.
+    # An old checkpoint's environment has only versions.
     yield from ((name, environment[name]) for name in _OWN_LINES if name in environment)
     yield "environment", ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _OWN_LINES)
     yield "digest", f"{facts['manifest_digest']} in ledger entry {facts['ledger_entry']}"
@@ -154,7 +154,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Iterator[Any]:
-    """Yield all objects if they are few, else the number of objects in each group, and the largest objects."""
+    """Yield a table of all objects if they are few, else a summary by group and a table of the largest objects."""
     summary, shown = _summary(place, objects), objects
     if not every and len(objects) > summary.row_count + _OBJECTS_SHOWN:
         yield summary
@@ -166,7 +166,7 @@ def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Itera
 
 
 def _summary(place: str, objects: list[Mapping[str, Any]]) -> Any:
-    """Return one row for the objects of each group, and one for those that it reuses of older checkpoints."""
+    """Make a table: per group, one row for its own objects, and one for those that it reuses of older checkpoints."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for record in objects:
         file = record["name"].rpartition("/")[2]
@@ -200,10 +200,10 @@ OrderOption = Annotated[bool, option("--order", None, "print the samples as they
 def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_json: JsonOption = False) -> None:
     """List the samples that made DIR@STEP.
 
-    They are the samples that a ResumableLoader or ResumableSampler in the state has given to all ranks, as ranges of
-    sample numbers: for each epoch, and by how often they were seen. Samples that a rollback has undone or skipped are
-    not listed. A stream does not number its samples, so only counts are shown. Only the checkpoint's manifest and index
-    are read.
+    Lists the samples that a ResumableLoader or ResumableSampler in the state has given to all ranks, as ranges of
+    sample numbers: for each epoch, and by how often they were seen. Leaves out samples that a rollback has undone or
+    skipped. Shows only counts for a stream, which does not number its samples. Reads only the checkpoint's manifest and
+    index.
     """
     from ckpt_tasks.reading.opening import open_checkpoint
 

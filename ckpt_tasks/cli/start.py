@@ -1,4 +1,4 @@
-"""`ckpt init`, `train`, `evaluate`, `up` and `down`: a project, its training, and the server and worker beside it."""
+"""`ckpt init`, `train`, `run`, `evaluate`, `up` and `down`: a project, its training, and its server and worker."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ _PARTS = (column("part", "name", whole=True), column("state", "status"), column(
 def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: JsonOption = False) -> None:
     """Write a project that runs at once.
 
-    It holds a program with a small example of a model and its data for you to replace, deployments, and a test that
-    kills the training and resumes it. DIR must be new or empty.
+    The project has a program with a small example of a model and its data, which you replace; deployments; and a test
+    that kills the training and resumes it. DIR must be new or empty.
     """
     from ckpt_tasks.deploying.project import PROGRAM, write_project
 
@@ -132,7 +132,7 @@ def train(
     """Train a program; the same command resumes it.
 
     MODULE:PROGRAM is a class, or a function that returns an object, with `state`, `train_step()` and `evaluate(suite)`.
-    The working directory is searched for the module first. `ckpt init` writes a program to start from.
+    Python looks for the module in the working directory first. `ckpt init` writes a program to start from.
     """
     name = program or named or EXAMPLE
     with report_errors(as_json) as out:
@@ -211,9 +211,9 @@ def run(
 ) -> None:
     """Train a plain script as it is; the same command resumes it.
 
-    SCRIPT has one loop over epochs and in it one over a DataLoader. What the loop changes is found and saved: model,
-    optimizer, schedules, the best loss, sums and histories. Where that is not sure, the script is refused before it
-    runs, with the two lines to write into it. Options of ckpt come before SCRIPT, those of the script behind it.
+    SCRIPT has one loop over epochs, and inside it one over a DataLoader. ckpt finds and saves what the loops change:
+    model, optimizer, schedules, the best loss, sums and histories. If ckpt cannot be sure, it refuses the script before
+    it runs, and prints the two lines to write into it. Options of ckpt come before SCRIPT, its own options after it.
     """
     with report_errors(as_json):
         if not script.is_file():
@@ -262,7 +262,7 @@ def evaluate(
 
 
 def check_example(config: CheckpointConfig) -> None:
-    """Raise ConfigError if no program is named and the run trains another program than the example."""
+    """Raise ConfigError if the run trains another program than the example, which is the default program."""
     from ckpt_tasks.reading.reading import run_of
     from ckpt_tasks.session.forked import trains
 
@@ -278,9 +278,10 @@ def check_example(config: CheckpointConfig) -> None:
 def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
     """Start a Prefect server, a worker and the deployments here.
 
-    What is up already is left alone; the same command restarts what died. The deployments are those of prefect.yaml in
-    the working directory, or else the example's. Returns when server and worker answer. The server asks for a password,
-    in a file that only you can read. A server that PREFECT_API_URL names is used, and never stopped.
+    Leaves running parts alone; the same command restarts parts that died. Deploys what prefect.yaml in the working
+    directory lists, or else the example. Returns when server and worker answer. The server asks for a password, in a
+    file that only you can read. Uses the server that PREFECT_API_URL names, if any; `ckpt down` stops only what `ckpt
+    up` started.
     """
     with report_errors(as_json) as out:
         with importing_prefect():

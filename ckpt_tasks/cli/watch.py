@@ -1,4 +1,4 @@
-"""`ckpt watch` and `ckpt serve`: follow a run while it trains, in a terminal, and all runs on a page."""
+"""`ckpt watch` and `ckpt serve`: follow a run in a terminal while it trains, and all runs on a web page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.timeline import Moment
     from ckpt_tasks.reading.reading import Run
 
-_FIRST = 256  # The first curve reads this many entries.
+_FIRST = 256  # The first curve is read from this many entries.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
@@ -42,7 +42,7 @@ EveryOption = Annotated[float, option("--every", "SECONDS", "how often to look")
 def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
     """Follow a run: its step, rate, commits, owner and loss.
 
-    Ctrl-C ends it. It only reads: the run does not notice. Without a terminal it prints one line for each event.
+    Ctrl-C ends the watch. Only reads: the training does not notice. Without a terminal, prints one line per event.
     """
     from ckpt_tasks.reading.reading import open_run
 
@@ -142,7 +142,7 @@ class _Course:
         return _event(event)
 
     def _owner(self) -> list[dict[str, Any]]:
-        """Return an event if the owner's heartbeat has become old, or is renewed again."""
+        """Return an event that says whether the owner is alive: at the first call, and after each change."""
         from ckpt_tasks.ledger.ownership import identify, why_free
 
         owner = self._head.state.owner
@@ -277,9 +277,9 @@ def serve(
 ) -> None:
     """Serve a page of all runs.
 
-    A live table with search, curves of chosen runs over each other, and all that a report says of a run, until Ctrl-C.
-    It only reads, and works without a network. /metrics has the runs' metrics for Prometheus. At an address that others
-    can reach, every request needs a token: that of the variable CKPT_SERVE_TOKEN, or one that is made and printed.
+    The page has a live table with search, curves of chosen runs over each other, and all that a report says of a run.
+    Serves until Ctrl-C, only reads, and works offline. /metrics has the runs' metrics for Prometheus. At an address
+    that other hosts can reach, every request needs a token: CKPT_SERVE_TOKEN, or else a new token, which is printed.
     --json prints the table and ends.
     """
     from ckpt_tasks.serving.access import is_loopback
