@@ -49,7 +49,7 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A request of the command line: train a program to `steps` on `ranks`, in tasks of `batch_steps` or 30 s.
+    """A request of the command line: train a program until step `steps`, in tasks of `batch_steps` steps or of 30 s.
 
     `place` describes rank 0 among the ranks that another launcher has started; None without a launcher.
     """
@@ -69,7 +69,7 @@ class Training:
     def check(self) -> None:
         """Check without a server: find the program, compare it with the run's program, and check its parameters.
 
-        Raises CkptError. Also makes the fork, if one is requested.
+        Raises CkptError. Also makes the fork if `fork_from` names a checkpoint.
         """
         BatchLength(steps=self.batch_steps)
         check_ranks(self.ranks, self.engine, self.min_ranks, self.peer_copies)
@@ -80,7 +80,7 @@ class Training:
         find_program(self.program, effective_params(factory, recorded_params(self.config), self.params))
 
     def run(self) -> None:
-        """Run the flow, or continue the flow run of the last start if a launcher has started this process again."""
+        """Run the flow; if a launcher has started this process again, continue the flow run of its last start."""
         parameters: dict[str, Any] = {
             "run_key": str(self.config.run_key),
             "total_steps": self.steps,
@@ -121,7 +121,7 @@ class Ended:
 def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
     """Train a run and evaluate its newest checkpoint, with output for people; `again` is the command that resumes it.
 
-    Raises CkptError, if possible before a server is started.
+    Raises CkptError, if possible before it starts a server.
     """
     results: list[EvaluationResult] = []
     out, config = Screen(stderr=stderr), training.config
@@ -199,7 +199,7 @@ def _check_owner(config: CheckpointConfig) -> None:
 
 
 def _live_owner(config: CheckpointConfig) -> Owner | None:
-    """Return the owner if it is a flow run that certainly lives on this system; None otherwise."""
+    """Return the owner if it is the process of a flow run, and certainly lives on this system; None otherwise."""
     try:
         owner = run_of(config).head().state.owner
     except CheckpointNotFoundError:
@@ -223,7 +223,7 @@ def _check_server(url: str) -> None:
 
 
 def _check_password(client: SyncPrefectClient, url: str) -> None:
-    """Raise SiteError if the server needs a password that the settings lack; its health check needs none."""
+    """Raise SiteError if the server needs a password that the settings lack; the health check needs no password."""
     try:
         client.request("GET", "/admin/version")
     except httpx.HTTPStatusError as error:
@@ -238,7 +238,7 @@ def _check_password(client: SyncPrefectClient, url: str) -> None:
 def _prefect(out: Console) -> Iterator[None]:
     """Start the embedded server if needed; in the block print only warnings of tasks, not the rest of Prefect's log.
 
-    If the user has set Prefect's log level, its log stays as it is.
+    If the user has set Prefect's log level, Prefect's log stays as it is.
     """
     quiet = "level" not in get_current_settings().logging.model_fields_set
     for handler in logging.getLogger().handlers if quiet else ():
@@ -283,7 +283,7 @@ class _Warnings(logging.Handler):
 
 
 class _StoppedError(BaseException):
-    """SIGTERM came before or after the flow."""
+    """Raised for a SIGTERM that comes before or after the flow."""
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
@@ -294,7 +294,7 @@ def _raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
 def _exit_status() -> Iterator[list[int]]:
     """Yield a list whose item becomes the exit status: 130 or 143 after a signal, else 0.
 
-    A flow's error that is a user's mistake becomes a CkptError.
+    Turns an Abort, failed evaluations and wrong parameters into a CkptError, and a CrashError into its cause.
     """
     status = [0]
     # Prefect forwards SIGTERM to the previous handler. The default handler would end the process at once and leave the

@@ -1,4 +1,4 @@
-"""Choose what starts the ranks of a flow, from the flow's parameters."""
+"""Choose the engine that starts the ranks of a flow, by the flow's parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_engine(name: str, ranks: int, min_ranks: int | None = None, peer_copies
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
 
     Returns None for one rank on this host, which needs no engine. Never starts a cluster. Raises ConfigError for
-    options that do not fit together, without an address, or if Ray is not installed.
+    options that do not fit together, without a cluster's address, or if Ray is not installed.
     """
     check_ranks(ranks, name, min_ranks, peer_copies)
     if name == "local":

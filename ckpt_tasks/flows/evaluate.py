@@ -48,11 +48,11 @@ def evaluate(
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
     this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits up to `follow_s`
-    seconds for a run that does not exist yet, and then looks for new commits until none has been pending for as long.
-    The flow's task runner evaluates pending checkpoints side by side; their errors are raised at the end of the flow. A
-    checkpoint is not pruned while it is evaluated; one that is already gone is skipped. A recorded result is returned
-    unchanged. `promote` ("module:function") is called with the run's best checkpoint and `promote_params` if this flow
-    run evaluated that checkpoint or `which` names it.
+    seconds for a run that does not exist yet, and then looks for new commits until no checkpoint was pending for
+    `follow_s` seconds. The flow's task runner evaluates pending checkpoints side by side; the flow raises their errors
+    at its end. No prune removes a checkpoint while it is evaluated. The flow skips a checkpoint that is gone, and
+    returns a recorded result unchanged. It calls `promote` ("module:function") with the run's best checkpoint and
+    `promote_params` if it evaluated that checkpoint or `which` names it.
     """
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     if follow_s:

@@ -57,7 +57,7 @@ class _Unbroken:
 class Screen(Console):
     """A console that prints texts literally: brackets are no markup, and control codes do not move the cursor.
 
-    It drops text that it cannot write, so that training continues if its reader has left or the disk is full.
+    Drops text that it cannot write: training continues if no process reads the output, or if the disk is full.
     """
 
     def __init__(self, *, stderr: bool = False, file: Any = None, **options: Any):
@@ -70,7 +70,7 @@ class Screen(Console):
 
 
 class _Line:
-    """A line that changes on a terminal; elsewhere a new line every 10 s. In the block `watched` holds this object."""
+    """A line that changes on a terminal; elsewhere a new line every 10 s. In the block, `watched` holds this object."""
 
     def __init__(self, out: Console, watched: ContextVar[Any], first: str, *, stays: bool):
         self._out = out
@@ -113,7 +113,7 @@ class LiveLine(_Line):
         """Show the progress of a completed step."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # The time since the start is not the time of the first step.
+        if self._pace_s is None:  # `wall_s` includes the time before the first step.
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))

@@ -28,7 +28,7 @@ class BatchResult:
 
 
 def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
-    """Make the task that trains from one step to another; call it and do not submit it, so that signals reach it."""
+    """Make the task that trains from one step to another; call the task, do not submit it: then signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 
     def steps(start: int, end: int) -> BatchResult:
@@ -49,7 +49,7 @@ def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: fl
         )
         return done
 
-    name = "steps {start} to {end}"  # Prefect's page of a run shows no dash except ASCII's.
+    name = "steps {start} to {end}"  # Prefect's page of a run shows only ASCII's dash.
     return attempted_task(
         steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
     )

@@ -38,7 +38,7 @@ from ckpt_tasks.session.session import ProgramSession
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The run's position, how many steps this flow run trained, and its last metrics (empty if it trained none).
+    """The run's position, how many steps this flow run trained, and its last metrics (empty if it trained no step).
 
     `stopped_because` is the reason of an early stop; None without one.
     """
@@ -73,12 +73,12 @@ def train(
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
-    The run is cut into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is one task: it restores
-    if needed, trains, and ends with a commit. A failed batch is retried up to `retries` times. However this flow run
-    ends, another one with the same `run_key` and directory continues from the newest good checkpoint. If the store or
-    Prefect's API does not answer, it ends as crashed, so that it is resumed. A new run begins with the checkpoint
-    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a number
-    of batches). `early_stop` suspends the flow run after a batch. docs/RANKS.md explains the last four parameters.
+    The flow cuts the run into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is a task that
+    restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
+    ends, another with the same `run_key` and directory continues from the newest good checkpoint. If the store or
+    Prefect's API does not answer, this flow run ends as crashed, and is resumed. A new run begins with the checkpoint
+    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a count).
+    `early_stop` suspends the flow run after a batch. docs/RANKS.md explains the last four parameters.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):
@@ -138,7 +138,7 @@ def _begin(
     fork_from: str | None,
     back: tuple[int | None, str | None],
 ) -> dict[str, Any]:
-    """Check the program against the run, which may begin as a fork or roll back; return its parameters.
+    """Check the program against the run, after a fork or a rollback if requested; return the program's parameters.
 
     `back` is the step to roll back to, and the batches to skip.
     """

@@ -46,8 +46,8 @@ class Pruned:
 def verify_run(config: CheckpointConfig) -> Verified:
     """Verify every checkpoint, ledger entry and evaluation of a run, except checkpoints that are pruned meanwhile.
 
-    The run keeps the result, if it can be written.
-    Raises CheckpointNotFoundError if there is no run, RunMismatchError if it is another run.
+    Records the result in the run if possible. Raises CheckpointNotFoundError if there is no run, and RunMismatchError
+    if the directory has another run.
     """
     history = run_of(config).history
     run_faults = verify_run_directory(history)
@@ -64,7 +64,7 @@ def verify_run(config: CheckpointConfig) -> Verified:
 
 
 def check_good(verified: Verified, run_key: str) -> None:
-    """Raise IntegrityError with every fault, if any."""
+    """Raise IntegrityError, which lists every fault, if there is a fault."""
     if verified.faults:
         raise IntegrityError(
             f"the run {run_key} is damaged: {'; '.join(verified.faults)}",
@@ -85,7 +85,7 @@ def check_drilled(drill: Drill, run_key: str) -> None:
 def prune_run(config: CheckpointConfig) -> Pruned | None:
     """Prune a run by its policy; return None if the run is training, since it prunes itself.
 
-    A run that may be training on another host is not pruned, however old its heartbeat is.
+    Does not prune a run that may be training on another host, however old its heartbeat is.
     """
     if why_free(run_of(config).head().state.owner, identify(None), None, math.inf) is None:
         return None
@@ -126,8 +126,8 @@ def upkeep(
     """Verify every byte of the run `run_key`, then prune it by the policy in `checkpoint`.
 
     If anything is damaged, the flow run fails, lists every fault, and prunes nothing: a damaged checkpoint may be the
-    only one that is left. With `restore_drill` the newest checkpoint is also restored into its program, or into
-    `program`, in fresh processes of this host; the flow run fails if it cannot be.
+    only one that is left. `restore_drill` also restores the newest checkpoint into the run's program, or into
+    `program`, in fresh processes of this host; if this is impossible, the flow run fails and prunes nothing.
     """
     config = config_of_run(checkpoint, run_key)
     verified = verify(config)

@@ -1,7 +1,7 @@
 """Resume crashed flow runs that the automations missed: the deployment `watch/byte-lm`.
 
 An automation acts on events, and events can be lost: a server on SQLite drops some under load, and a server that dies
-loses the latest ones. This flow looks at states, which are stored.
+loses the latest events. This flow reads states, which the server stores.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def watch(
 ) -> Watched:
     """Resume the flow runs with `tag` that crashed at least `crashed_s` seconds and at most a day ago.
 
-    A flow run is resumed until it has started `max_runs` times; if it never began, because the server was too busy, it
-    is resumed ten times. A running flow run without a heartbeat for `silent_s` seconds is marked as crashed, and
-    resumed next time. So is a flow run that waits for a retry in a process that is gone, and a flow run that is pending
-    for `pending_s` seconds because its worker died; on a cluster, the start of a process may take long. A flow run that
-    was being cancelled when its host died is marked as cancelled after `silent_s`.
+    A flow run is resumed until it has started `max_runs` times; if it never began, because the server was too busy, at
+    most ten times. A flow run is marked as crashed, and resumed by the next watch, if it runs without a heartbeat for
+    `silent_s` seconds, if it waits for a retry in a process that is gone, or if it is pending for `pending_s` seconds
+    because its worker died; on a cluster, the start of a process may take long. A flow run whose host died during its
+    cancellation is marked as cancelled after `silent_s` seconds.
     """
     log = get_run_logger()
     limits = Limits(crashed_s=crashed_s, silent_s=silent_s, pending_s=pending_s, max_runs=max_runs)

@@ -1,8 +1,8 @@
 """Find flow runs on which no process works, by their stored states instead of events, and start them again.
 
 Workers ignore a flow run that waits for a retry in its own process (`retry_type`), even if that process is gone. They
-also ignore its later waits of any kind, until it leaves a final state (Prefect 3.8.8, issue 22847). So such a flow run
-is marked as crashed before it is started again.
+also ignore every later wait of the flow run, until it leaves a final state (Prefect 3.8.8, issue 22847). So this module
+marks such a flow run as crashed before it starts the flow run again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpt_tasks.orchestration.early_stop import RESUMED
 
 _MOST_UNBEGUN = 10  # A flow run that never begins is resumed at most this often.
 _PAGE = 200  # The server's limit for one answer.
-_SKEW = timedelta(minutes=1)  # A later time was written before the clock was set back.
+_SKEW = timedelta(minutes=1)  # A time further in the future was written before the clock was set back.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Limits:
 class Abandoned:
     """A flow run on which no process works; `why` says how this is known, `due` what to do.
 
-    `due` is "resume" if it has crashed, "crash" or "cancel" if its process is gone, "worker" if no worker takes it.
+    `due`: "resume" if it has crashed, "crash" or "cancel" if its process is gone, "worker" if no worker takes it.
     """
 
     run: FlowRun
@@ -137,7 +137,7 @@ class _Look:
 def start_again(client: SyncPrefectClient, run_id: UUID, why: str) -> bool:
     """Schedule an abandoned flow run as if it had crashed; return False if the server refuses.
 
-    Does nothing and returns False if the flow run waits, has ended otherwise, or may only be started by a person.
+    Does nothing and returns False if the flow run waits, has ended in another way, or may be started only by a person.
     """
     state = client.read_flow_run(run_id).state
     if state is None or state.type not in (StateType.CRASHED, StateType.RUNNING, StateType.PENDING):

@@ -57,9 +57,9 @@ class RunPages:
 
     A run on many ranks also has "<run>-ranks": one line for each gang of this process (`gangs`).
 
-    Each artifact is created once per flow run, even if that is started again, and then updated: the progress at most
-    every 5 s, the others at most every 2 min. All are updated at the end of the block, unless a signal or an error of
-    the store ended it; a block that completed tries again for some seconds.
+    Creates each artifact once per flow run, even if the flow run is started again, and then updates it: the progress at
+    most every 5 s, the others at most every 2 min. Also updates all at the end of the block, unless a signal or an
+    error of the store ended the block; after a completed block, retries for 8 s.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class RunPages:
             if not self._warned:
                 get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
-            return isinstance(error, CkptError)  # After an error of the run itself, another try would fail, too.
+            return isinstance(error, CkptError)  # Another try would repeat an error of the run itself.
         self._pause_s = _PAUSE_S
         return True
 

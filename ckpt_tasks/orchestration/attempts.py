@@ -189,11 +189,11 @@ def resumable_task(
     hooks: AttemptHooks | None = None,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Make a function a Prefect task that continues where its last committed attempt ended.
+    """Turn a function into a Prefect task that continues where its last committed attempt ended.
 
-    `state` is restored before the first attempt in this process and after a failed attempt. After an attempt it is
-    committed: at the step that the body reported through `ckpt.step()`, else at position + 1. A failed attempt is
-    recorded in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes after
+    The task restores `state` before the first attempt in this process and after a failed attempt, and commits it after
+    an attempt: at the step that the body reported through `ckpt.step()`, else at position + 1. It records a failed
+    attempt in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes after
     `retry_delay_seconds`, each further one after twice the delay (at most 60 s), with jitter. A failure that no retry
     can repair (`PERMANENT`) is not retried. `options` are passed to `prefect.task`.
 
@@ -307,7 +307,7 @@ def _attempt_number() -> int:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames in an error's tracebacks: their locals are batches, activations and models."""
+    """Clear the frames in an error's tracebacks, which hold batches, activations and models in memory."""
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:

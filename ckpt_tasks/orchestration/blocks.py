@@ -31,9 +31,9 @@ _IMAGES = "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1f
 
 
 class CheckpointStore(Block):
-    """A location for checkpoints, with its credentials; raises ConfigError, never with a secret in its message.
+    """A location for checkpoints, with its credentials; its ConfigErrors never contain a secret.
 
-    `secrets` are merged over `storage_options` when the store is opened, and replace equal options.
+    When the store is opened, `secrets` are merged into `storage_options`, and replace options of the same name.
     """
 
     # Validation errors must not show a secret, and a misspelled field is an error.
@@ -81,7 +81,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
         return values
 
     def block_initialization(self) -> None:
-        """Check the location and the options when Prefect calls this after validation; raises ConfigError."""
+        """Check the location and the options (Prefect calls this after validation); raise ConfigError for a bad one."""
         for where in secret_options(self.storage_options):
             raise ConfigError(f"{where} holds a secret that everyone can read", hint="Put it under secrets.")
         scheme, separator, path = self.url.partition("://")
@@ -95,8 +95,8 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
     def location(self, below: str = "", run_key: str | None = None) -> Location:
         """Return the block's location, or the location of the path `below` it.
 
-        {run_key} in the URL is replaced by `below`, or by `run_key` if `below` is empty. Raises ConfigError if both are
-        empty then, or if `below` is not a path below the block's own.
+        Replaces {run_key} in the URL by `below`, or by `run_key` if `below` is empty. Raises ConfigError if the URL has
+        {run_key} and both are empty, or if `below` is not a path below the block's own.
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):

@@ -12,7 +12,7 @@ from ckpt_tasks.storage.secrets import secret_options
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 _log = logging.getLogger("ckpt_tasks")
-_FIRST_STEPS = 10  # No step has been timed before the first batch.
+_FIRST_STEPS = 10  # The length of the first batch, before which no step has been timed.
 _GROWTH = 8  # A batch is at most this many times as long as the last: the first steps after a start are slow.
 
 

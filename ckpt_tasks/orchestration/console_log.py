@@ -12,8 +12,8 @@ from ckpt_tasks.logs import unread
 class UnreadConsole(PrefectConsoleHandler):
     """Prefect's console, which continues when its reader has closed the pipe: rich would end the process.
 
-    PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS names it in the jobs of our deployments, so that `prefect flow-run execute`
-    outlives the worker that reads its output.
+    The jobs of our deployments name this class in PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS, so that `prefect flow-run
+    execute` outlives the worker that reads its output.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,8 +1,9 @@
 """Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
 
 An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
-batch ends; after that an automation misses them, marks the flow run as crashed, and starts it: the new start suspends
-it again. If a person cancels a crashed flow run just before an automation resumes it, the new start cancels it again.
+batch ends; then an automation misses the heartbeats, marks the flow run as crashed, and starts it: the new start
+suspends it again. If a person cancels a crashed flow run just before an automation resumes it, the new start cancels
+it again.
 
 The ledger holds every evaluation; its older entries hold the evaluations of pruned checkpoints. A note summarises the
 entries before it, so that a process reads at most a few hundred entries.
@@ -42,8 +43,8 @@ def stay_as_decided() -> None:
     """Suspend or cancel the current flow run again if an automation started it after a suspension or cancellation.
 
     The flow run's history shows such a start: a state Crashed after Suspended, or the automation's start after
-    Cancelled. A person who resumes or retries the flow run leaves another history: then this does nothing, nor does it
-    without a deployment. Otherwise raises Prefect's Pause or Abort, which end this process.
+    Cancelled. Does nothing if a person resumed or retried the flow run, which leaves another history, or if it has no
+    deployment. Otherwise raises Prefect's Pause or Abort, which end this process.
     """
     if deployment.id is None or flow_run.run_count < 2:
         return
@@ -84,8 +85,8 @@ class EarlyStopping:
     def check(self) -> bool:
         """Return True if the run should stop now; call this when everything is committed.
 
-        A run that continues after a stop has its full patience again: only later evaluations count. If the store or
-        Prefect does not answer, returns False; the end of the next batch checks again.
+        After a stop, a run that continues has its full patience again: only later evaluations use it up. If the store
+        or Prefect does not answer, returns False; the end of the next batch checks again.
         """
         try:
             return self._rule is not None and self._check(self._rule)
@@ -136,7 +137,7 @@ class EarlyStopping:
         self._noted_n = self._next_n
 
     def _read(self, rule: EarlyStop) -> None:
-        """Read new ledger entries, newest first, down to those that the newest note summarises."""
+        """Read new ledger entries, newest first, down to the entries that the newest note summarises."""
         if self._history is None:
             self._history = run_of(self._ckpt.config).history
         next_n = self._history.head().next_n

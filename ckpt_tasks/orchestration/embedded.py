@@ -26,7 +26,7 @@ from ckpt_tasks.errors import SiteError
 # Prefect's own 20 s are too short for a busy machine, and for the first start, which creates the database.
 _PATIENCE_S = 120.0
 
-_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # For the server, and for its clients.
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # One for the server, one for its clients.
 _LOG = "embedded-server.log"
 
 # Arguments: the parent's id, the descriptor of the socket, and the URL, which is only for readers of process lists.

@@ -100,8 +100,8 @@ def crashes_while_the_store_is_away(*, reached: bool) -> Iterator[None]:
     """End a deployment's flow run as crashed if the block fails because the store is overloaded or does not answer.
 
     `reached`: the store has answered this process before. If not, the first start of a flow run fails, since its
-    endpoint may be misspelled. An error that a person must fix (expired credentials, a full store) fails too, and so
-    does a flow run without a deployment, which no automation resumes.
+    endpoint may be misspelled. The flow run also fails after an error that a person must fix (expired credentials, a
+    full store), and if it has no deployment, since no automation resumes it then.
     """
     try:
         yield

@@ -106,7 +106,7 @@ class Evaluator:
         except CheckpointNotFoundError:
             return _result(checkpoint, self.suite, {}, "pruned")
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # Their locals are models, and the flow keeps the error.
+            traceback.clear_frames(error.__traceback__)  # The frames hold models, and the flow keeps the error.
             raise
         if result.new:
             announce_evaluation(run, self.location.url, checkpoint, self.suite, result.metrics)
@@ -114,7 +114,7 @@ class Evaluator:
 
 
 class Rounds:
-    """Finds pending checkpoints in rounds: at most `limit` in all, until none was pending for `follow_s` seconds."""
+    """Finds pending checkpoints in rounds, at most `limit` in all, until none is pending for `follow_s` seconds."""
 
     def __init__(self, limit: int | None, follow_s: float):
         if limit is not None and limit < 1:
@@ -126,7 +126,7 @@ class Rounds:
         self._follow_s = follow_s
 
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
-        """Yield lists of checkpoints that a suite has not evaluated, newest first; each once, even if that fails.
+        """Yield lists of checkpoints that a suite has not evaluated, newest first; none twice, even after an error.
 
         Ends earlier if the owner has released the run: the next start of training starts another flow run like this.
         """
@@ -170,8 +170,8 @@ def evaluate_checkpoint(
 ) -> EvaluationResult:
     """Evaluate a checkpoint once per suite; a second call returns the recorded result and changes nothing.
 
-    The program is built with `params`, and with the run's recorded parameters for all others (`effective_params`). Only
-    its modules are restored (its whole state if it has none). Raises ProgramError, CheckpointNotFoundError if the
+    Builds the program with `params`, and with the run's recorded parameters for all others (`effective_params`).
+    Restores only its modules (its whole state if it has none). Raises ProgramError, CheckpointNotFoundError if the
     checkpoint has been pruned, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
@@ -187,7 +187,7 @@ def evaluate_checkpoint(
 
 
 def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> EvaluationResult | None:
-    """Return the recorded result of a suite for a checkpoint; None if there is none."""
+    """Return the recorded result of a suite for a checkpoint; None if the suite has not evaluated it."""
     for evaluation in run.evaluations():
         if evaluation.suite == suite and evaluation.manifest_digest == checkpoint.manifest_digest:
             return _result(checkpoint, suite, evaluation.metrics, "known")
@@ -256,7 +256,7 @@ def _find(name: str) -> Callable[..., object]:
 
 
 def export_best(run: Run, checkpoint: Checkpoint, result: EvaluationResult, *, out: str) -> None:
-    """Write the checkpoint's modules to the safetensors file `out`, replacing it; "{run_key}" in `out` is filled in.
+    """Write the checkpoint's modules to the safetensors file `out`, or replace it; `out` may contain "{run_key}".
 
     Readers see the old file or the new one, never part of it.
     """

@@ -91,11 +91,11 @@ def announce_evaluation(
 
 @contextmanager
 def delivers_events() -> Iterator[None]:
-    """At the end of the block wait at most 20 s until Prefect's server has the events; drop the rest with a warning.
+    """At the end of the block wait until Prefect's server has the events; drop the rest with a warning.
 
-    Otherwise the process would deliver them one by one at its end, and take 7 s for each if the server is gone.
-    Prefect's engine would then try for five minutes to set the flow run's final state, and raise. So if the server does
-    not answer within another 30 s, raise Prefect's Abort, which sets no state.
+    Waits at most 20 s, or 3 s after a signal or a crash. Otherwise the process would deliver them one by one at its
+    end, and take 7 s for each if the server is gone. Prefect's engine would then try for five minutes to set the flow
+    run's final state, and raise. If the server does not answer within another 30 s, raises Abort, which sets no state.
     """
     patience_s, ended = _STOPPED_S, "completed"
     try:
@@ -123,7 +123,7 @@ def delivers_events() -> Iterator[None]:
 
 @contextmanager
 def client_without_retries(timeout_s: float) -> Iterator[SyncPrefectClient]:
-    """Yield a client of Prefect's server that waits this long for an answer; with retries that could be a minute."""
+    """Yield a client of Prefect's server that waits `timeout_s` for an answer; with retries it could wait a minute."""
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
         get_client(httpx_settings={"timeout": timeout_s}, sync_client=True) as client,

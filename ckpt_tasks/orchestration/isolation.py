@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 _LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # It has the functions of the module `random`, but its own stream.
+_OWN = random.Random()  # This object has the functions of the module `random`, and a stream of its own.
 
 
 def keep_threads_out_of_streams() -> None:
@@ -41,7 +41,7 @@ def _forget_exit_hooks() -> None:
 
 
 def is_prefects(hook: Any) -> bool:
-    """Return True if a hook at the interpreter's exit calls a method of Prefect's, however it is wrapped."""
+    """Return True if a hook at the interpreter's exit calls a method of a Prefect object, also through a wrapper."""
     # Use __class__ instead of type(): Prefect's services may be behind proxies.
     owners = [getattr(function, "__self__", None) for function in _functions_of(hook)]
     return any(

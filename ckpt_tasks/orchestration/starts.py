@@ -80,9 +80,9 @@ def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
 
 
 def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -> FlowRun | None:
-    """Return the flow run of the run's last owner, as pending, to be run again; None if it has ended by itself.
+    """Return the flow run of the run's last owner, set to pending, to run it again; None if it has ended by itself.
 
-    Returns None, too, if that flow run has a deployment or other parameters. A flow run that has crashed, or whose
+    Also returns None if that flow run has a deployment or other parameters. A flow run that has crashed, or whose
     process is gone, is run again.
     """
     with suppress(CheckpointNotFoundError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
@@ -103,7 +103,7 @@ def flow_run_to_go_on(config: CheckpointConfig, parameters: Mapping[str, Any]) -
 
 
 def leave_to_follower(url: str, suite: str) -> None:
-    """End and delete this flow run if an earlier one of its deployment evaluates this run with this suite.
+    """End and delete this flow run if an earlier one of the same deployment evaluates this run with this suite.
 
     The events of a run start such a flow run every ten minutes. Returns if Prefect's API does not answer.
     """

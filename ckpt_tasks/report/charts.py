@@ -134,7 +134,7 @@ def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[s
     """Return values as JSON data; more than `most` values are thinned to the lowest and the highest of each bucket.
 
     A value that is not finite becomes None. Thinned data also has `mean`: the mean of each bucket, at the middle of the
-    bucket; `each` in it is the average number of values in a bucket.
+    bucket; its item `each` is the average number of values in a bucket.
     """
     finite = np.isfinite(value)
     if len(value) <= most:

@@ -58,7 +58,7 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     lines: dict[tuple[bool, int], list[tuple[int, float]]] = {}
     run = 0
     for before, point in zip((None, *curve.steps), curve.steps, strict=False):
-        # A new line begins when training went back, or when the line was abandoned.
+        # A new line begins where training went back, and where an abandoned stretch begins or ends.
         run += before is not None and (point.step <= before.step or point.abandoned != before.abandoned)
         value = point.metrics.get(name)
         if value is not None and abs(value) <= MOST_VALUE:  # This also drops NaN.

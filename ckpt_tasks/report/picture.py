@@ -32,8 +32,8 @@ from ckpt_tasks.report.words import fine_span, number, percent, printable, utc
 _WIDTH, _HEIGHT = 900, 372
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 884, 48, 252  # The positions of the axes.
 _LEGEND = 22
-_STRIP, _THICK = 260, 10  # The strip shows where the time went, in order.
-_SUMS = 328  # The bar shows the sum of each share.
+_STRIP, _THICK = 260, 10  # The position and thickness of the strip, which shows where the time went, in order.
+_SUMS = 328  # The position of the bar, which shows the sum of each share.
 _NAME_SHOWN = 40
 _MIN_SHOWN_PX = 0.5
 _MOST_MARKS = 300

@@ -1,4 +1,4 @@
-"""Metrics of runs for Prometheus, read from their ledgers: no training is asked, and nothing is written."""
+"""Metrics of runs for Prometheus, from their ledgers alone: it asks no training process, and writes nothing."""
 
 from __future__ import annotations
 

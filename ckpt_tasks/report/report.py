@@ -40,7 +40,7 @@ _SAID = {
     "gang": "a gang of ranks began",
     "copied": "copied",
 }
-# The parts of RETURNED in words; the step is that of the first commit after the restore.
+# Headings for the parts in RETURNED.
 _RETURNED_SAID = dict(
     zip(
         RETURNED,
@@ -58,7 +58,7 @@ _MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~&@]|^[-+](?=[-\s]|$)|(?<=\d)[.)](?=\s|$)
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The facts of one run's report; texts are unescaped here: the functions that write the report escape them."""
+    """The facts of one run's report. Its texts are not escaped: the functions that write the report escape them."""
 
     run_key: str
     url: str
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Return one line: the run's step and its goodput."""
+        """The run's step and its goodput, in one line."""
         commits = [commit.moment for commit in self.course.of("commit")]
         at = f"step {commits[-1].step:,}" if commits and commits[-1].step is not None else "no checkpoint yet"
         good = self.course.goodput
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def shares(self) -> list[tuple[str, float, float]]:
-        """Return (name, seconds, part of the wall time) of every share above zero."""
+        """The name, the seconds and the part of the wall time of every share above zero."""
         wall_s = self.course.wall_s or 1.0
         return [(name, s, s / wall_s) for name, s in self.course.seconds.items() if s > 0]
 
@@ -145,9 +145,9 @@ class Report:
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
     def returns(self) -> tuple[list[str], list[list[str]]]:
-        """Return a table's headings and rows: the step, the parts and the sum of the newest restores, newest first.
+        """Return a table's headings and rows: the first commit's step, the parts and the sum of the newest restores.
 
-        A part that no restore has is omitted.
+        The newest restore is first. Omits a part that no restore has.
         """
         newest = self.course.returns[: -_HAPPENINGS_SHOWN - 1 : -1]
         had = {name: head for name, head in _RETURNED_SAID.items() if any(name in parts for _, parts in newest)}
