@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.reading.reading import Run
 
 _STEPS_SHOWN = 100
-# Complete only these names. A shell would split, expand or run any other name; it also completes and quotes such names.
+# Complete only these names. A shell would split, expand or run other names; it completes and quotes those itself.
 _PLAIN = re.compile(r"[\w./+,:%=-]+")
 
 
@@ -113,7 +113,7 @@ class Target(NamedTuple):
         return open_run(self.checkpoint_dir)
 
     def find(self) -> tuple[Run, Checkpoint]:
-        """Open the run and find the checkpoint: without a step, the latest.
+        """Open the run and find the checkpoint; without a step, take the latest.
 
         Raises CheckpointNotFoundError if there is no such run or checkpoint, and ConfigError if "best" has no metric.
         """
@@ -238,7 +238,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 @contextmanager
 def importing_prefect() -> Iterator[None]:
-    """Import Prefect and code that needs it in this block; raise ConfigError if Prefect cannot read its settings."""
+    """Import Prefect and code that needs Prefect in the block; raise ConfigError if its settings cannot be read."""
     try:
         yield
     # OSError: another user owns the file. RuntimeError: no home directory. ValueError: not TOML, or an invalid value.

@@ -246,7 +246,7 @@ def chaos(
     """Run a script through faults, compare its end.
 
     Runs the script twice, each time in a scratch directory; {run} in the command, or CKPT_RUN, gives the script this
-    directory. One run has no faults. The other meets a fault at a random time after a commit: SIGKILL, SIGTERM, a
+    directory. One run has no faults. The other meets faults, each at a random time after a commit: SIGKILL, SIGTERM, a
     pause, a full disk, a slow store, a store that fails as a server does, a clock that is an hour ahead or behind. A
     script that a fault has ended is started again. Only ckpt-tasks sees the faults of store and clock. Exits with 1 if
     the metrics of a step or the last checkpoint differ, or if something is damaged.

@@ -70,10 +70,10 @@ def export(
     """Write DIR@STEP to OUT as safetensors, torch.save or DCP.
 
     Other programs can read the files without this package and without the run. In safetensors files, the tensors of a
-    single module have the names of its state_dict; of several modules, the group's name is a prefix. A torch file holds
-    the state_dict of one group, or those of several by name. torch.load(weights_only=True) reads it; a value that
-    torch.load would refuse is an error. dcp writes a directory; peft writes a directory with an adapter, which
-    PeftModel.from_pretrained loads. Verifies every byte; OUT appears when all of it is good, or not at all.
+    single module have the names of its state_dict; with several modules, each name begins with the group's. A torch
+    file holds the state_dict of one group, or several by the group's name. torch.load(weights_only=True) reads it; a
+    value that torch.load would refuse is an error. dcp writes a directory; peft writes a directory with an adapter,
+    which PeftModel.from_pretrained loads. Verifies every byte; OUT appears when all of it is good, or not at all.
     """
     from ckpt_tasks.copying.export import write_export
 

@@ -72,7 +72,7 @@ def _head(place: Path) -> bytes | None:
 # A store must answer the first request within this time; later requests are retried through longer outages.
 _FIRST_ANSWER_S = 15.0
 _LONGEST_WORD = 20
-_FILE_COLUMNS = 200  # For a file or a pipe: a name that is wrapped cannot be searched for.
+_FILE_COLUMNS = 200  # The width of a file or a pipe, in which a search must find whole names.
 
 
 class Output:
@@ -150,7 +150,7 @@ def _writing() -> Iterator[None]:
 
 
 def from_here(path: str) -> str:
-    """Return a path below the working directory relative to it; return any other path or URL unchanged."""
+    """Return a relative path if a path is below the working directory; return any other path or URL unchanged."""
     place = Path(path)
     return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else path
 
@@ -219,7 +219,7 @@ def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest:
 class Column(NamedTuple):
     """A column: its key in --json (None: only for people), its heading in a terminal (None: only in --json), its value.
 
-    `words` writes the value for people. `numbers` are right-aligned; columns of `numbers` and `whole` columns never
+    `words` writes the value for people. `numbers` are right-aligned; columns of `numbers` and `whole` columns do not
     wrap.
     """
 
@@ -257,7 +257,7 @@ def listing(columns: Sequence[Column], rows: Iterable[Any] = (), style: Callable
 
 
 def grid(lines: Iterable[tuple[str, ...]]) -> Table:
-    """Make a table of names and values without headings; a line's third item is its style."""
+    """Make a table of names and values without headings; the third item of a line is the line's style."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 3))

@@ -166,7 +166,7 @@ def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Itera
 
 
 def _summary(place: str, objects: list[Mapping[str, Any]]) -> Any:
-    """Make a table: per group, one row for its own objects, and one for those that it reuses of older checkpoints."""
+    """Make a table: for each group, one row of new objects, and one row of objects reused from older checkpoints."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for record in objects:
         file = record["name"].rpartition("/")[2]

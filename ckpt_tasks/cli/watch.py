@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.ledger.timeline import Moment
     from ckpt_tasks.reading.reading import Run
 
-_FIRST = 256  # The first curve is read from this many entries.
+_FIRST = 256  # Read this many ledger entries for the first curve.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"

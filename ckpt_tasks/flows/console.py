@@ -1,4 +1,4 @@
-"""The flows in a terminal: one live line, a table at the end, an exit status, without Prefect's log."""
+"""The flows in a terminal: one live line, a table at the end, an exit status, and no log of Prefect."""
 
 from __future__ import annotations
 

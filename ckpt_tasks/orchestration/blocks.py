@@ -96,7 +96,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
         """Return the block's location, or the location of the path `below` it.
 
         Replaces {run_key} in the URL by `below`, or by `run_key` if `below` is empty. Raises ConfigError if the URL has
-        {run_key} and both are empty, or if `below` is not a path below the block's own.
+        {run_key} and both are empty, or if `below` is not a path inside the block's location.
         """
         parts = below.rstrip("/").split("/") if below else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):

@@ -70,7 +70,7 @@ class BatchLength:
     """The length of step-batches: `steps`, or as many steps as take `seconds`.
 
     A batch ends at a multiple of its length, even if the previous batch was stopped early. A length from `seconds` is a
-    multiple of `step_interval`, or splits it evenly (rounded up), so that batches end where saves are due.
+    multiple of `step_interval`, or divides it into equal parts (rounded up): so batches end where saves are due.
     """
 
     steps: int | None = None

@@ -127,7 +127,7 @@ def crashes_while_the_api_is_away() -> Iterator[None]:
 
 @contextmanager
 def crashes_for_its_launcher() -> Iterator[None]:
-    """End the flow run as crashed if the block fails, since a launcher will start its process again and continue it.
+    """End the flow run as crashed if the block fails: a launcher starts the process again and continues the flow run.
 
     An error that a new start cannot repair passes through.
     """

@@ -85,7 +85,7 @@ class Evaluator:
     def open_for(self, which: int | str, wait_s: float = 0.0) -> Run | None:
         """Open the run. If `which` is "pending" and the run does not exist, wait `wait_s` seconds, then return None.
 
-        A flow run that follows a training may start before it. Raises CheckpointNotFoundError for any other `which`.
+        A flow run that follows a training may start first. Raises CheckpointNotFoundError for any other `which`.
         """
         until_s = time.monotonic() + wait_s
         while True:

@@ -1,7 +1,7 @@
 """The report of a run as one HTML file with its charts.
 
 Texts from a run directory may be hostile, so every text is escaped, also in the data of the charts. The security policy
-of the file allows only its three scripts, by digest, and loads nothing. A browser without scripts shows a picture.
+of the file allows only its three scripts, by digest, and no requests. A browser without scripts shows a picture.
 """
 
 from __future__ import annotations

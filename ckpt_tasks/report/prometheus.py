@@ -1,4 +1,4 @@
-"""Metrics of runs for Prometheus, from their ledgers alone: it asks no training process, and writes nothing."""
+"""Metrics of runs for Prometheus, read only from their ledgers: this module asks no process, and writes nothing."""
 
 from __future__ import annotations
 
