@@ -217,9 +217,10 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
     """Read DIR or DIR@STEP back, and list what is damaged.
 
     Exits with 1 if anything is damaged. Checks sizes, headers and the digests of all bytes, and that the stored regions
-    make whole tensors. Without @STEP, also checks the evaluations and the ledger: in a local directory all entries; on
-    a server those on which checkpoints depend, or all with --history. Lists orphaned objects, which are not a fault.
-    Records the result in the run if possible, for `ckpt ls` and `ckpt metrics`. Does not disturb a training process.
+    make whole tensors. Does not disturb a training process. Without @STEP, also checks the evaluations and the ledger:
+    in a local directory all entries; on a server those on which checkpoints depend, or all with --history. Then also
+    lists orphaned objects, which are not a fault, and records the result in the run if possible, for `ckpt ls` and
+    `ckpt metrics`.
     """
     from ckpt_tasks.upkeep.upkeep import record_verification
 
