@@ -1,1 +1,1 @@
-"""Copy runs to other places (sync, fork, export), import files of other tools, and compare checkpoints."""
+"""Copy runs and checkpoints to other locations (sync, fork, export), and compare checkpoints."""

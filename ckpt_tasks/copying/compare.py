@@ -1,8 +1,8 @@
 """Compare two checkpoints bit for bit: the trees of their groups, and the tensors that the trees name.
 
-It compares every value with its exact type; of tensors every bit (NaN payloads, the sign of zero), dtype, shape, memory
-layout, requires_grad, and which paths share one tensor. It does not compare the order of the keys of a plain dict, the
-step, metrics, and how tensors are cut into files.
+Two plain values are equal if their types and values are equal. Two tensors are equal if every bit (NaN payloads, the
+sign of zero), dtype, shape, memory layout and requires_grad are equal, and if the same paths share the tensor. The
+comparison ignores the order of the keys of a plain dict, the step, metrics, and how tensors are cut into files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class Difference:
     """One difference between the states of two checkpoints.
 
-    `place` is the path in the state; `what` is the kind of difference: "values" of a tensor, its "dtype", "shape",
-    "layout", "requires_grad" or "sharing", a plain "value", the "type" of either, the "order" or "length" of a
-    container, a group's "kind", or "only in A", "only in B". `a` and `b` show both sides briefly. For "values",
-    `differing` of `elements` differ, by `max_abs` at most (None if unknown); `unmeasured` of them are not numbers.
+    `place` is the path in the state. `what` is the kind of difference: "values", "dtype", "shape", "layout",
+    "requires_grad" or "sharing" of a tensor, a plain "value", the "type" of a tensor or value, the "order" or "length"
+    of a container, a group's "kind", or "only in A", "only in B". `a` and `b` show both sides briefly. For "values",
+    `differing` of `elements` differ: `unmeasured` of them are not numbers, all others differ by at most `max_abs`.
     """
 
     place: str
@@ -56,7 +56,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The counts of compared values by group, and all differences in the order of the state."""
+    """The counts of compared values by group, and all differences in the order of the state ("sharing" comes last)."""
 
     groups: Mapping[str, Compared]
     differences: tuple[Difference, ...]
@@ -84,10 +84,10 @@ def compare_checkpoints(
     groups: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> Comparison:
-    """Compare the states of two checkpoints, of one run or of two: the named groups (all if none is), less `ignore`.
+    """Compare the states of two checkpoints, which may belong to two runs: `groups` (if empty, all), without `ignore`.
 
-    Reads both checkpoints with some 100 MiB of memory. Raises ConfigError for a group that neither has, or if no group
-    is left, and IntegrityError or StoreError if a checkpoint's bytes are not good.
+    Reads both checkpoints with about 100 MiB of memory. Raises ConfigError if neither checkpoint has a named group, or
+    if no group is left, IntegrityError if a checkpoint is damaged, and StoreError if a read fails.
     """
     a, b = open_checkpoint(store_a, checkpoint_a), open_checkpoint(store_b, checkpoint_b)
     walk = _Walk(a, b)
@@ -116,7 +116,7 @@ def _chosen(there: Sequence[str], groups: Sequence[str], ignore: Sequence[str]) 
 
 
 class _Walk:
-    """Walks two trees at once; collects differences, and pairs of tensors to compare, in the order of the state."""
+    """Compares the trees of two states; collects differences, and pairs of tensors to compare, in the state's order."""
 
     def __init__(self, a: Opened, b: Opened):
         self.findings: list[Difference | _Pair] = []
@@ -137,7 +137,7 @@ class _Walk:
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
 
     def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-        """Compare trees rank by rank, or one tree that all ranks share."""
+        """Compare a group's trees: one for each rank, or one that all ranks share."""
         for rank in range(max(len(a), len(b))):
             place = f"{name}/{rank:05d}" if len(a) > 1 or len(b) > 1 else name
             if rank >= len(a):
@@ -148,7 +148,7 @@ class _Walk:
                 self._values(place, a[rank], b[rank])
 
     def _buffers(self, name: str) -> None:
-        """Compare the buffers of the other ranks, if as many ranks saved both sides."""
+        """Compare the buffers of all ranks except rank 0, if both checkpoints have the same world size."""
         ranks = self._a.manifest.world_size if self._a.manifest.world_size == self._b.manifest.world_size else 1
         for key in sorted(self._a.manifest.buffers & self._b.manifest.buffers) if ranks > 1 else ():
             for own in (key_of_rank(key, rank) for rank in range(1, ranks) if key.startswith(f"{name}/")):
@@ -232,7 +232,7 @@ def _apart_in_values(pair: _Pair, far: Distance, opened: Opened) -> Difference:
 
 
 def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
-    """Yield the paths that share a tensor with another path on one side only."""
+    """Yield a difference for each path whose tensor is shared with different paths in A and in B."""
     first_a: dict[str, str] = {}
     first_b: dict[str, str] = {}
     for pair in pairs:
@@ -244,7 +244,7 @@ def _sharing(pairs: Sequence[_Pair]) -> Iterator[Difference]:
 
 
 def _exact(value: Any) -> str:
-    # Compare texts: as texts, 1, 1.0 and True differ, and so do 0.0 and -0.0, but NaN equals NaN.
+    # As texts, 1, 1.0 and True differ, 0.0 and -0.0 differ, and NaN equals NaN.
     return json.dumps(encode(value))
 
 

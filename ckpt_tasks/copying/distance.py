@@ -1,4 +1,4 @@
-"""The distance of two tensors: how many elements differ in a bit, and the largest difference of values."""
+"""The distance of two tensors: how many elements have different bits, and the largest difference of values."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_AT_ONCE = 1 << 20  # Subtract so many elements at once, to bound the memory for differences in float64.
+_AT_ONCE = 1 << 20  # Subtract at most this many elements at once, to bound the memory for differences in float64.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How many elements were compared, how many differ in a bit, and the largest difference.
+    """How many elements were compared, how many have different bits, and the largest difference.
 
-    `max_abs` is the largest absolute difference among the `differing` elements, an int for whole numbers. It leaves out
-    the `unmeasured` elements, where one side is NaN (or both are, with different bits), and is None if no element is
-    left. -0.0 and 0.0 differ by 0.0.
+    `unmeasured` counts the `differing` elements without a difference: at least one side is NaN, or the dtype is packed.
+    `max_abs` is the largest absolute difference of the other differing elements, an int for whole numbers; None if
+    there are no others. -0.0 and 0.0 differ by 0.0.
     """
 
     elements: int = 0
@@ -41,7 +41,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
     total = Distance()
     for part_a, part_b in zip(*(torch.split(t.reshape(-1), _AT_ONCE) for t in (a, b)), strict=True):
         differ = _bits(part_a) != _bits(part_b)
-        if differ.dim() == 2:  # A complex number differs if either of its parts does.
+        if differ.dim() == 2:  # A complex number differs if its real or its imaginary part differs.
             differ = differ.any(1)
         total += _measure(part_a, part_b, differ)
     return total
@@ -70,7 +70,7 @@ def _pick(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> int:
-    # Larger minus smaller, modulo 2 to the power of the width, is exact: no type is wider than 64 bits.
+    # The subtraction may wrap around, but its bits, read as an unsigned number of the same width, are exact.
     name = "uint8" if dtype == torch.bool else str(dtype).removeprefix("torch.")
     one, other = a.numpy().view(name), b.numpy().view(name)
     apart = np.maximum(one, other) - np.minimum(one, other)

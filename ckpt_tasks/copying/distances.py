@@ -1,7 +1,7 @@
 """Read two checkpoints region by region and measure how far apart their tensors are.
 
-The states may be larger than memory: for each side a few reads of 16 MiB are kept. Every region is read and verified,
-so regions with the same digest are equal; torch is imported, and tensors are made, only for regions that differ.
+The states may be larger than memory: at most four reads of 16 MiB are kept for each checkpoint. Every region is read
+and verified, so regions with equal digests are equal. torch is imported only to compare regions that may differ.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckpt_tasks.storage.port import Store
 if TYPE_CHECKING:
     from ckpt_tasks.copying.distance import Distance
 
-_READS_KEPT = 4  # If both sides cut a tensor differently, a region overlaps several of the other side.
+_READS_KEPT = 4  # If the checkpoints cut a tensor differently, a region overlaps several regions of the other one.
 
 
 class Regions:
-    """One checkpoint's regions, read in runs and verified; the last few runs are kept."""
+    """The regions of one checkpoint, read in runs of contiguous regions and verified; keeps the last few runs."""
 
     def __init__(self, store: Store, opened: Opened):
         self.opened = opened
@@ -45,10 +45,10 @@ class Regions:
         return first.object, first.begin
 
     def region(self, row: IndexRow) -> tuple[mmap.mmap, int]:
-        """Return a buffer with the region's verified bytes, and their offset in it; raise IntegrityError if damaged."""
+        """Return a buffer with a region's verified bytes, and their offset; raise IntegrityError if they changed."""
         run = self._runs[row.object, row.begin]
         first = run[0]
-        # Align as in the file, for direct reads.
+        # Direct reads need the same alignment in the buffer as in the file.
         start, known = first.begin % ALIGNMENT, (first.object, first.begin)
         if known in self._kept:
             self._kept.move_to_end(known)
@@ -66,7 +66,7 @@ class Regions:
     def _buffer(self, size_bytes: int) -> mmap.mmap:
         oldest = self._kept.popitem(last=False)[1] if len(self._kept) == _READS_KEPT else None
         if oldest is not None and len(oldest) >= size_bytes:
-            return oldest  # New memory would cost more than the read.
+            return oldest  # Reuse this buffer: to allocate a new one would take longer than the read.
         return mmap.mmap(-1, max(size_bytes, READ_BYTES + ALIGNMENT))
 
 

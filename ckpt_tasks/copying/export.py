@@ -2,14 +2,14 @@
 
 Invariants
 
-1. Every byte that is exported has been verified against its digest, after it was read and before `out` has its name.
+1. Every exported byte of a tensor is verified against its digest, after the read and before `out` gets its name.
 2. A new `out` appears whole and durable, or not at all: it is written and fsynced under another name, then renamed. In
-   an existing directory (`overwrite`) the old index is removed first and the new one written last.
-3. It needs memory for one read of 16 MiB, and for one tensor if ranks have cut it across its rows. It writes
-   safetensors files without torch.
+   an existing directory (`overwrite`) the old index is removed first, and the new index is moved there last.
+3. An export needs memory for one read of 16 MiB, and for one whole tensor if ranks have cut that tensor across its
+   rows. An export to safetensors does not import torch.
 
-File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). `plan_export` decides
-what to write, from the manifest and the index alone, and `write_export` writes it.
+File names and ties follow huggingface_hub (save_torch_state_dict) and safetensors (save_model). `plan_export` reads
+only the manifest and the index, and decides what to write. `write_export` executes the plan.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ from ckpt_tasks.storage.port import Store
 MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub has the same limit.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# An export deletes such files, of earlier exports and of huggingface_hub: readers would take them for its weights.
+# An export deletes files with these names, which huggingface_hub also uses: readers would take them for its weights.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
-_METADATA = "__metadata__"  # In a header of safetensors this name stands for texts, not for a tensor.
-_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}  # These codes also hold views of other dtypes.
+_METADATA = "__metadata__"  # In a safetensors header, this name has metadata (texts): no tensor can have it.
+# The dtypes that these codes mean. Tensors of other dtypes are stored under these codes as views.
+_MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}
 
 
 class ExportedFile(NamedTuple):
-    """One file of an export; an index holds no tensors."""
+    """One file of an export, with the number of its tensors; an index has 0."""
 
     path: str
     tensors: int
@@ -66,9 +67,10 @@ class ExportedFile(NamedTuple):
 class ExportReport:
     """The results of an export.
 
-    `tied` maps every name whose tensor is stored under another name to that name. `dtypes` maps tensors whose dtype
-    safetensors lacks to torch's name of it: they are stored as views. `left_out` names the entries of modules that are
-    not tensors.
+    If two names share a tensor, `tied` maps the second name to the first, under which the tensor is stored. `dtypes`
+    maps tensors that are stored as views, because safetensors lacks their dtype, to torch's name of that dtype.
+    `left_out` names what the files omit: entries of modules that are not tensors; in a PEFT export all entries that are
+    not the adapter's tensors; in a torch export whole groups.
     """
 
     run_key: str
@@ -87,15 +89,16 @@ class ExportReport:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all exported files."""
+        """The total size of all exported files."""
         return sum(file.size_bytes for file in self.files)
 
 
 class Shard(NamedTuple):
-    """One file to write: the bytes between the tensors as pieces with their offsets, and the offset of each region.
+    """One file to write; all offsets are in this file.
 
-    `gathered` has the tensors that must be assembled from their regions first, with the offset of the whole tensor.
-    `sums` maps spans of bytes to the offsets at which their CRC-32 is written.
+    `pieces` are the bytes between the tensors, with their offsets. `places` has the offset of each region. `gathered`
+    has the tensors to assemble in memory from their regions first, with the offset of each whole tensor. `sums` maps
+    spans of bytes to the offsets at which to write their CRC-32.
     """
 
     name: str
@@ -108,13 +111,13 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> list[IndexRow]:
-        """All regions in this file."""
+        """The regions of all tensors in this file."""
         return [*self.places, *(row for rows, _ in self.gathered for row in rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """What `write_export` will do, and the report that it will return; `index` is None for a single file."""
+    """The files that `write_export` will write, and the report that it will return; a single file has no `index`."""
 
     out: Path
     overwrite: bool
@@ -122,18 +125,18 @@ class ExportPlan:
     opened: Opened = field(repr=False)
     shards: tuple[Shard, ...] = field(repr=False)
     index: bytes | None = field(repr=False)
-    index_name: str = _INDEX  # The index is the last file to be written.
+    index_name: str = _INDEX  # `write_export` writes this file last.
     replaces: re.Pattern[str] = _WEIGHTS
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes the whole export reads: the sum of the sizes given to `on_progress`."""
+        """The number of bytes that the export will read: the sum of all sizes that `on_progress` gets."""
         return sum(row.end - row.begin for shard in self.shards for row in shard.rows)
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The tensors to export, with their regions by full key, names tied to them, and entries that are no tensors."""
+    """The tensors to export (specs and regions by full key), the names tied to them, and the entries left out."""
 
     specs: dict[str, TensorSpec]
     rows: Mapping[str, Sequence[IndexRow]]
@@ -147,14 +150,14 @@ class _Selection:
         return {spec.name: spec.dtype for spec, code in coded if _MEANT.get(code, spec.dtype) != spec.dtype}
 
     def of(self, keys: Iterable[str]) -> _Selection:
-        """Return the part of the selection with these keys."""
+        """Return a selection of only the tensors with these keys."""
         specs = {key: self.specs[key] for key in keys}
         names = {spec.name for spec in specs.values()}
         tied = {name: kept for name, kept in self.tied.items() if kept in names}
         return _Selection(specs, self.rows, tied, (), self.origin)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata of the export: the source of the tensors, ties and dtypes."""
+        """Return the metadata of the export: the source checkpoint, ties and dtypes."""
         return {**self.origin, "tied": self.tied, "dtypes": self.dtypes}
 
 
@@ -172,9 +175,9 @@ def export_checkpoint(
     """Write the tensors of `groups` (by default of all modules) to files that every safetensors reader can open.
 
     `out` is one file if its name ends in .safetensors, else a directory for shards of at most `max_shard_bytes` and
-    their index. `on_progress` gets the size in bytes of every read. Raises ConfigError for impossible arguments,
-    UnsupportedStateError if one file cannot hold so many names, IntegrityError if bytes are damaged and StoreError if a
-    read or a write fails.
+    their index. `on_progress` gets the size in bytes of every read. Raises ConfigError for invalid arguments,
+    UnsupportedStateError if a file's header cannot hold so many names, IntegrityError if bytes are damaged, and
+    StoreError if a read or a write fails.
     """
     plan = plan_export(store, checkpoint, out, groups=groups, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     return write_export(store, plan, on_progress)
@@ -189,7 +192,7 @@ def plan_export(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> ExportPlan:
-    """Plan an export; write nothing. Takes and raises what `export_checkpoint` does."""
+    """Plan an export; write nothing. Arguments and raised errors are as in `export_checkpoint`."""
     one_file = Path(out).name.endswith(_SUFFIX)
     target = check_out(store, out, overwrite, one_file=one_file)
     if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):
@@ -216,7 +219,7 @@ def plan_export(
 
 
 def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None = None) -> ExportReport:
-    """Execute a plan and return its report; `on_progress` and errors are those of `export_checkpoint`."""
+    """Execute a plan and return its report; `on_progress` and raised errors are as in `export_checkpoint`."""
     objects = {row.object for shard in plan.shards for row in shard.rows}
     for record in plan.opened.manifest.objects:
         if record.name in objects:
@@ -238,7 +241,7 @@ def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None 
 
 
 def _copy(store: Store, on_progress: OnProgress, shard: Shard, fd: int) -> None:
-    """Write one file; verify every region between its read and its write."""
+    """Write one file; verify every region after its read and before its write."""
     for at, piece in shard.pieces:
         write_at(fd, piece, at)
     for run, data in verified_runs(store, shard.places):
@@ -257,7 +260,7 @@ def _copy(store: Store, on_progress: OnProgress, shard: Shard, fd: int) -> None:
 
 
 def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one_file: bool) -> Path:
-    """Return the path of an export, a file or a directory; raise ConfigError if it cannot be written there."""
+    """Return the absolute path of an export's file or directory; raise ConfigError if the export may not use it."""
     if "\0" in os.fspath(out):
         raise ConfigError(f"{out!r:.80} is not a path")
     target = Path(os.path.abspath(os.path.expanduser(out)))
@@ -278,7 +281,7 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
 
 
 def choose_groups(opened: Opened, groups: Iterable[str] | None, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the named groups, or, if none is named, those of these kinds; raise ConfigError if there are none."""
+    """Return `groups`, or all groups of these kinds if `groups` is empty; raise ConfigError if a group is missing."""
     wanted = tuple(dict.fromkeys(groups or ()))
     unknown = [group for group in wanted if group not in opened.groups]
     if unknown:
@@ -297,7 +300,7 @@ def _what_there_is(opened: Opened) -> str:
 
 
 def _of_groups(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) -> _Selection:
-    names: dict[str, str] = {}  # Maps every name to its full key.
+    names: dict[str, str] = {}  # Maps every name in the export to the full key of its tensor.
     left_out = []
     for group in groups:
         saved = opened.groups[group]
@@ -318,7 +321,7 @@ def _of_groups(opened: Opened, groups: Sequence[str], checkpoint: Checkpoint) ->
 def selection(
     opened: Opened, names: Mapping[str, str], checkpoint: Checkpoint, left_out: tuple[str, ...]
 ) -> _Selection:
-    """Return the tensors to export from their full keys by name."""
+    """Select the tensors to export; `names` maps each name in the export to the full key of its tensor."""
     stored: dict[str, str] = {}  # Maps a full key to its first name, in the order of the state.
     tied = {name: stored[key] for name, key in names.items() if stored.setdefault(key, name) != name}
     specs = {key: TensorSpec(name, *opened.tensors[key]) for key, name in stored.items()}
@@ -326,7 +329,7 @@ def selection(
 
 
 def origin_of(opened: Opened, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the entries of an export that say where it comes from."""
+    """Return the entries of an export's metadata that identify the exported checkpoint."""
     return {
         "run_key": opened.manifest.run_key,
         "step": checkpoint.step,
@@ -342,7 +345,7 @@ def _is_state_dict(saved: SavedGroup) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    # Half a surrogate pair has no UTF-8. A group with such a name uses full keys, which are always valid in a header.
+    # UTF-8 cannot encode half a surrogate pair. A group with such a name uses full keys, which any header can hold.
     return type(name) is str and name != _METADATA and name.encode(errors="ignore").decode() == name
 
 
@@ -356,7 +359,7 @@ def _shards(selection: _Selection, max_shard_bytes: int) -> list[Shard]:
 
 
 def shard(selection: _Selection, name: str) -> Shard:
-    """Lay out one file of these tensors."""
+    """Lay out one safetensors file with these tensors."""
     try:
         layout = plan_image(selection.specs.values())
         header = _header(layout, selection)
@@ -371,8 +374,8 @@ def shard(selection: _Selection, name: str) -> Shard:
 
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
-    ours = json.dumps(selection.metadata(), separators=(",", ":"))  # A run's key need not be valid UTF-8.
-    # List ties as safetensors.torch.save_model does, and also in our own field, whose name no tensor's can resemble.
+    ours = json.dumps(selection.metadata(), separators=(",", ":"))  # Write ASCII: a run's key may be invalid UTF-8.
+    # List ties as safetensors.torch.save_model does, and also in our own field, where ties mix with no other metadata.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     return header_of(entries)
 

@@ -1,7 +1,8 @@
-"""Export a PEFT adapter in the form that `PeftModel.from_pretrained` loads beside the base model.
+"""Export a PEFT adapter in the form that `PeftModel.from_pretrained` loads into a base model.
 
-The names of an adapter's tensors contain its name (`….lora_A.default.weight`); PEFT's files omit it.
-`adapter_config.json` is not in a module's state: AdapterConfigs (integrations/huggingface_adapters.py) saves it.
+In a model, the name of each of an adapter's tensors contains the adapter's name (`….lora_A.default.weight`). PEFT's
+files omit the adapter's name. A module's state lacks `adapter_config.json`: AdapterConfigs
+(integrations/huggingface_adapters.py) saves it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ckpt_tasks.reading.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_CONFIGS = "peft_adapters"  # In the state of AdapterConfigs: the text of each adapter's configuration by name.
-_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # The names of all these adapters' tensors contain the adapter's name.
+_CONFIGS = "peft_adapters"  # AdapterConfigs saves the text of each adapter's configuration by name under this key.
+_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # In these types of adapters every tensor's name has the adapter's name in it.
 _DEFAULT = "default"  # get_peft_model gives an adapter this name.
 
 
@@ -35,8 +36,8 @@ def plan_peft_export(
 ) -> ExportPlan:
     """Plan the export of one adapter to the directory `out`; write nothing.
 
-    The adapter is `default`, or the only one. Raises ConfigError if the checkpoint has no such adapter or no
-    configuration for it, or if its kind keeps tensors that do not have its name.
+    Exports the adapter called `default`, or the only adapter. Raises ConfigError if the checkpoint lacks that adapter
+    or its configuration, or if the names of some of its tensors do not contain the adapter's name.
     """
     target = check_out(store, out, overwrite, one_file=False)
     opened = open_checkpoint(store, checkpoint)
@@ -114,7 +115,7 @@ def _short(name: str, adapter: str) -> str | None:
     for part in (f".modules_to_save.{adapter}", f".{adapter}"):
         head, middle, tail = name.rpartition(part)
         if middle and (not tail or tail.startswith(".")):
-            if head.endswith(".lora_magnitude_vector"):  # In old versions, DoRA's scales were not in a module.
+            if head.endswith(".lora_magnitude_vector"):  # PEFT's files name DoRA's scales without `.weight`.
                 return head
             return head + tail
     return None

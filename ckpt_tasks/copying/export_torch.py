@@ -1,10 +1,10 @@
-"""Export a checkpoint as one file of torch.save, which `torch.load(weights_only=True)` reads.
+"""Export a checkpoint as one torch.save file, which `torch.load(weights_only=True)` reads.
 
-torch's own writer makes the file around the tensors, whose bytes it skips (`torch.serialization.skip_data`): first in
-memory, where these gaps take no room. `export.py` then writes the parts between the gaps, and copies the verified bytes
-of the tensors into the gaps.
+First torch.save writes a file in memory without the bytes of the tensors (`torch.serialization.skip_data`): it leaves
+gaps, which take no memory. Then `export.py` writes the bytes between the gaps to the target, and copies the verified
+bytes of the tensors into the gaps.
 
-A value that torch would refuse to read is never replaced: the export is refused, with the value's path.
+If torch would refuse to read a value, the export raises an error with the value's path; it never replaces the value.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from ckpt_tasks.tensors.kinds import build
 
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)
 _ABOUT = "ckpt_tasks"
-_MAX_INT_BYTES = 255  # The limit of the opcodes that torch reads.
-_NO_RESERVE = 0x4000  # This is MAP_NORESERVE, which Python does not name: the mapping may exceed the memory.
+_MAX_INT_BYTES = 255  # torch reads no opcode for longer integers.
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, for which Python has no name: the mapping may be larger than the memory.
 
 
 def plan_torch_export(
@@ -58,8 +58,8 @@ def plan_torch_export(
 ) -> ExportPlan:
     """Plan an export to the file `out`; write nothing.
 
-    A single group in `groups` becomes the whole content of the file, in the form of its state_dict. Several groups
-    (None: all but random streams) become a dict by name, with an entry `ckpt_tasks` that says where they come from.
+    If `groups` has one name, the file holds that group in the form of its state_dict. Otherwise the file holds a dict
+    of groups (None: all except random streams) by name, with an entry `ckpt_tasks` that identifies the checkpoint.
     Raises ConfigError for invalid arguments, UnsupportedStateError for a value that torch would not read, and
     IntegrityError if the checkpoint is damaged.
     """
@@ -91,8 +91,8 @@ def plan_torch_export(
 class Frame(NamedTuple):
     """A torch file without the bytes of its tensors.
 
-    `pieces` are the bytes around them, each with its offset. `begins` has the offset of each storage's bytes, in the
-    order of the value. `sums` maps spans of bytes to the offsets at which their CRC-32 is written.
+    `pieces` are the bytes around the tensors, with their offsets. `begins` has the offset of each storage's bytes, in
+    the order in which storages appear in the value. `sums` maps spans of bytes to the offsets of their CRC-32.
     """
 
     pieces: tuple[tuple[int, bytes], ...]
@@ -119,7 +119,7 @@ def frame_of(value: Any) -> Frame:
             begin = entry.header_offset + 30 + sum(struct.unpack("<HH", _bytes(file, entry.header_offset + 26, 4)))
             if "/data/" in entry.filename:
                 end = begin + entry.file_size
-                sums[begin, end] = (at + 16, end + 4)  # In the directory, and behind the bytes.
+                sums[begin, end] = (at + 16, end + 4)  # The CRC is in the central directory, and behind the bytes.
             at += 46 + sum(struct.unpack("<3H", _bytes(file, at + 28, 6)))
         size_bytes = file.seek(0, os.SEEK_END)
         edges = [(0, 0), *sums, (size_bytes, size_bytes)]
@@ -134,7 +134,7 @@ def _bytes(file: Any, begin: int, size_bytes: int) -> bytes:
 
 
 class _Hollow:
-    """A checkpoint's tensors without bytes, each in its own storage, by key."""
+    """Makes placeholders for a checkpoint's tensors, without bytes; `storages` has the storage of each key."""
 
     def __init__(self, opened: Opened):
         self.storages: dict[str, torch.UntypedStorage] = {}
@@ -145,7 +145,7 @@ class _Hollow:
         self._used_bytes = 0
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
-        """Return the tensor that a reference names."""
+        """Return the placeholder for the tensor that a reference names."""
         dtype, shape = self._tensors[ref.key]
         if ref.key not in self.storages:
             size_bytes = STORED_DTYPES[dtype].nbytes * math.prod(shape)
@@ -161,14 +161,14 @@ class _Hollow:
 
 
 class _NoBytes:
-    """Stands for empty bytes in the opcodes that torch reads: pickle would call `bytes`."""
+    """Pickles empty bytes as a call of `codecs.encode`; pickle itself would call `bytes`, which torch.load refuses."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin-1")
 
 
 def live_value(value: Any, tensor_of: Callable[[TensorRef], torch.Tensor], path: str = "") -> Any:
-    """Return a tree in torch.save's form; raise UnsupportedStateError with the path of a value torch cannot read."""
+    """Turn a tree into a value for torch.save; raise UnsupportedStateError with the path if torch cannot read it."""
 
     def items(values: Iterable[Any]) -> list[Any]:
         return [live_value(item, tensor_of, f"{path}/{n}") for n, item in enumerate(values)]

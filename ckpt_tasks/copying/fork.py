@@ -2,14 +2,14 @@
 
 Invariants
 
-1. The first ledger entry of a fork, put if absent, holds the checkpoint, its origin and the parameters: a fork exists
-   whole or not at all. Before that entry no process can train there: objects without a ledger are refused.
-2. All objects that the entry names are durable before the entry is put; of two forks to one directory one wins.
-3. The two runs share no name, and neither needs the other. During the copy the checkpoint is leased at the source;
-   after the copy, no change of one run is visible in the other.
-4. The first owner of a fork has a higher epoch than all copied names, so that they are swept once retired.
-5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. The same call finds
-   the objects and continues; in a run that another fork made they are orphans, which its owners sweep.
+1. The first ledger entry of a fork holds the checkpoint, its origin and the parameters, and is put if absent: a fork
+   exists whole or not at all. Before this entry no process can train in the directory, which has objects but no ledger.
+2. All objects that the entry names are durable before the entry is put. If two forks have one target, one of them wins.
+3. During the copy the checkpoint is leased at the source. After the copy neither run uses the other's directory, and no
+   change of one run is visible in the other run.
+4. The owner epoch of a fork's first owner is above the epochs in all copied names, so owners can sweep retired objects.
+5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. A repeated call
+   finds the copied objects and continues. If another fork has made the run, its owners sweep these objects as orphans.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HOLDER = "ckpt fork"
 class ForkPlan:
     """A planned fork: its checkpoint, its origin, and the parameters of the new run.
 
-    `opened` is the source's checkpoint, `manifest` the bytes of the new one; `done`: this fork exists already.
+    `opened` is the source's checkpoint. `manifest` has the bytes of the fork's manifest. `done`: the fork exists.
     """
 
     run_key: str
@@ -57,15 +57,15 @@ class ForkPlan:
 
     @property
     def records(self) -> tuple[ObjectRecord, ...]:
-        """The objects that are copied unchanged: all except the manifest, which has the run's key."""
+        """The objects that are copied unchanged: all except the manifest, which contains the run key."""
         return (self.opened.manifest.index, *self.opened.manifest.objects)
 
 
 def find_source(source: Run, which: int | str | None, target: Store) -> Checkpoint:
-    """Find the checkpoint to fork: the step `which`, or "latest" (also None) or "best".
+    """Find the checkpoint to fork; `which` is a step, "latest" (also None) or "best".
 
-    If a fork to `target` was started and killed, returns the checkpoint of that fork, even if the source has newer
-    ones. Raises what `Run.find` raises.
+    If `which` is not a step and an earlier fork to `target` was killed, returns that fork's checkpoint, even if the
+    source has newer checkpoints. Raises what `Run.find` raises.
     """
     if not isinstance(which, int):
         there = set(target.names(""))
@@ -80,8 +80,8 @@ def plan_fork(
 ) -> ForkPlan:
     """Plan a fork of a checkpoint to `target` with changed parameters; write nothing.
 
-    Raises ConfigError for an invalid run key or parameter, StateError if the target is another run or holds other
-    objects, and IntegrityError if manifest or index of the checkpoint is damaged.
+    Raises ConfigError for an invalid run key or parameter, StateError if the target has another run or objects of other
+    checkpoints, and IntegrityError if manifest or index of the checkpoint is damaged.
     """
     url = source.history.store.url
     check_apart(url, target.url)
@@ -133,11 +133,11 @@ def run_fork(
     single_writer: bool = False,
     on_progress: OnProgress = lambda size_bytes: None,
 ) -> Moved:
-    """Execute a plan; after a kill, the same call continues.
+    """Execute a plan; call again to continue after a kill.
 
     `on_progress` gets the size in bytes of every read; objects that are linked, or copied by the store, do not count.
-    Raises IntegrityError if the source is damaged (the target is not a run then) and StateError if another fork was
-    faster. After an error, the objects copied so far stay at the target.
+    Raises IntegrityError if the source is damaged (the target does not become a run), and StateError if another fork
+    has made the run first. After an error, the objects copied so far stay at the target.
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
@@ -146,7 +146,7 @@ def run_fork(
         renewed_lease(source, plan.source, _HOLDER) as renew,
         Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer,
     ):
-        for record in plan.opened.manifest.objects:  # Check these before anything is written.
+        for record in plan.opened.manifest.objects:  # Check all headers before the first write.
             check_header(source.history.store, record)
         for record in plan.records:  # Copy the index first: from then on no process can begin a run here.
             renew()
@@ -185,10 +185,10 @@ def without_user(url: str) -> str:
 
 
 def _is_there(history: History, plan: ForkPlan) -> bool:
-    """Return True if the target is this fork, and no process has taken it yet.
+    """Return True if the target is this fork and has had no other owner yet; False if the target is not a run.
 
     The fork may have evaluations, pins and results of checks: any process may record them. Raises StateError
-    if the target has anything else.
+    if the target is another run, or has objects of other checkpoints.
     """
     with suppress(CheckpointNotFoundError):
         history.check(plan.run_key)
@@ -239,7 +239,7 @@ def _commit(history: History, plan: ForkPlan, parent: State) -> None:
 
 
 def _first_epoch(records: Sequence[ObjectRecord]) -> int:
-    """Return the epoch of a fork's first owner, above those of all objects."""
+    """Return the owner epoch of a fork's first owner: one above the highest epoch in the names of its objects."""
     attempts = [parse_attempt(record.name) for record in records]
     epoch = 1 + max(attempt.epoch for attempt in attempts if attempt)
     if epoch >= MAX_EPOCH:

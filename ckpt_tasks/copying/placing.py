@@ -24,15 +24,15 @@ def regions_of(opened: Opened, keys: Iterable[str]) -> dict[str, list[IndexRow]]
 
 
 def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list[IndexRow], memoryview]]:
-    """Read regions, contiguous ones together; yield each run with its bytes, which are valid until the next run.
+    """Read contiguous regions together; yield each such run with its bytes, which are valid until the next run.
 
-    Raises IntegrityError for bytes that have changed.
+    Raises IntegrityError if bytes have changed.
     """
     runs = merge_runs(rows)
     buffer = memoryview(mmap.mmap(-1, max((run[-1].end - run[0].begin for run in runs), default=0) + ALIGNMENT))
     for run in runs:
         begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
-        data = buffer[begin % ALIGNMENT :][:size_bytes]  # Align as in the file, for direct reads.
+        data = buffer[begin % ALIGNMENT :][:size_bytes]  # Direct reads need the same alignment as in the file.
         store.read(run[0].object, begin, data)
         faults = verify_run(run, data)
         if faults:
@@ -41,7 +41,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
 
 
 def bytes_before(row: IndexRow) -> int | None:
-    """Return the region's byte offset in its tensor in C order; None if the region is not contiguous there."""
+    """Return a region's byte offset in its tensor (in C order); None if the tensor has its bytes in several spans."""
     extents = row.box.shape
     first = next((axis for axis, extent in enumerate(extents) if extent != 1), len(extents))
     if extents[first + 1 :] != row.tensor_shape[first + 1 :]:
@@ -55,7 +55,7 @@ def bytes_before(row: IndexRow) -> int | None:
 def lay_out(
     regions: Mapping[str, Sequence[IndexRow]], begins: Mapping[str, int]
 ) -> tuple[dict[IndexRow, int], list[tuple[Sequence[IndexRow], int]]]:
-    """Return the offset of each region in a file whose tensors begin at `begins`, and the tensors to assemble first."""
+    """Return each region's offset in a file, and the tensors to assemble first; `begins` has each tensor's offset."""
     places: dict[IndexRow, int] = {}
     gathered: list[tuple[Sequence[IndexRow], int]] = []
     for key, begin in begins.items():

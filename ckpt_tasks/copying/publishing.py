@@ -1,11 +1,11 @@
-"""Files for other tools: written and fsynced beside their target, and renamed when complete.
+"""Publish files for other tools: write and fsync them beside the target, then rename them.
 
 Invariants
 
-1. A new file or directory gets its name when it is complete and fsynced. If anything fails before, the name does not
-   exist, and nothing is left beside it. (A killed process leaves a name that begins with .ckpt-tmp.)
-2. In an existing directory the old index is removed first and the new one is written last: files without an index are
-   not a model. Files that are not replaced stay.
+1. A new file or directory gets its name when it is complete and fsynced. If a step before the rename fails, the name
+   does not exist and no temporary file stays. (A killed process leaves one, whose name begins with .ckpt-tmp.)
+2. In an existing directory the old index is removed first, and the new index is moved there last: readers do not take
+   files without an index for a model. Files that the new files do not replace stay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HINTS = {
 def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
     """Yield a descriptor to write to; the file gets its name when the block ends without an error.
 
-    Raises ConfigError if the name is taken, unless `overwrite`, and StoreError if the system refuses.
+    Raises ConfigError if the name is taken and `overwrite` is False, and StoreError if a system call fails.
     """
     temporary = out.parent / _temporary_name()
     with _errors(out):
@@ -45,7 +45,7 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
             check_free(out, overwrite)
             os.replace(temporary, out)
         finally:
-            with suppress(OSError):  # Report the error under way; after the rename this name is gone.
+            with suppress(OSError):  # After the rename this name is gone. Do not hide the block's error.
                 os.unlink(temporary)
         fsync_directory(out.parent, os)
 
@@ -54,8 +54,8 @@ def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
 def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], index: str) -> Iterator[Path]:
     """Yield a directory to write files into; it gets its name when the block ends without an error.
 
-    If `out` exists and `overwrite` is set, the files move into it and replace all whose names match `replaces`; the
-    file `index` is removed first and moved last. Raises as `staged_file` does.
+    If `out` exists and `overwrite` is True, the files move into `out`, and old files whose names match `replaces` are
+    deleted. The old file `index` is removed first; the new one moves last. Raises what `staged_file` raises.
     """
     there = out.is_dir()
 
@@ -71,7 +71,7 @@ def staged_directory(out: Path, *, overwrite: bool, replaces: re.Pattern[str], i
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a directory to fill; it gets its name when the block ends without an error. Raises as `staged_file`."""
+    """Yield a directory to fill, which gets its name if the block succeeds; raises what `staged_file` raises."""
     with _staged(out, out.parent, lambda staging: os.rename(staging, out), overwrite=False) as staging:
         yield staging
 
@@ -93,7 +93,7 @@ def _staged(out: Path, parent: Path, publish: Callable[[Path], None], *, overwri
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Yield the descriptor of a new file, which is durable when the block ends without an error."""
+    """Yield the descriptor of a new file; when the block ends without an error, fsync the file."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
         yield fd
@@ -107,7 +107,7 @@ def _temporary_name() -> str:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if something has the name and may not be overwritten."""
+    """Raise ConfigError if `out` exists and `overwrite` is False."""
     if os.path.lexists(out) and not overwrite:
         raise ConfigError(f"{out} exists", hint="Choose another name, or overwrite it (--overwrite, overwrite=True).")
 
@@ -129,7 +129,7 @@ def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: s
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Turn errors of the system into ours."""
+    """Turn an OSError into a StoreError with a hint."""
     try:
         yield
     except CkptError:

@@ -1,8 +1,8 @@
-"""Find which checkpoints a copy of a run lacks, and the order in which it must commit them; writes nothing.
+"""Find which checkpoints the target of a copy lacks, and in which order it must commit them; write nothing.
 
-A checkpoint has the same identity everywhere, but every ledger has its own numbers. The last commit is the newest
-checkpoint, so the target must commit in the source's order; a checkpoint that was copied alone may have to be committed
-again after older ones.
+A checkpoint has the same identity in every ledger, but each ledger gives it another entry number. The last commit is
+the newest checkpoint, so the target must commit in the source's order. If a checkpoint was copied alone, and older
+checkpoints are copied later, the target must commit the newer one again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from ckpt_tasks.ledger.history import SYNCED, Head, History, newest_first
 class SyncDiff:
     """The requested checkpoints that a target lacks.
 
-    `ranked` are the checkpoints in `missing` (with the source's entry numbers) and those of the target (with its own),
-    in the order of the source's commits. `pruned` are identities that the source has and the target has removed.
-    `given_up` are folded names of objects that a process which has lost the target may still delete.
+    `missing` has the identities of these checkpoints. `ranked` has the missing checkpoints (with the source's entry
+    numbers) and the target's (with the target's numbers), in the order of the source's commits. `pruned` has identities
+    of checkpoints that the source has and the target has removed. `given_up` has folded names of objects that a former
+    owner of the target may still delete.
     """
 
     missing: frozenset[str]
@@ -38,17 +39,17 @@ class SyncDiff:
 
     @property
     def nothing(self) -> bool:
-        """Whether the target has all checkpoints, in order."""
+        """Whether the target has all checkpoints, in order, and all evaluations and pins."""
         return not (self.missing or self.evaluations or self.pins) and in_order(self.ranked)
 
 
 class _Mark(NamedTuple):
-    """The state of source and target at the end of the last copy.
+    """The state of source and target when the last copy ended, and what the target has removed by now.
 
-    `entry` was the source's newest entry then; `live` are the target's checkpoints then, all of them from the source.
-    `pruned` are the checkpoints that the target once had and no longer has. `given_up` are objects that more than one
-    owner of the target was going to delete: every owner except the last may have stalled, and may delete them later. An
-    object that a single owner recorded as deleted is not among them.
+    `entry` was the source's newest entry. `live` were the target's checkpoints, all of them from the source. `pruned`
+    are the checkpoints that the target has had and no longer has. `given_up` are the objects that more than one owner
+    of the target has listed for deletion: an earlier owner may have stalled, and may still delete them. An object that
+    only one owner has listed is not in `given_up`.
     """
 
     entry: int
@@ -85,7 +86,7 @@ def find_sync_diff(
 def rank(have: Sequence[Checkpoint], missing: Sequence[Checkpoint], order: Mapping[str, int]) -> tuple[Checkpoint, ...]:
     """Sort the target's checkpoints and the missing ones by the source's `order` (identity → entry).
 
-    A checkpoint that is not in `order` is left out: it is older than all that will be copied, and keeps its place.
+    Omits a checkpoint that is not in `order`: it is older than every checkpoint to copy, and keeps its entry.
     """
     known = [c for c in have if c.manifest_digest in order]
     return tuple(sorted([*known, *missing], key=lambda c: order[c.manifest_digest]))
@@ -99,14 +100,14 @@ def in_order(have: Sequence[Checkpoint]) -> bool:
 def _order(
     source: History, head: Head, have: Mapping[str, Checkpoint], missing: Sequence[Checkpoint], mark: _Mark
 ) -> dict[str, int]:
-    """Return the source's ledger entry of each checkpoint to be ordered: identity → entry.
+    """Return the number of the source's entry that committed each checkpoint to be ordered, by identity.
 
     Raises RunMismatchError if the target has a checkpoint that the source never had.
     """
     order = {c.manifest_digest: c.n for c in head.state.live}
     unknown = have.keys() - order.keys()
     strangers = unknown - mark.live
-    # Commits of the source since the last copy follow everything that the target has.
+    # The source's commits since the last copy are newer than all checkpoints of the target.
     late = any(c.n <= mark.entry for c in missing) or not in_order(rank([*have.values()], (), order))
     if strangers or (late and unknown):
         order |= _numbers(source, unknown if late else strangers)
@@ -121,10 +122,10 @@ def _order(
 
 
 def _last_copy(source: History, target: History, there: Head) -> _Mark:
-    """Find the event of the last finished copy from this source, and what the target has given up since."""
+    """Find the event of the last finished copy from this source, and what the target has removed so far."""
     have = there.state.by_identity.keys()
     had: set[str] = set()
-    retired: dict[int, set[str]] = {}  # Folded names of objects, by the owner's epoch.
+    retired: dict[int, set[str]] = {}  # Folded names of objects, by owner epoch.
     given_up: set[str] = set()
     mark, at_mark = sys.maxsize, frozenset[str]()
     for entry, _ in newest_first(target):
@@ -156,7 +157,7 @@ def _is_past(source: History, event: Mapping[str, Any]) -> bool:
 
 
 def _numbers(history: History, wanted: Collection[str]) -> dict[str, int]:
-    """Search a ledger, newest entry first, for the entries that committed these checkpoints."""
+    """Return, by identity, the numbers of the entries that committed these checkpoints; search newest entries first."""
     numbers: dict[str, int] = {}
     for entry, _ in newest_first(history):
         for checkpoint in entry.state.live:

@@ -2,14 +2,15 @@
 
 Invariants
 
-1. A checkpoint is committed at the target only when all of its objects are there, and every byte has been compared with
-   its digest: on the way, or at the target.
-2. Names and bytes stay the same. The target's own ledger commits in the source's order, so both have the same newest.
-3. During its copy a checkpoint is leased at the source; this process owns the target.
+1. A checkpoint is committed at the target only after the target has all of its objects, and every byte has been
+   compared with its digest: during the transfer, or at the target.
+2. Names and bytes of objects stay the same. The target has its own ledger, which commits in the source's order, so the
+   newest checkpoint is the same in both runs.
+3. While a checkpoint is copied, it is leased at the source, and this process owns the target.
 4. A checkpoint that the target has retired is not committed there again. An object that the target has given up is not
    copied again: its deletion may still be under way. The copy deletes nothing at the target.
-5. Objects that a killed copy leaves are orphans (the owner epoch at the target is above that of every copied name)
-   until the same copy is repeated and finds them.
+5. A killed copy leaves orphans: the owner epoch at the target is above the epoch in every copied name. A repeated copy
+   finds these objects and uses them.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
-_MAX_EPOCH = MAX_EPOCH // 10  # The highest epoch in copied names: the target needs epochs for its own owners.
+_MAX_EPOCH = MAX_EPOCH // 10  # Copied names may not have higher epochs: the target needs some for its own owners.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """What to copy: all live checkpoints, or `only` one.
+    """The checkpoints to copy: all live checkpoints of the source, or `only` one.
 
-    `head` is the source's. `size_bytes` is how much must be read: from the target for objects that an earlier try
-    copied, from the source for all others.
+    `head` is the head of the source's ledger. `size_bytes` estimates how many bytes must be read: from the target for
+    objects that an earlier try copied, from the source for all others.
     """
 
     run_key: str
@@ -66,15 +67,15 @@ class SyncPlan:
 
     @property
     def chosen(self) -> list[Checkpoint]:
-        """The requested checkpoints, in the source's order."""
+        """The requested checkpoints, in the order of the source's commits."""
         return sorted(self.head.state.live, key=lambda c: c.n) if self.only is None else [self.only]
 
 
 class Row(NamedTuple):
-    """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` came from an earlier try.
+    """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` had been copied by an earlier try.
 
-    `outcome` is "copied", "there already", "pruned there", "pruned meanwhile", "damaged" or "refused": the target has
-    given up one of the checkpoint's objects, or has it with other bytes.
+    `outcome` is "copied", "there already" or "pruned there" (at the target), "pruned meanwhile" or "damaged" (at the
+    source), or "refused": the target has given up one of the checkpoint's objects, or has it with other bytes.
     """
 
     checkpoint: Checkpoint
@@ -86,7 +87,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """The outcome of a copy; `faults` say what could not be copied, and why."""
+    """The outcome of a copy; `faults` has a text for everything that could not be copied, with the reason."""
 
     rows: tuple[Row, ...]
     evaluations: int = 0
@@ -96,7 +97,7 @@ class SyncReport:
 
 @checked
 def plan_sync(source: Run, target: Store, only: Checkpoint | None = None) -> SyncPlan:
-    """Find out which of the run's checkpoints the target lacks, or whether it lacks `only`; write nothing.
+    """Plan a copy of all checkpoints that the target lacks, or of `only`; write nothing.
 
     Raises RunMismatchError if the target has another run, or checkpoints that the source never had; StateError if the
     target has pruned `only`; ConfigError if source and target are the same.
@@ -128,9 +129,9 @@ def run_sync(
 ) -> SyncReport:
     """Own the target, make the plan again, and execute it; write nothing if the target lacks nothing.
 
-    `on_progress` gets the size in bytes of every read. A checkpoint that is damaged at the source, or pruned there
-    meanwhile, is left out and reported. Any other failure is raised; call again to continue the copy. Raises
-    OwnedError if a process that may be alive holds the target.
+    `on_progress` gets the size in bytes of every read. The report says which checkpoints were not copied, because they
+    are damaged or pruned at the source, or refused (see `Row`). Any other failure is raised; call again to continue the
+    copy. Raises OwnedError if a process that may be alive owns the target.
     """
     if plan.diff.nothing:
         return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
@@ -143,14 +144,14 @@ def run_sync(
 
 
 class _Copy:
-    """One copy in progress, made by the target's owner."""
+    """One copy in progress; this process owns the target."""
 
     def __init__(self, source: Run, target: History, owner: Owner, plan: SyncPlan, objects: Transfer):
         self._source, self._target, self._owner, self._plan, self._objects = source, target, owner, plan, objects
         self._faults: list[str] = []
 
     def run(self) -> SyncReport:
-        """Copy and commit in order; then record evaluations, pins, and how far this copy has come."""
+        """Copy and commit checkpoints in order; then record evaluations, pins, and how far this copy has come."""
         diff = self._plan.diff
         rows: dict[str, Row] = {}
         last_n = -1
@@ -199,7 +200,7 @@ class _Copy:
         return _moved(checkpoint, "copied", moved), n
 
     def _commit(self, history: History, checkpoint: Checkpoint) -> int:
-        """Put the ledger entry and return its number; facts about the save are copied from the entry in `history`."""
+        """Put a checkpoint's entry, with the facts about its save from the entry in `history`; return the number."""
         digest = checkpoint.manifest_digest
         source_state = self._plan.head.state
         known = source_state.by_identity
@@ -207,9 +208,9 @@ class _Copy:
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
-            # The source says which lines are abandoned: the target lacks pruned checkpoints that would show it.
+            # Take `abandoned` from the source: the target may lack the pruned parents that show it.
             live = tuple(replace(c, abandoned=known.get(c.manifest_digest, c).abandoned) for c in after.live)
-            # Origin and program parameters of the source are also those of its copy.
+            # A copy has the origin, the parameters and the program of the source.
             return replace(
                 after, live=live, origin=source_state.origin, params=source_state.params, program=source_state.program
             )
@@ -284,7 +285,7 @@ def _contents(
 
 @contextmanager
 def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owner, SyncPlan]]:
-    """Own the target during the block, in an epoch above that of any copied name; yield the owner and a new plan."""
+    """Own the target during the block, in an epoch above those in all copied names; yield the owner and a new plan."""
     history.check(plan.run_key)
     damage(history)
     state = plan.head.state
@@ -303,9 +304,9 @@ def _owned(source: Run, history: History, plan: SyncPlan) -> Iterator[tuple[Owne
 
 
 def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
-    """Append an owner entry whose epoch is above that of every copied save, so that leftovers of those are orphans.
+    """Raise the owner epoch above the epochs in all copied names, so that a killed copy leaves orphans.
 
-    Does nothing if the owner's epoch is high enough. Raises ConfigError if a copied epoch is absurdly high.
+    Appends no entry if the owner's epoch is high enough. Raises ConfigError if a copied epoch is above `_MAX_EPOCH`.
     """
     attempts = [parse_attempt(c.manifest) for c in plan.diff.ranked]
     epoch = max((attempt.epoch for attempt in attempts if attempt), default=0)
@@ -321,7 +322,7 @@ def _risen(history: History, owner: Owner, plan: SyncPlan) -> Owner:
 
 
 def _look(history: History, run_key: str) -> Head:
-    """Read the target's head; return an empty one if the target is not a run yet."""
+    """Check the target's run key and return its head; return an empty head if the target is not a run yet."""
     try:
         history.check(run_key)
     except CheckpointNotFoundError:
@@ -330,18 +331,18 @@ def _look(history: History, run_key: str) -> Head:
 
 
 def _run_key(store: ReadableStore, head: Head) -> str:
-    """Return the run's key from a manifest, for a run whose format.json is damaged."""
+    """Return the run key from a manifest: the run's format.json is damaged."""
     if not head.state.live:
         raise IntegrityError(f"the run of {store.url} is unknown: format.json is damaged")
     return open_checkpoint(store, head.state.live[-1]).manifest.run_key
 
 
 def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: State) -> int:
-    """Estimate how many bytes must be read."""
+    """Estimate how many bytes the copy must read."""
     sizes: dict[str, int] = {}
 
     def look(checkpoint: Checkpoint) -> None:
-        with suppress(IntegrityError, ObjectNotFoundError):  # The copy will meet and report the fault.
+        with suppress(IntegrityError, ObjectNotFoundError):  # The copy will report this fault.
             data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)
             manifest = Manifest.from_bytes(data, digest=checkpoint.manifest_digest, name=checkpoint.manifest)
             for record in (*manifest.objects, manifest.index):
@@ -371,7 +372,7 @@ def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Raise ConfigError if one location is equal to the other or inside it."""
+    """Raise ConfigError if two locations are equal, or if one is inside the other."""
     places = [url.rstrip("/") + "/" for url in (source, target)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise ConfigError(f"{target} is not another place than {source}", hint="Name a directory of its own.")

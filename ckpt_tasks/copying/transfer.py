@@ -2,9 +2,9 @@
 
 Invariants
 
-1. Every object is compared with its digests before it is put.
-2. Nothing at the target is replaced or deleted. An object that is there already must have the same bytes. An object is
-   put whole or not at all, even if the copy is killed.
+1. Every object that this process sends is compared with its digests before it is put.
+2. No object of the target is replaced or deleted. If the target has an object already, it must have the same bytes. An
+   object is put whole or not at all, even if the copy is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_tasks.layout.index import IndexRow
 from ckpt_tasks.reading.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
 from ckpt_tasks.storage.port import Store
 
-OnProgress = Callable[[int], None]  # It gets the size in bytes of every read.
+OnProgress = Callable[[int], None]  # The argument is the size of a read in bytes.
 
 
 class Moved(NamedTuple):
@@ -40,7 +40,7 @@ class Moved(NamedTuple):
     found_bytes: int = 0
 
     def plus(self, more: Moved) -> Moved:
-        """Return the sums of both counts."""
+        """Return the sum of two results."""
         return Moved(*map(add, self, more))
 
 
@@ -50,8 +50,8 @@ _IN_FLIGHT = 8
 class Transfer:
     """Copies objects from one store to another, one at a time; an object to be sent is in memory as a whole.
 
-    `adopts`: the target takes an object by a hard link or by its own copy, if it can. The memory is a file without a
-    name in TMPDIR: the kernel can write its pages to disk if memory is short, and a killed copy leaves nothing.
+    This memory is a mapped file without a name in TMPDIR: the kernel can write its pages to disk if memory is short,
+    and a killed copy leaves no file. `adopts`: if the target can, it makes a hard link or its own copy of an object.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Transfer:
         self._given_up = Names((*given_up, *state.retired))
         self._good: set[str] = set()
         self._of_attempt = {c.manifest.rpartition("/")[0]: c for c in state.live}
-        # Take the newest first, and of checkpoints that reuse the same objects only the newest.
+        # Search the newest checkpoint first; of checkpoints that reuse the same objects, keep only the newest.
         reusing = {c.reuses: c for c in state.live}.values()
         self._reusing = [(Names(c.reuses), c) for c in sorted(reusing, key=lambda c: -c.n)]
         self._committed: dict[str, Mapping[str, object]] = {}  # Digests by object name, for each checkpoint identity.
@@ -86,16 +86,16 @@ class Transfer:
             self._file.close()
 
     def bring(self, record: ObjectRecord, rows: Sequence[IndexRow]) -> Moved:
-        """Bring an object to the target; verify its bytes, whether sent or found there.
+        """Copy an object to the target if the target lacks it; verify its bytes, unless the target adopts the object.
 
-        Raises IntegrityError or ObjectNotFoundError if the source's object is damaged or missing, and StateError if the
-        target has other bytes under this name, or has given the name up: its deletion may still be under way.
+        Raises IntegrityError or ObjectNotFoundError if the source's object is damaged or missing. Raises StateError if
+        the target has other bytes under this name, or has given up the name: a deletion may still be under way.
         """
         if record.name in self._good:
             return Moved()
         if self._is_committed(record, rows):
             self._good.add(record.name)
-            return Moved()  # It was verified before the checkpoint that names it was committed.
+            return Moved()  # The object was verified before the target committed the checkpoint that names it.
         if self._adopts and self._target.adopt(self._source, record.name, record.size_bytes):
             if rows and not self._target.near:
                 check_header(self._target, record)
@@ -157,7 +157,7 @@ class Transfer:
 
     def _put(self, name: str, data: memoryview) -> None:
         if self._target.near:
-            # `put` on a disk can leave a partial object. `put_if_absent` also accepts a buffer.
+            # On a disk, a killed `put` can leave a partial object. `put_if_absent` cannot; it also accepts a buffer.
             self._target.put_if_absent(name, cast(bytes, data))
         else:
             self._target.put(name, [data])
@@ -177,7 +177,7 @@ class Transfer:
         data = self._room(size_bytes)
         self._read(store, record.name, data)
         faults = changes(record, rows, data)
-        if faults:  # The bytes may have changed in transit.
+        if faults:  # Read again: the bytes may have changed during the read.
             self._read(store, record.name, data)
             faults = changes(record, rows, data)
         if faults:
@@ -196,7 +196,7 @@ class Transfer:
         finally:
             for read in reads:
                 read.cancel()
-            wait(reads)  # A read that still runs would write into the next object.
+            wait(reads)  # A read that still runs would write into the memory of the next object.
 
     def _room(self, size_bytes: int) -> memoryview:
         if self._memory.nbytes < size_bytes:
@@ -204,7 +204,7 @@ class Transfer:
             if self._file is None:
                 self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `__exit__`)
             try:
-                # Otherwise a full disk would kill the process when it writes to the mapping.
+                # Reserve the space: if the disk were full, a write to the mapping would kill the process.
                 os.posix_fallocate(self._file.fileno(), 0, size_bytes)
             except OSError as error:
                 raise StoreError(
