@@ -2,10 +2,11 @@
 
 Invariants
 
-1. Reads see the commit that was newest when the store was opened, and the objects that were put since.
-2. Only `commit` makes the objects visible, all or none of them. Bytes of large objects are sent before that and belong
-   to no commit, so a killed process leaves nothing that looks like a part of a run.
-3. `commit` names the commit that was read as its parent: if another commit came first, the Hub refuses this one.
+1. Reads see the commit that was newest when the store was opened, and the objects that this store has put since.
+2. Only `commit` makes objects visible, all or none of them. Bytes of large objects are sent earlier, and belong to no
+   commit until then: a killed process leaves nothing that looks like a part of a run.
+3. The parent of a new commit is the commit that the store reads: if the repository has a newer commit, the Hub refuses
+   the new one.
 
 huggingface_hub sends all requests, retries them and finds the endpoint (HF_ENDPOINT) and the token (HF_TOKEN).
 """
@@ -54,15 +55,15 @@ _SIGN_OF_LIFE = "heartbeat/"
 
 
 class HubRepository(OneByOne):
-    """Keep objects in a model repository; see `Store` for the contract of each method.
+    """A model repository as a store; see `Store` for the contract of each method.
 
-    `name` is ORG/NAME or ORG/NAME@REVISION. Raises ConfigError for any other name or an unknown revision; a repository
-    that does not exist is empty until `create`. With `quiet` the library shows no progress anywhere in the process.
+    `name` is ORG/NAME or ORG/NAME@REVISION. Raises ConfigError for any other name or an unknown revision. A repository
+    that does not exist is empty until `create`. `quiet` hides the library's progress bars in the whole process.
     """
 
     near = False
     gap_bytes = 8 << 20
-    endpoint = None  # The store's abilities are not tested, because its one commit is atomic.
+    endpoint = None  # Without an endpoint, no test of the store runs: its one commit is atomic.
 
     def __init__(self, name: str, *, quiet: bool = False):
         match = _NAME.fullmatch(name)
@@ -73,7 +74,7 @@ class HubRepository(OneByOne):
         if quiet:
             disable_progress_bars()
         self.api = HfApi()
-        self.at: str | None = None  # The id of the commit that is read; None if there is no repository.
+        self.at: str | None = None  # The id of the commit that this store reads; None without a repository.
         self.files: dict[str, int] = {}  # Every file of the commit, with its size in bytes.
         self._kept: dict[str, bytes] = {}
         self._sent: dict[str, int] = {}
@@ -88,16 +89,16 @@ class HubRepository(OneByOne):
 
     @property
     def holds_run(self) -> bool:
-        """Whether the commit that is read has a run."""
+        """Whether the commit that this store reads has a run."""
         return FORMAT_NAME in self.files
 
     @property
     def has_news(self) -> bool:
-        """Whether there are new objects for `commit` to make visible."""
+        """Whether `commit` has new objects to make visible."""
         return bool(self._sent) or any(not name.startswith(_SIGN_OF_LIFE) for name in self._kept)
 
     def create(self, *, private: bool | None) -> None:
-        """Create the repository, and the branch in its name, unless they exist."""
+        """Create the repository, and the branch that `revision` names, if they do not exist."""
         if self.at is not None:
             return
         with self.asking():
@@ -107,15 +108,15 @@ class HubRepository(OneByOne):
             self._look()
 
     def commit(self, message: str, files: Sequence[CommitOperationAdd] = (), delete: Sequence[str] = ()) -> str:
-        """Make all objects that were put, and `files`, visible by one commit; return its id.
+        """Commit all objects that were put and `files`, and delete the files in `delete`; return the commit's id.
 
-        Raises StoreError if the repository has a newer commit than the one that was read.
+        Raises StoreError if the repository has a newer commit than this store reads.
         """
         kept = {name: data for name, data in self._kept.items() if not name.startswith(_SIGN_OF_LIFE)}
         small = [CommitOperationAdd(name, data) for name, data in kept.items()]
         gone = [CommitOperationDelete(name, is_folder=False) for name in delete]
         with self.asking(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The library warns of .arrow files, which are usual for datasets.
+            warnings.simplefilter("ignore")  # The library warns that .arrow files usually belong to datasets.
             done = self.api.create_commit(
                 self.repo_id,
                 [*self._operations, *self._waiting, *files, *small, *gone],
@@ -125,7 +126,7 @@ class HubRepository(OneByOne):
             )
         return str(done.oid)
 
-    # ── what a copy of a run asks of a store ─────────────────────────────────────────────────────────────────────
+    # ── the methods of Store that a copy of a run calls ──────────────────────────────────────────────────────────
 
     def put(self, name: str, body: Sequence[bytes | memoryview]) -> None:
         self._check_absent(name)
@@ -214,7 +215,7 @@ class HubRepository(OneByOne):
         with self.asking():
             self.api.preupload_lfs_files(self.repo_id, self._waiting, revision=self.revision)
         self._operations += self._waiting
-        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # The library has read the files.
+        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # All are sent.
             for file in self._open:
                 file.close()
             self._open.clear()
@@ -240,7 +241,7 @@ class HubRepository(OneByOne):
 
     def _ours(self, error: Exception) -> CkptError:
         if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # The library wraps the error of an upload.
+            error = error.__cause__  # The library has wrapped the error of an upload in a RuntimeError.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         text = without_secrets(" ".join(str(error).split())) or type(error).__name__
         if isinstance(error, RevisionNotFoundError):

@@ -22,13 +22,13 @@ _CARD = "README.md"
 _OURS = "<!-- ckpt push writes this card anew for as long as this line is in it. -->"
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _ADAPTER = "adapter_config.json"
-_NOT_SHOWN = {"accelerator", "code", "command", "host", "threads"}  # A card is public: it shows only versions.
+_NOT_SHOWN = {"accelerator", "code", "command", "host", "threads"}  # A card is public, so it shows only versions.
 
 
 def push_weights(hub: HubRepository, run: Run, checkpoint: Checkpoint, plan: ExportPlan) -> str:
     """Commit the files that an export has written, and the card; return the commit's id.
 
-    The same commit removes weights of an earlier export that have other names; all other files stay.
+    The same commit deletes an earlier export's weights that have other names; all other files stay.
     """
     written = {Path(file.path).name: file.path for file in plan.report.files}
     old = [name for name in hub.files if plan.replaces.fullmatch(name) and name not in written]
@@ -45,7 +45,7 @@ def push_weights(hub: HubRepository, run: Run, checkpoint: Checkpoint, plan: Exp
 def card(
     hub: HubRepository, run: Run, checkpoint: Checkpoint, use: str, about: ModelCardData | None = None
 ) -> list[CommitOperationAdd]:
-    """Return the card of a repository whose newest checkpoint is this one; [] if a user has written a card."""
+    """Return the operation that writes the repository's card for this checkpoint; [] if a user has written a card."""
     if _CARD in hub.files and _OURS not in hub.get(_CARD, 1 << 20).decode(errors="replace"):
         return []
     environment = open_checkpoint(run.history.store, checkpoint).manifest.environment
@@ -73,7 +73,7 @@ def _cell(value: object) -> str:
 def files_to_pull(hub: HubRepository, out: str) -> list[str]:
     """Return the names of the files to pull.
 
-    Raises CheckpointNotFoundError if there are no such files, ConfigError if `out` exists.
+    Raises CheckpointNotFoundError if the repository has no files, ConfigError if `out` exists.
     """
     names = [name for name in hub.files if name != ".gitattributes"]
     if not names:

@@ -1,10 +1,10 @@
-"""A directory that torch's DCP wrote, by any number of ranks: `.metadata`, and files of concatenated torch.save data.
+"""A directory that any number of ranks wrote by torch's DCP: `.metadata`, and files of concatenated torch.save data.
 
 Invariants
 
-1. As for every source nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and the bytes are read
-   with their CRCs before anything is written.
-2. A tensor in `values` is a placeholder without memory: nothing reads its values. `copied` assembles its parts.
+1. As for every source, nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and an import compares
+   all bytes with their CRCs before it writes anything.
+2. A tensor in `values` is a placeholder without memory: nothing reads its values. `copied` reads the tensor's parts.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class _Slice(SourceFile):
 
 
 class DcpDirectory(SourceFile):
-    """An open DCP directory: `values` has its tensors and values by DCP's names, `paths` has DCP's paths.
+    """An open DCP directory; raises IntegrityError if the directory contradicts itself.
 
-    `left` has the reason for each value that cannot be read. Raises IntegrityError if the directory contradicts itself.
+    `values` has tensors and plain values by DCP's names. `paths` maps these names to their paths in the saved dict;
+    None if DCP recorded no paths. `left` has the reason for each value that cannot be read.
     """
 
     def __init__(self, directory: Path):
@@ -76,14 +77,14 @@ class DcpDirectory(SourceFile):
         self._directory = directory
         self.values: dict[str, Any] = {}
         self.left: dict[str, str] = {}
-        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is the tensor's address.
+        self._tensors: dict[int, tuple[str, list[_Part]]] = {}  # The key is a tensor's data_ptr().
         self._values: dict[str, _Part] = {}
         with well_formed("its metadata", METADATA):
             self._read(read_objects(metadata.read(0, metadata.size_bytes).tobytes()))
         self.size_bytes = sum(file.size_bytes for file in self._files.values())
 
     def check(self, on_progress: Callable[[int], None]) -> None:
-        """Read every part of a tensor, and compare its CRC, dtype and shape; raise IntegrityError."""
+        """Read every part of every tensor; raise IntegrityError if its CRC, dtype or shape is wrong."""
         for name, parts in self._tensors.values():
             for part in parts:
                 self._part(name, part)
@@ -94,7 +95,7 @@ class DcpDirectory(SourceFile):
         return any(file.has_changed() for file in self._files.values())
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor with its values read from its parts; None for a tensor of another source."""
+        """Read the parts of a tensor and return the whole tensor; return None for a tensor of another source."""
         name, parts = self._tensors.get(tensor.data_ptr(), ("", []))
         if not name or tensor.shape != self.values[name].shape:
             return None
@@ -176,7 +177,7 @@ def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
-    """Return the parts of a tensor; raise IntegrityError if they are not those listed in the metadata."""
+    """Return the parts of a tensor that its metadata lists; raise IntegrityError if they do not make up the tensor."""
     listed = {tuple(one["offsets"]): math.prod(one["sizes"]) for one in described["chunks"]}
     here = {part.offset or (0,) * len(described["size"]): part for part in parts}
     if (
@@ -188,7 +189,7 @@ def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
 
 
 def _paths(paths: Mapping[Any, Any], most: int) -> dict[str, tuple[str | int, ...]]:
-    """Return DCP's path of each name; raise IntegrityError for a path that would make a list of any length."""
+    """Return the path of each of DCP's names; raise IntegrityError for a path that would make a list of any length."""
     checked = {}
     for name, path in paths.items():
         if not path or not all(isinstance(one, str) or 0 <= one <= most + 1024 for one in path):

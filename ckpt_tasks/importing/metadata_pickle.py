@@ -1,7 +1,7 @@
 """The pickle in the `.metadata` of a DCP checkpoint, read without importing or executing anything.
 
-It names classes of torch. Each object becomes a `Pickled`: the name, the arguments and the attributes. Invariants: a
-name that DCP's metadata does not use is refused; only texts, numbers and objects are keys, so that hashing stays cheap.
+The pickle names classes of torch. Each object becomes a `Pickled`: the class's name, the arguments and the attributes.
+A name that DCP's metadata does not use is refused. Keys of dicts are texts, numbers or objects, so hashing is cheap.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pickled:
 
 
 def read_objects(data: bytes) -> Any:
-    """Return the value of a pickle; raise UnsupportedStateError for a foreign name, IntegrityError for bad bytes."""
+    """Return a pickle's value; raise UnsupportedStateError for a name that is not DCP's, IntegrityError if damaged."""
     try:
         return _run(data)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def _run(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine of a pickle of protocol 4, as far as DCP needs it."""
+    """A stack machine for the opcodes of pickle protocol 4 that DCP writes."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []

@@ -1,8 +1,8 @@
-"""Names in foreign files: of tensors, without the prefixes of wrappers, and of an optimizer's parameters.
+"""Find names for the contents of foreign files: names of tensors without wrappers, names of optimizers' parameters.
 
-torch numbers an optimizer's parameters. Numbers get names only if the file has the names, or if there is exactly one
-way to match the optimizer's shapes with the model's parameters in order: otherwise moments could silently belong to a
-wrong parameter.
+torch numbers an optimizer's parameters. A number gets a name only if the file has the names, or if the shapes in the
+optimizer's state match the model's parameters, in order, in exactly one way. Otherwise a parameter could silently get
+the moments of another parameter.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckpt_tasks.objects.names import bare_name
 from ckpt_tasks.tensors.tensors import identity
 
 _DDP = "module."
-_BUFFERS = ("running_mean", "running_var")  # Buffers of torch's norm layers, with the shapes of parameters.
+_BUFFERS = ("running_mean", "running_var")  # These buffers of torch's norm layers have the shapes of parameters.
 
-Modules = Mapping[str, Mapping[str, Any]]  # For each group its tensors by name, in the order of the model.
+Modules = Mapping[str, Mapping[str, Any]]  # The tensors of each group by name, in the order of the model.
 Named = tuple[str, tuple[int, ...]]  # A parameter's name and shape.
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Return each name without the prefixes of wrappers (DDP, torch.compile); unchanged if two would become equal."""
+    """Map each name to itself without prefixes of wrappers (DDP, torch.compile); keep all if two would be equal."""
     clean = {name: bare_name(name) for name in names}
     if all(name.startswith(_DDP) for name in clean.values()):
         clean = {name: one.removeprefix(_DDP) for name, one in clean.items()}
@@ -34,9 +34,9 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
-    """Return the names of an optimizer's parameters by number, and a note on how they were found.
+    """Return the names of an optimizer's parameters, in the order of its groups, and a note on how they were found.
 
-    `optimizer` is its state_dict. Raises UnsupportedStateError with the reason if a name would be a guess.
+    `optimizer` is the optimizer's state_dict. Raises UnsupportedStateError with the reason if a name would be a guess.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     numbers = [number for group in groups for number in group["params"]]
@@ -61,7 +61,7 @@ def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[lis
 
 
 def _full_name(name: Any, modules: Modules, first: Mapping[str, Mapping[Any, Named]]) -> str | None:
-    """Return the name that `capture` gives to a parameter with this name in the file; None if it is unknown."""
+    """Return the name that `capture` gives to a parameter with this name in the file; None if not exactly one fits."""
     if not isinstance(name, str):
         return None
     clean = bare_name(name)
@@ -79,7 +79,7 @@ def _known(name: str, tensor: Any) -> Any:
 
 
 def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
-    """Return the model's possible parameters in its order: tensor identity → (name, shape).
+    """Return the tensors that may be parameters, in the model's order: tensor identity → (name, shape).
 
     A tied tensor appears once, under its first name in alphabetical order. Known buffers are left out.
     """
@@ -95,15 +95,15 @@ def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
 
 
 def _shapes(entry: Any) -> set[tuple[int, ...]]:
-    """Return the shapes of an optimizer's entries for one parameter; an empty set if they are only counts."""
+    """Return the shapes of the tensors in an optimizer's state of one parameter, without scalars such as counts."""
     values = entry.values() if isinstance(entry, Mapping) else ()
     return {tuple(value.shape) for value in values if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _only_order(kept: Sequence[set[tuple[int, ...]]], parameters: Sequence[Named]) -> list[str]:
-    """Name each of an optimizer's parameters, if the model's order and the shapes allow exactly one way.
+    """Name each of an optimizer's parameters, if the model's order and the shapes allow exactly one match.
 
-    The first fit from the left must equal the first fit from the right. Raises UnsupportedStateError otherwise.
+    Raises UnsupportedStateError if the first match from the left differs from the first match from the right.
     """
     left = _first_places(kept, parameters)
     right = _first_places(kept[::-1], parameters[::-1])

@@ -1,4 +1,4 @@
-"""Plan an import: the step and groups that a foreign file becomes; `checkpoint/importing.py` commits the plan."""
+"""Plan an import: choose the step, and groups from a foreign file; `checkpoint/importing.py` commits the plan."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckpt_tasks.tensors.tensors import DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPlan:
-    """What an import will write: `groups` in the form of a manifest, and their tensors by full key.
+    """The groups that an import will write, in the form of a manifest, and their tensors by full key.
 
-    `taken` lists the groups; `left` maps the name of everything else in the file to the reason why it is not taken.
-    `environment` is for the manifest.
+    `taken` describes the groups. `left` maps the names of all other contents of the file to the reasons why the import
+    omits them. `environment` will be in the manifest.
     """
 
     source: Source = field(repr=False)
@@ -45,8 +45,8 @@ class ImportPlan:
 def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups: Sequence[str] = ()) -> ImportPlan:
     """Open a file or a directory and decide which part becomes which group; write nothing.
 
-    `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: everything that can be taken). `step`
-    defaults to the file's own (`step` or `global_step`, a whole number or a tensor of one), else 0. Raises what
+    `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: all groups that can be imported).
+    `step` defaults to the number at `global_step` or `step` in the file, or to 0 if the file has neither. Raises what
     `open_source` raises, IntegrityError if tensors claim more bytes than the file has, and ConfigError for an invalid
     step or group.
     """
@@ -56,7 +56,7 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
         number = _step_of(source) if step is None else step
     except CkptError:
         raise
-    except (RuntimeError, *MALFORMED) as error:  # A value that is named like a state_dict is none.
+    except (RuntimeError, *MALFORMED) as error:  # A value has the name of a state_dict, and is not one.
         raise IntegrityError(f"its values do not fit each other: {error!r:.200}", key=source.name) from error
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"{number} is not a step", hint="Give one with --step N.")

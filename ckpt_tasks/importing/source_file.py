@@ -1,10 +1,11 @@
-"""One foreign file: read in pieces, mapped for views, and the records of a zip file that torch.save wrote.
+"""Read one foreign file: its bytes, views that map it, and the records of a zip file that torch.save wrote.
 
 Invariants
 
-1. Bytes are read by `pread` only: a mapped file that another process cuts would kill the reader (SIGBUS). The mapping
-   only gives tensors an identity; `copied` reads their bytes.
-2. A zip file has exactly one meaning: one central directory, at the end, with stored records of different names.
+1. Bytes are read only by `pread`: if another process cut the file, a read of the mapping would kill this process
+   (SIGBUS). The mapping only gives tensors an identity; `copied` reads their bytes.
+2. A zip file is refused if two readers could read it differently. It must have one central directory, at the end, and
+   uncompressed records with different names.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ import torch
 
 from ckpt_tasks.errors import ConfigError, IntegrityError
 
-_MAX_ENTRIES = 1 << 20  # The limit for a zip file: one entry for each tensor.
+_MAX_ENTRIES = 1 << 20  # A zip file may have at most this many records: torch.save writes one for each storage.
 _PIECE_BYTES = 8 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # With this flag a mapping may be larger than the memory.
-# The end of a zip file: signature, disks, entries twice, size and begin of the directory, …
+# The last record of a zip file: signature, disk numbers, entries (twice), size and begin of the directory, comment.
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 
 
 class Record(NamedTuple):
-    """A record of a zip file: its bytes in the file, and its CRC-32; 0 if the writer computed none."""
+    """A record of a zip file: its byte range in the file, and its CRC-32 (0 if the writer computed none)."""
 
     begin: int
     end: int
@@ -42,12 +43,12 @@ class Record(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The record's size."""
+        """The record's size in bytes."""
         return self.end - self.begin
 
 
 class SourceFile:
-    """An open regular file of `size_bytes`; raises ConfigError for anything else, such as a pipe."""
+    """An open regular file; raises ConfigError if the path is something else, such as a pipe."""
 
     def __init__(self, path: Path):
         self.name = path.name
@@ -97,7 +98,7 @@ class SourceFile:
         return (status.st_size, status.st_mtime_ns) != self._status
 
     def mapped(self, begin: int, end: int) -> torch.UntypedStorage:
-        """Return a storage over bytes of the file, for views; read it with `copied`."""
+        """Return a storage that maps bytes of the file, for views; only `copied` may read these bytes."""
         if self._mapped is None:
             try:
                 mapping = mmap.mmap(self._fd, self.size_bytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
@@ -118,7 +119,7 @@ class SourceFile:
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
     def records(self) -> dict[str, Record]:
-        """Return a zip file's records, by name without the directory; raise IntegrityError if the file is damaged."""
+        """Return a zip file's records, by name without the top folder; raise IntegrityError if the file is damaged."""
         self._check_end()
         try:
             with self._archive() as archive:
@@ -151,7 +152,7 @@ class SourceFile:
         return Record(begin, end, entry.CRC)
 
     def _check_end(self) -> None:
-        """Raise IntegrityError if the file does not end with one central directory, which every reader finds."""
+        """Raise IntegrityError if the file does not end with one central directory that every reader would find."""
         tail = bytes(self.read(max(self.size_bytes - 98, 0), self.size_bytes)).rjust(98, b"\0")
         sign, *disks, here, entries, size, begin, comment = _END.unpack(tail[-22:])
         short, at = (here, entries, size, begin), self.size_bytes - 22

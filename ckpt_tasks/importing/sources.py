@@ -2,10 +2,10 @@
 
 Invariants
 
-1. Nothing in a file is executed or imported: `unpickling.py` reads a pickle. If a pickle has a name that torch.save
-   never writes, it is refused, and the error has the name.
-2. A file is refused before anything is written. Sizes, offsets, names, and the number of values and bytes are checked
-   before they become memory, paths or loops.
+1. Nothing in a file is executed or imported: `unpickling.py` reads pickles. If a pickle has a name that torch.save
+   never writes, the pickle is refused by an error with that name.
+2. A bad file is refused before the import writes anything. Sizes, offsets, names, and the numbers of values and bytes
+   are checked before they are used for memory, paths or loops.
 3. Tensors are views of the mapped files, so a file of any size needs little memory; `source_file.py` reads the bytes.
 """
 
@@ -28,15 +28,15 @@ from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.unpickling import MAX_DEPTH, MAX_VALUES, unpickle
 from ckpt_tasks.layout.image import MAX_HEADER_BYTES, STORED_DTYPES, parse_header
 
-_MAX_PICKLE_BYTES = 256 << 20  # The limit for a file, without its tensors.
+_MAX_PICKLE_BYTES = 256 << 20  # The limit for a file's pickle, which does not contain the bytes of tensors.
 _MAX_INDEX_BYTES = 64 << 20
-_FREE_TEXT_BYTES = 32 << 20  # The limit for texts that several values share, beyond the size of the file.
+_FREE_TEXT_BYTES = 32 << 20  # Texts, counted each time a value uses them, may exceed the file's size by this much.
 _LIGHTNING = "pytorch-lightning_version"
 _OURS = "ckpt_tasks"
-# If several dtypes have the same code, the first one counts: U8 is uint8.
+# If several dtypes have the same code, the code means the first of them: U8 is uint8.
 _DTYPES = {stored.code: name for name, stored in [*STORED_DTYPES.items()][::-1] if not stored.suffix}
 _SHARD = re.compile(r"-\d{5,}-of-\d{5,}\.")
-# The order of preference: a directory may have its weights both as safetensors and in another format.
+# In order of preference: a directory may have the same weights both as safetensors and in another format.
 _WEIGHTS = (".safetensors.index.json", ".safetensors", ".bin.index.json", ".bin", ".ckpt", ".pt", ".pth")
 _OF_TRAINER = re.compile(
     r"(optimizer|scheduler|scaler|rng_state\w*|random_states\w*)\.(pt|pth|bin|pkl)|training_args\.bin"
@@ -54,7 +54,7 @@ class SourceTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size."""
+        """The tensor's size in bytes."""
         return self.end - self.begin
 
 
@@ -62,8 +62,8 @@ class SourceTensor(NamedTuple):
 class Source:
     """The contents of a file or a directory to be imported: tensors and values by name.
 
-    `values` has torch tensors, or SourceTensors; names that share a tensor have the same object. `left` maps the names
-    of entries that cannot be taken to the reason; `opened` has the open files.
+    Tensors in `values` are torch tensors or SourceTensors; names that share a tensor have the same object. `left` maps
+    the names of entries that cannot be imported to the reasons. `opened` has the open files.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Source:
         return sum(file.size_bytes for file in self.opened)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with its bytes read from its file; raise IntegrityError if the file has been cut."""
+        """Read a mapped tensor's bytes; return any other tensor as it is. Raises IntegrityError if a file was cut."""
         return next((copy for file in self.opened if (copy := file.copied(tensor)) is not None), tensor)
 
     @property
@@ -93,17 +93,18 @@ class Source:
 
     @property
     def about(self) -> Mapping[str, Any] | None:
-        """What our own export recorded in a torch.save file: step, kinds of groups, names of parameters."""
+        """The entry of our own export in a torch.save file: step, kinds of groups, names of parameters; else None."""
         about = self.values.get(_OURS)
         is_ours = isinstance(about, Mapping) and all(isinstance(about.get(n), Mapping) for n in ("kinds", "parameters"))
         return about if is_ours else None
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open a file, or a directory of weights; its tensors are read when they are used.
+    """Open a file, or a directory of weights, without reading its tensors.
 
-    Raises CheckpointNotFoundError if it does not exist, ConfigError for another format, IntegrityError if it is damaged
-    or contradicts itself, and UnsupportedStateError for a pickle that names anything but tensors and plain values.
+    Raises CheckpointNotFoundError if `path` does not exist, ConfigError for another format, IntegrityError if a file is
+    damaged or contradicts itself, and UnsupportedStateError for a pickle with other names than those of tensors and
+    plain values.
     """
     place = Path(os.path.abspath(os.path.expanduser(path)))
     if not place.exists():
@@ -224,7 +225,7 @@ def _safetensors(file: SourceFile) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _about(metadata: dict[str, str], ours: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return tied names (name → stored name) and the dtypes of views (name → dtype), as an export wrote them."""
+    """Return tied names (name → stored name) and dtypes of views (name → dtype); `ours`: our own export's metadata."""
     if ours is None:
         return metadata, {}
     return {str(n): str(kept) for n, kept in ours["tied"].items()}, {str(n): str(d) for n, d in ours["dtypes"].items()}
@@ -233,11 +234,11 @@ def _about(metadata: dict[str, str], ours: Any) -> tuple[dict[str, str], dict[st
 def _with_views(
     values: dict[str, Any], tied: Mapping[str, str], dtypes: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """Return the values with views in their own dtypes, and tied names; raise IntegrityError if one is no view."""
+    """Give views their own dtypes, and add tied names; raise IntegrityError if a tensor is not a view of its dtype."""
     for name, dtype in dtypes.items():
         tensor, stored = values.get(name), STORED_DTYPES.get(dtype)
         if tensor is None or tensor.dtype == dtype:
-            continue  # The tensor is in another shard, or its own file has described it.
+            continue  # The tensor is in another shard, or its own file's metadata has set the dtype already.
         cut = len(tensor.shape) - len(stored.suffix) if stored else 0
         if stored is None or _DTYPES[stored.code] != tensor.dtype or tensor.shape[max(cut, 0) :] != stored.suffix:
             raise IntegrityError(
@@ -297,7 +298,7 @@ def torch_value(file: SourceFile) -> Any:
 
 
 def _check_values(value: Any, file: SourceFile) -> None:
-    """Raise IntegrityError for too many values or too much text; a repeated value counts each time."""
+    """Raise IntegrityError for too many or too deep values, or too much text; count a repeated value each time."""
     count, text, waiting = 0, 0, [iter([value])]
     while waiting:
         item = next(waiting[-1], _END)

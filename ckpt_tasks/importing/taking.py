@@ -1,6 +1,6 @@
 """Decide which parts of a foreign file become groups of a run, of which kind and name; read and write nothing.
 
-A file has less information than a checkpoint. Nothing is guessed: an unclear part is left out, with the reason.
+A file has less information than a checkpoint. The import guesses nothing: it omits an unclear part, with the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIGHTNINGS_OWN = "it is Lightning's own: Trainer.fit(ckpt_path=…) reads it"
 
 
 class Taken(NamedTuple):
-    """An imported group: its name, its name in the file, its kind, its size, and a note on how it was read."""
+    """An imported group: its name, its name in the file, its kind and tensors, and a note on how it was read."""
 
     group: str
     name: str
@@ -47,7 +47,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class Taking:
-    """The groups in the form of a manifest, their tensors by full key, and the reasons for all parts left out."""
+    """The groups in the form of a manifest, their tensors by full key, and the reasons why parts are left out."""
 
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | SourceTensor] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Taking:
 class _Part(NamedTuple):
     """One object of a file: the name of its group, its name in the file, and its value.
 
-    If the file is an export of ours, `said` is its kind and `parameters` are the names of an optimizer's parameters.
+    If our own export wrote the file, `said` is the object's kind, and `parameters` names an optimizer's parameters.
     """
 
     group: str
@@ -79,9 +79,9 @@ class _Part(NamedTuple):
 
 
 def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
-    """Make groups from a file; `wanted` are GROUP or GROUP=NAME (default: everything).
+    """Make groups from a file; `wanted` are GROUP or GROUP=NAME (default: all groups that can be imported).
 
-    Raises ConfigError if the file has nothing to take, or lacks something wanted.
+    Raises ConfigError if nothing in the file can be imported, or if the file lacks a wanted group.
     """
     parts, left = _parts(source)
     parts, unwanted = _chosen(parts, wanted)
@@ -91,14 +91,14 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
         "optimizer",
         "stateful",
         "plain",
-        # Memory that two groups share belongs to the first of these kinds.
+        # If two groups share a tensor, the group of the earlier kind stores it.
     ):
         for part in parts:
             if part.kind == kind:
                 taker.add(part)
     done = taker.taking
     if not done.groups:
-        # Reasons for requested parts come first.
+        # Report a requested part rather than a part that was not requested.
         reasons = sorted(done.left.items(), key=lambda one: one[1] == _UNWANTED)
         why = next(iter(reasons), None)
         raise ConfigError(
@@ -112,8 +112,8 @@ def take(source: Source, wanted: Sequence[str] = ()) -> Taking:
 
 
 def seeded_streams() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return a group of the random streams of a process seeded with 0, and its tensors: foreign files have none."""
-    numpy = np.random.RandomState(0)  # The process's NumPy stream is of this kind.
+    """Return a group of random streams seeded with 0, and its tensors: a foreign file has no random streams."""
+    numpy = np.random.RandomState(0)  # NumPy's global stream has this type.
     streams = {"python": random.Random(0), "numpy": numpy, "torch": torch.Generator().manual_seed(0)}
     tensors = TensorSet(None)
     tree = {name: capture_generator(stream, f"{RNG}/{name}", tensors) for name, stream in streams.items()}
@@ -139,7 +139,7 @@ def _parts(source: Source) -> tuple[list[_Part], dict[str, str]]:
 
 
 def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Part]:
-    """Return the groups that an export of ours names, except those that it describes wrongly."""
+    """Return the groups that our own export names; raise IntegrityError if the file does not hold such a group."""
     parts = []
     for name, kind in about["kinds"].items():
         value, parameters = values.get(name), about["parameters"].get(name)
@@ -156,7 +156,7 @@ def _of_export(values: Mapping[str, Any], about: Mapping[str, Any]) -> list[_Par
 
 
 def _are_names(names: Any, optimizer: Mapping[str, Any]) -> bool:
-    """Return True if these are as many distinct names as an optimizer has parameters."""
+    """Return True if `names` has one distinct name for each of an optimizer's parameters."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return named and len(names) == len({*names}) == len(numbers) == len({*map(repr, numbers)})
@@ -177,7 +177,7 @@ def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str
 
 
 def _group_name(key: str) -> str | None:
-    """Return the group's name for a name in a file, such as model for "model_state_dict"; None if none is valid."""
+    """Return the group name for a name in a file, such as model for "model_state_dict"; None if it is not valid."""
     name = _MODEL if key == "state_dict" else key.removesuffix(_SUFFIX)
     name = re.sub(r"^[^A-Za-z]+", "", re.sub(r"[^A-Za-z0-9_]", "_", name))[:64]
     name = "rng_state" if name == RNG else name
@@ -185,7 +185,7 @@ def _group_name(key: str) -> str | None:
 
 
 def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
-    """Yield a value, or the objects in a container of objects, with the group names that a state gives them."""
+    """Yield a value as one part, or the objects in a container of modules and optimizers as one part each."""
     items: Any = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
@@ -226,12 +226,12 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
 
 
 def _only_weights(parts: list[_Part]) -> _Part | None:
-    """Return the part for a file that has only weights, which have no common name; None for any other file."""
+    """Return the only part of a file that is itself a state_dict: this part has no name; None for any other file."""
     return parts[0] if len(parts) == 1 and not parts[0].name else None
 
 
 def _renamed(part: _Part, groups: Mapping[str, str]) -> _Part:
-    """Name an optimizer's parameters by the groups that their models become."""
+    """Replace the group in the names of an optimizer's parameters by the new name of the model's group."""
     cut = (name.partition("/") for name in part.parameters or ())
     parameters = tuple(f"{groups.get(group, group)}{slash}{rest}" for group, slash, rest in cut)
     return part if part.parameters is None else part._replace(parameters=parameters)
@@ -251,7 +251,7 @@ def _is_weights(value: Any) -> bool:
 
 
 def _is_stateful(name: str, value: Mapping[Any, Any]) -> bool:
-    """Return True if a dict is an object's state (a schedule's, a scaler's), and not the user's own dict."""
+    """Return True if a dict looks like the state of an object (a schedule, a scaler), not like a dict of the user."""
     return _OBJECTS.search(name) is not None or any(keys <= value.keys() for keys in _KEYS_OF_OBJECTS)
 
 
@@ -267,24 +267,24 @@ def _is_optimizer(value: Any) -> bool:
 
 
 class _Taker:
-    """Turns parts into groups; modules come first, since they name an optimizer's parameters."""
+    """Turns parts into groups; add modules first: they have the names of an optimizer's parameters."""
 
     def __init__(self, left: dict[str, str]):
         self.taking = Taking(left=left)
         self._set = TensorSet(None)
         self._set.tensors = self.taking.tensors  # type: ignore[assignment]  # all parts share one dict
-        self._keys: dict[int, str] = {}  # Keys of safetensors tensors, by id().
+        self._keys: dict[int, str] = {}  # The full key of each safetensors tensor, by the tensor's id().
         self._modules: dict[str, dict[str, Any]] = {}  # For each group, its tensors by clean name, in order.
 
     def add(self, part: _Part) -> None:
-        """Import one part, or record why that is impossible."""
+        """Make a group from one part, or record why that is impossible."""
         name = part.name or part.group
         try:
             tree, note = self._tree(part)
             encoded = {"kind": part.kind, "tree": encode(tree, part.group)}
         except UnsupportedStateError as error:
             where = f" (at {error.key})" if error.key not in (None, part.group) else ""
-            self.taking.left[name] = error.message + where  # The error's hint is about states, and fits no file.
+            self.taking.left[name] = error.message + where  # Omit the error's hint, which is about saving.
             return
         self.taking.groups[part.group] = encoded
         keys = {ref.key for ref in tensor_refs(tree)}

@@ -4,10 +4,10 @@ Invariants
 
 1. Nothing in the pickle is imported or executed: it may only use the names that torch.save writes for tensors and plain
    values.
-2. The cost of a step is known before the step runs. Parts can be shared, so a key of 500 bytes can take 2⁵⁰ steps to
-   hash, and a call of ten bytes can ask for 10 GiB; torch's weights-only unpickler allows both.
+2. The cost of a step is checked before the step runs. Without this, a key of 500 bytes could take 2⁵⁰ steps to hash,
+   since its parts can be shared, and a call of ten bytes could request 10 GiB. (torch's own unpickler allows both.)
 
-Attributes of objects are skipped.
+Attributes of an OrderedDict are skipped; attributes of other objects are refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_EQUAL_HASHES = 64
 _FREE_STEPS = 64 << 20
 
 _rebuild_parameter: Callable[..., Any] = _utils._rebuild_parameter
-# The arguments are a key, a dtype and a number of elements.
+# Returns a tensor's storage by its key, its dtype and its number of elements.
 StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 
 
 class _Call(NamedTuple):
-    """A function that a pickle may call, and the types of its arguments; without types, it makes a tensor."""
+    """A function that a pickle may call, and the types of its arguments; None if the function makes a tensor."""
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None
@@ -69,7 +69,7 @@ _NAMED: dict[str, Any] = {
     "torch._utils._rebuild_sparse_tensor": _Call(_utils._rebuild_sparse_tensor, reads=True),
     "torch._utils._rebuild_nested_tensor": _Call(_utils._rebuild_nested_tensor, reads=True),
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(lambda data, dtype, *_: data.to(dtype)),
-    "torch.Tensor": torch.Tensor,  # This name is a type, which is not called.
+    "torch.Tensor": torch.Tensor,  # A pickle names this type as an argument, and does not call it.
     "torch.nn.parameter.Parameter": torch.nn.Parameter,
     "torch.storage.UntypedStorage": torch.UntypedStorage,
 }
@@ -81,10 +81,10 @@ _POPS |= {"PROTO": 0, "STOP": 0}
 
 
 def unpickle(data: bytes, storage_of: StorageOf, size_bytes: int) -> Any:
-    """Return the value of a pickle in a file of this size.
+    """Return the value of a pickle; the size of its file limits the number of steps.
 
-    Raises UnsupportedStateError with the names that are not allowed, IntegrityError if it costs too much, and any error
-    of Python or torch if it is malformed.
+    Raises UnsupportedStateError with the names that are not allowed, IntegrityError if the pickle needs too many steps,
+    and any error of Python or torch if the pickle is malformed.
     """
     names = {str(argument) for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
     known = {name: _named(_full(name)) for name in names}
@@ -119,7 +119,7 @@ def _named(name: str) -> Any:
 
 
 class _Machine:
-    """The stack machine of a pickle of protocol 2."""
+    """A stack machine for the opcodes of pickle protocol 2 that torch.save writes."""
 
     def __init__(self, known: dict[str, Any], storage_of: StorageOf, size_bytes: int):
         self.stack: list[Any] = []
@@ -128,8 +128,8 @@ class _Machine:
         self._known = known
         self._storage_of = storage_of
         self._left = 2 * size_bytes + _FREE_STEPS
-        self._sizes: dict[int, tuple[int, int]] = {}  # For each tuple's id: the number of values in it, and its depth.
-        self._hashes: Counter[tuple[int, int]] = Counter()  # Counts keys with equal hashes in each container.
+        self._sizes: dict[int, tuple[int, int]] = {}  # By a tuple's id(): the number of values in it, and its depth.
+        self._hashes: Counter[tuple[int, int]] = Counter()  # Counts keys, by the container's id() and the key's hash.
 
     def step(self, name: str, argument: Any) -> None:
         """Execute one opcode."""
@@ -199,7 +199,7 @@ class _Machine:
                 into[key] = value
 
     def _hash(self, into: Any, keys: Iterable[Any]) -> None:
-        """Add the cost of hashing keys before they are hashed; refuse too many keys with one hash."""
+        """Count the steps of hashing each key before the key is hashed; refuse too many keys with equal hashes."""
         for key in keys:
             self._spend(self._sizes.get(id(key), (1, 0))[0] if type(key) is tuple else 1)
             number = hash(key)
@@ -221,7 +221,7 @@ class _Machine:
         return call.function(*args)
 
     def _storage(self, kind: str, type_: Any, key: str, location: str, elements: int) -> TypedStorage:
-        # A value of another type could have an endless text.
+        # Check the types: the text of a value of another type could be endless.
         if kind != "storage" or type(key) is not str or type(elements) is not int:
             raise ValueError("it refers to something that is no storage")
         dtype = torch.uint8 if type_ is torch.UntypedStorage else type_.dtype
