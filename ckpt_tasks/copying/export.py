@@ -192,7 +192,7 @@ def plan_export(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> ExportPlan:
-    """Plan an export; write nothing. Arguments and raised errors are as in `export_checkpoint`."""
+    """Plan an export; write nothing. Takes the arguments and raises the errors of `export_checkpoint`."""
     one_file = Path(out).name.endswith(_SUFFIX)
     target = check_out(store, out, overwrite, one_file=one_file)
     if max_shard_bytes is not None and (one_file or max_shard_bytes <= 0):
@@ -219,7 +219,7 @@ def plan_export(
 
 
 def write_export(store: Store, plan: ExportPlan, on_progress: OnProgress | None = None) -> ExportReport:
-    """Execute a plan and return its report; `on_progress` and raised errors are as in `export_checkpoint`."""
+    """Execute a plan and return its report; calls `on_progress` and raises errors as `export_checkpoint` does."""
     objects = {row.object for shard in plan.shards for row in shard.rows}
     for record in plan.opened.manifest.objects:
         if record.name in objects:
