@@ -129,9 +129,9 @@ def run_sync(
 ) -> SyncReport:
     """Own the target, make the plan again, and execute it; write nothing if the target lacks nothing.
 
-    `on_progress` gets the size in bytes of every read. The report says which checkpoints were not copied, because they
-    are damaged or pruned at the source, or because the target has given up their objects or has other bytes. Any other
-    failure is raised; call again to continue the copy. Raises OwnedError if a process that may be alive owns the target.
+    `on_progress` gets the size in bytes of every read. The report names the checkpoints that were not copied: they are
+    damaged or pruned at the source, or the target has given up their objects or has other bytes. Any other failure is
+    raised; call again to continue the copy. Raises OwnedError if a process that may be alive owns the target.
     """
     if plan.diff.nothing:
         return SyncReport(rows=tuple(_row(plan, checkpoint) for checkpoint in plan.chosen))
