@@ -1,4 +1,4 @@
-"""The interface between a gang's session and the engine that runs its ranks; one host's engine is `processes.py`."""
+"""The interface of an engine, which runs the ranks of a gang for its session; `processes.py` is one host's engine."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Heard = list[tuple[RankProcess, Message | None]]
 
 
 class Engine(Protocol):
-    """Starts, reaches and ends the processes of one gang at a time."""
+    """Starts and ends the processes of one gang at a time, and exchanges messages with them."""
 
     @property
     def ranks(self) -> Sequence[RankProcess]:
         """The ranks of the gang, in their order; empty if there is no gang."""
 
     def prepare(self) -> None:
-        """Prepare the slow part of a start, without waiting for it."""
+        """Begin the slow part of a start; do not wait for its end."""
 
     def start(self, begin: Begin) -> int:
         """Start the ranks, send each a Begin, and return the port where the ranks meet. Raises RankError."""
 
     def has_more(self) -> bool:
-        """Return True if a gang that starts now would have more ranks; begin to prepare what these ranks need."""
+        """Return True if a new gang would have more ranks than this gang; begin to prepare the new ranks."""
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks; only `hear` shows which ranks have ended."""
@@ -57,13 +57,13 @@ class Engine(Protocol):
         """Return messages that may explain why ranks have just failed, such as the end of other ranks."""
 
     def look(self) -> None:
-        """Find out how ranks have ended, which are stopped, and which stacks they have written."""
+        """Update the `ranks`: how they have ended, which are stopped, and which stacks they have written."""
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every running rank write the stacks of its threads, and wait for the stacks."""
+        """Have every running rank write the stacks of its threads; wait for them, at most `timeout_s`."""
 
     def await_end(self, timeout_s: float) -> None:
-        """Wait until every rank has ended by itself."""
+        """Wait until every rank has ended by itself, at most `timeout_s`."""
 
     def kill(self) -> None:
         """Kill every rank; return when all reachable ranks have ended."""

@@ -2,9 +2,10 @@
 
 Invariants
 
-1. The server never uses a device and starts no thread: otherwise the ranks that it forks could do neither.
-2. The server ends at end of file on its agent's socket, and kills its ranks; the ranks also die with the server.
-3. An ended rank stays a zombie until the agent sends "reap": until then no other process gets its process id.
+1. The server never uses a device and never starts a thread: otherwise the ranks that it forks could use neither.
+2. When the agent closes its end of the socket, the server kills its ranks and ends. When the server ends, the kernel
+   kills its ranks.
+3. An ended rank stays a zombie until the agent sends "reap", so that no other process gets the rank's process id.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> NoReturn:
-        """Fork ranks, and tell the agent which ones have ended, until the agent ends."""
+        """Fork ranks, and tell the agent which ranks have ended, until the agent ends."""
         while True:
             ready, _, _ = select.select([self._agent, self._woken], [], [])
             if self._woken in ready:
@@ -97,14 +98,14 @@ class _Server:
                 self._say("ended", rank, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
     def _say(self, what: str, rank: int, number: int) -> None:
-        with suppress(OSError):  # The agent has ended: the next read of its socket shows it.
+        with suppress(OSError):  # If the agent has ended, the next read of its socket shows this.
             self._agent.sendall(json.dumps([what, rank, number]).encode() + b"\n")
 
 
 def main(descriptor: int, *, bound: bool) -> NoReturn:
-    """Import what ranks need, then serve the agent through a socket; if `bound`, end with the thread that started us.
+    """Import the modules that ranks need, then serve the agent through a socket.
 
-    So with `bound`, that thread must live as long as its process.
+    If `bound`, the kernel kills this server when the thread that started it ends: use a thread that ends last.
     """
     if bound:
         dies_with_parent()

@@ -1,7 +1,7 @@
-"""The meeting of ranks that a launcher has started: in the c10d store at MASTER_ADDR, under a name of this start only.
+"""Connect ranks that a launcher has started, by the c10d store at MASTER_ADDR; keys begin with a name of this start.
 
-torchrun gives restarted ranks the store of the previous start, with all of its values (torch 2.13): a rank could
-connect to ended processes. TORCHELASTIC_RESTART_COUNT does not help: each torchrun agent counts for itself.
+torchrun gives restarted ranks the store of the previous start, with all of its values (torch 2.13): without the name, a
+rank could connect to ended processes. TORCHELASTIC_RESTART_COUNT does not help: each torchrun agent counts for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JOIN_S = 1800.0  # Rank 0 may start a server first; if rank 0 fails, the launch
 def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: float) -> StoreExchange:
     """Make torch's default process group: NCCL if each rank of a host has a device, else Gloo.
 
-    Returns an exchange of these ranks, whose requests may take `timeout_s`. Raises RankError if they do not meet.
+    Returns an exchange of these ranks; each request may take `timeout_s`. Raises RankError if a rank is not reached.
     """
     backend = take_device(local_rank, local_size)
     try:
@@ -31,7 +31,7 @@ def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: floa
         store = dist.PrefixStore(name, held)  # type: ignore[attr-defined]  # torch does not export this name
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return StoreExchange(store, rank, size, "orders", timeout_s)
-    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # From torch, or because a variable is missing.
+    except (KeyError, RuntimeError, ValueError, StoreError) as error:  # KeyError: a variable is missing.
         raise RankError(
             f"rank {rank} does not reach the others: {error!s:.300}",
             hint="The launcher sets MASTER_ADDR and MASTER_PORT, where rank 0 is to be reached.",

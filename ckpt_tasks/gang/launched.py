@@ -1,4 +1,4 @@
-"""A gang that another launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, other ranks follow it.
+"""A gang that a launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, the other ranks follow it.
 
 Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts an order, which
 the other ranks carry out, too. Each rank has its own Checkpointer, as in a torchrun script. After a signal, the ranks
@@ -33,7 +33,7 @@ from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.system import gang_rank
 
-_PATIENCE_S = 5.0  # A rank that a signal ends waits this long for an order to train to the next step.
+_PATIENCE_S = 5.0  # After a signal, a rank waits this long for one more order.
 _CLOSE_S = 30.0
 
 
@@ -76,7 +76,7 @@ class Place:
                 give_up(ckpt)
                 orders.failed(error, session.position)
                 raise
-            except BaseException:  # A signal also reaches the other ranks, unless it comes between two orders.
+            except BaseException:  # After a signal between two orders, the other ranks wait for an order.
                 orders.give("close")
                 raise
             orders.give("close")
@@ -84,16 +84,16 @@ class Place:
         dist.destroy_process_group()  # Evaluations come next, in this process only.
 
     def dismiss(self, config: CheckpointConfig) -> None:
-        """Let the other ranks end if rank 0 has nothing to train."""
+        """End the other ranks, because rank 0 has nothing to train."""
         orders = self._join(config)
         orders.give("close")
         orders.close(_CLOSE_S)
         dist.destroy_process_group()
 
     def follow(self, config: CheckpointConfig, program: str, params: Mapping[str, Any]) -> int:
-        """Carry out rank 0's orders until they end; return the exit status, 143 after SIGTERM and 130 after Ctrl-C.
+        """Carry out all orders of rank 0; return the exit status: 0, 143 after SIGTERM, or 130 after Ctrl-C.
 
-        Does not return if a rank fails: the process ends.
+        Does not return if a rank fails: the process ends with status 1.
         """
         orders = self._join(config)
         with taking_stop_signals():
@@ -135,12 +135,12 @@ class Place:
         return Orders(join(self.rank, self.size, self.local_rank, self.local_size, config.flush_timeout_s))
 
 
-# The rank of this process, which the flow reads from here: a flow's parameters must be the same at every start.
+# The rank of this process. The flow does not get it as a parameter: parameters must be the same at every start.
 launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
 
 
 class _Leading(LocalSession):
-    """The session of rank 0, whose orders the other ranks carry out, too."""
+    """The session of rank 0, which orders the other ranks to do the same."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
         super().__init__(ckpt, program, params)
@@ -174,7 +174,7 @@ class _Leading(LocalSession):
 
 
 class _Patience:
-    """The time that a rank waits for one more order after a signal: all ranks then end together after the next step."""
+    """Limits how long a rank waits for one more order after a signal; the order lets all ranks end at the same step."""
 
     def __init__(self, ckpt: Checkpointer):
         self._ckpt = ckpt

@@ -34,9 +34,9 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Message):
-    """To a rank, as the first message: what it trains, and where all `size` ranks meet (port 0: not known yet).
+    """The first message to a rank: what it trains, and where all `size` ranks connect (port 0: not known yet).
 
-    `local_size` of the ranks are on its host, from `first_rank` on.
+    The rank's host has `local_size` of the ranks, from `first_rank` on.
     """
 
     size: int
@@ -67,8 +67,8 @@ class Stop(Message):
 class Done(Message):
     """From a rank: it has carried out the order; `stopped` is the signal that has ended the order early.
 
-    `busy` is the share of the time in which its main thread has computed instead of waiting; `source` is the source
-    of a restore.
+    `busy` is the share of the order's time in which the rank's main thread has computed instead of waiting. `source` is
+    the source of a restore.
     """
 
     position: int
@@ -82,14 +82,14 @@ class Done(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped(Message):
-    """From a rank: the steps completed since its last such message; rank 0 sends all, the others only the last."""
+    """From a rank: the steps completed since its last such message; ranks other than 0 send only the last step."""
 
     steps: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(Message):
-    """From a rank: within the last second its store has taken or delivered bytes."""
+    """From a rank: within the last second the store has received bytes from the rank, or delivered bytes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,11 @@ class Logged(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """From a rank: an exception has ended its work after `step`, at `at_s` of the host's monotonic clock."""
+    """From a rank: an exception has ended its work after `step`, at `at_s` seconds of the host's monotonic clock."""
 
     error: str
     ours: bool
-    answer: tuple[int | None, str]  # The answer of a store, if that caused the exception.
+    answer: tuple[int | None, str]  # The store's answer that caused the exception, if any.
     trace: str
     at_s: float
     step: int

@@ -2,10 +2,10 @@
 
 Invariants
 
-1. Strangers can write into the store. So a rank takes from it only the next order and its step: no name to import, no
-   parameter, no path.
-2. Soon after a rank has failed, the process of every other rank ends: a rank that waits for the failed one, in gloo or
-   for an order, would wait for minutes.
+1. Foreign programs can write into the store. So a rank reads from the store only which order comes next, and its step:
+   no name to import, no parameter, no path.
+2. Soon after a rank has failed, the process of every other rank ends. Otherwise a rank that waits for the failed rank,
+   in gloo or for an order, would wait for minutes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NAMES = ("restore", "run", "save", "close")
 _POLL_S = 0.01
 _WATCH_S = 0.2
 _LOOK_S = 1.0
-_GRACE_S = 20.0  # Rank 0 records a failure within this time; a launcher waits 30 s.
+_GRACE_S = 20.0  # Rank 0 has this time to record a failure; a launcher waits 30 s before it kills rank 0.
 _CAUSE_S = 0.3
 
 
 class Given(NamedTuple):
-    """An order: what to do, and up to which step."""
+    """An order: its name, and the step to train to or to save."""
 
     name: str
     step: int
@@ -52,13 +52,13 @@ class Orders:
         self._over = threading.Event()
 
     def give(self, name: str, step: int = 0) -> None:
-        """As rank 0, post the next order."""
+        """Post the next order, in rank 0."""
         self._count += 1
         self._end_watch(name)
         self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())
 
     def take(self, is_over: Callable[[], bool]) -> Given | None:
-        """As a rank other than 0, wait for the next order; return None once `is_over` returns True.
+        """Wait for the next order, in another rank than 0; return None as soon as `is_over` returns True.
 
         Raises StoreError if rank 0 has ended, StateError for an invalid order.
         """
@@ -84,22 +84,22 @@ class Orders:
             self._over.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for all ranks after the last order, since the process that holds the store may end next."""
-        with suppress(StoreError):  # If a rank has ended meanwhile, its launcher notices.
+        """Wait for all ranks after the last order: the process that holds the store may end next."""
+        with suppress(StoreError):  # If a rank has ended meanwhile, the launcher notices.
             self._exchange.agree("closed", b"", lambda words: b"", timeout_s)
             self._exchange.drain(timeout_s)
 
     def watch(self, end_waits: Callable[[], None]) -> None:
-        """Start a thread that ends this process soon after another rank has failed, or the store is gone.
+        """Start a thread that ends this process soon after another rank has failed, or the store's process has ended.
 
-        The main thread may end the process first. `end_waits` ends this process's waits for other ranks.
+        The thread first calls `end_waits`, which ends the waits for other ranks; rank 0 then has 20 s to end by itself.
         """
         start_thread(self._watch, end_waits, name="ckpt-orders")
 
     def failed(self, error: BaseException, step: int) -> BaseException:
-        """Return another rank's failure if that came first; else tell the other ranks about `error`, and return it.
+        """Return another rank's failure if it came first; else tell the other ranks about `error`, and return `error`.
 
-        If a rank has ended without a message, return an error that names this rank: the other ranks' errors do not.
+        If a rank has ended without a message, return an error that names the ended rank: `error` does not name it.
         """
         first = self._first(error)
         if first is None:
@@ -107,7 +107,7 @@ class Orders:
         return first or error
 
     def end_process(self, error: BaseException) -> None:
-        """Show an error and end this process at once, since at exit threads would wait for the other ranks."""
+        """Show an error and end this process at once: at a normal exit, threads would wait for the other ranks."""
         self._over.set()
         shown = f"error: {error}" if isinstance(error, CkptError) else "".join(traceback.format_exception(error))
         with suppress(OSError, ValueError):
@@ -117,7 +117,7 @@ class Orders:
         os._exit(1)
 
     def _post(self, failed: Failed) -> None:
-        with suppress(StoreError):  # If rank 0 is gone, all ranks notice.
+        with suppress(StoreError):  # If the store's process has ended, every rank notices this by itself.
             self._exchange.post("failed", json.dumps([self._exchange.rank, asdict(failed)]).encode())
 
     def _first(self, error: BaseException) -> CkptError | None:

@@ -1,4 +1,4 @@
-"""A check that a program trains one model on all ranks together, and not the same model once on each rank."""
+"""Check that a program trains one model on all ranks together, and not the same model once on each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt_tasks.state.groups import ByRank, objects_of
 def check_parallel(program: Any, ranks: int) -> None:
     """Raise ConfigError if a program has no DistributedDataParallel, FSDP or DTensor in its state or attributes.
 
-    `ByRank` is enough, too: it shows that the program knows its ranks.
+    A `ByRank` is enough, too: it shows that the program knows its ranks.
     """
     held = (*objects_of(program.state), *objects_of(getattr(program, "__dict__", {})))
     if not any(map(_is_parallel, held)):

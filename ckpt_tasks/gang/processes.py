@@ -1,9 +1,10 @@
-"""The processes of a gang, handled by their agent: start them, receive from them, notice their end, end them.
+"""Start the processes of a gang, receive their messages, notice their end, and end them; the agent calls this.
 
 Invariants
 
-1. No rank outlives its agent: ranks and fork server end at end of file, and the kernel ends ranks with the fork server.
-2. `kill` returns when no rank runs any more, so that another process may own the run.
+1. No rank outlives its agent: ranks and fork server end when the agent's ends of their sockets close, and the kernel
+   kills the ranks when the fork server ends.
+2. When `kill` returns, no rank runs any more, so another process may own the run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Server:
 
 
 class Gang:
-    """The ranks of one host: a whole gang, or a gang's ranks on one node; an `Engine`. `close` ends all processes."""
+    """The `Engine` of one host, for a whole gang or a gang's ranks on one node. `close` ends all processes."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -93,14 +94,14 @@ class Gang:
         self._server = _Server(process, ours)
 
     def await_server(self) -> None:
-        """Wait until the fork server has imported torch; call it while there are no ranks."""
+        """Wait until the fork server has imported torch; call this only while there are no ranks."""
         self._ask("reap", 0, [])
         self._answer("gone", _START_S)
 
     def start(self, begin: Begin) -> int:
         """Start the ranks that a Begin names; return the port of rank 0. Raises RankError if the fork server fails.
 
-        Rank 0 listens only at the address `begin.host`: on `begin.port`, or on any free port if that is 0.
+        Rank 0 listens only at the address `begin.host`, on `begin.port` (0: on any free port).
         """
         self.prepare()
         self._oom_kills = oom_kills()
@@ -166,7 +167,7 @@ class Gang:
             rank.out_of_memory = rank.status == -signal.SIGKILL and oom_kills() > self._oom_kills
 
     def write_stacks(self, timeout_s: float) -> None:
-        """Have every rank write its stacks; wait for running ranks only: stopped ones write when they continue."""
+        """Have every rank write its stacks; wait only for running ranks: a stopped rank writes when it continues."""
         self.look()
         for rank in self.ranks:
             with suppress(ProcessLookupError):
@@ -212,7 +213,7 @@ class Gang:
     def _ask(self, what: str, rank: int, descriptors: list[int]) -> None:
         if self._server is None:
             raise RankError("the fork server of the ranks is gone")
-        with suppress(OSError):  # The fork server is gone and will not answer.
+        with suppress(OSError):  # If the fork server has ended, `_answer` raises an error.
             socket.send_fds(self._server.end, [json.dumps([what, rank]).encode()], descriptors)
 
     def _answer(self, what: str, timeout_s: float) -> int:
@@ -227,7 +228,7 @@ class Gang:
         return server.said.pop()[2]
 
     def _listen(self) -> bool:
-        """Receive from the fork server; return False if it has ended, and with it all ranks."""
+        """Receive from the fork server; return False if the fork server has ended, and all ranks with it."""
         server = self._server
         assert server is not None
         try:

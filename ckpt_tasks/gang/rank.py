@@ -1,4 +1,4 @@
-"""A rank of a gang: a process that joins the others, builds the program and carries out the agent's orders."""
+"""A rank of a gang: a process that connects to the other ranks, builds the program and carries out orders."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def main(rank: int, agent_fd: int, stacks_fd: int, listening_fd: int | None = No
     faulthandler.enable(stacks_fd)
     faulthandler.register(STACKS, stacks_fd, all_threads=True)
     channel = Channel(socket.socket(fileno=agent_fd))
-    os.register_at_fork(after_in_child=channel.close)  # Otherwise a DataLoader's worker would keep this rank alive.
+    os.register_at_fork(after_in_child=channel.close)  # A DataLoader's worker would hide this rank's end.
     _Rank(rank, channel).be(listening_fd)
 
 
@@ -84,7 +84,7 @@ class _Rank:
         self._told_s = self._moved_s = 0.0
 
     def be(self, listening_fd: int | None) -> None:
-        """Carry out orders; after an exception tell the agent, which then kills this process."""
+        """Carry out orders; send an exception to the agent, which then kills this process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The agent handles a terminal's Ctrl-C.
         signal.signal(signal.SIGTERM, raise_stopped)
         [begin, *more] = self._channel.receive()
@@ -108,7 +108,7 @@ class _Rank:
         self._channel.send(Done(position=0))
 
     def _serve(self, session: LocalSession, size: int) -> None:
-        """Carry out orders until the order to close; then raise StoppedError if snapshots in memory must be kept."""
+        """Carry out orders up to "close"; then raise StoppedError if the snapshots in memory must be kept."""
         carried_out: dict[str, Callable[..., object]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
@@ -151,14 +151,14 @@ class _Rank:
         session.restore()
 
     def _fail(self, error: BaseException, step: int) -> NoReturn:
-        """Send the error to the agent, and wait until it ends this process."""
+        """Send the error to the agent, and wait until the agent kills this process."""
         self._channel.send(Failed.of(error, step))
         while True:
             with suppress(StoppedError):
                 signal.pause()
 
     def _listen(self, messages: list[Any]) -> None:
-        """Receive orders in a separate thread, which ends this process when the agent has ended."""
+        """Receive orders, in a thread of its own; kill this process when the agent has ended."""
         while not self._channel.closed:
             for message in messages:
                 if isinstance(message, Stop):
@@ -183,7 +183,7 @@ class _Rank:
         self._steps, self._told_s = [], time.monotonic()
 
     def _moved(self) -> None:
-        """Tell the agent that the store makes progress, in any thread: this rank then does not count as hung."""
+        """Tell the agent that the store moves bytes, so that this rank does not count as hung; for any thread."""
         if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
             self._moved_s = time.monotonic()
             self._channel.send(Moved())
@@ -220,12 +220,12 @@ class _Forward(logging.Handler):
 
 
 def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
-    """Join the process group of the ranks: NCCL if each of them has a device, else Gloo."""
+    """Join the process group of the ranks: NCCL if each rank of this host has a device, else Gloo."""
     local = {"LOCAL_RANK": rank - begin.first_rank, "LOCAL_WORLD_SIZE": begin.local_size}
     place = {"RANK": rank, "WORLD_SIZE": begin.size, **local, "MASTER_ADDR": begin.host, "MASTER_PORT": begin.port}
     os.environ |= {name: str(value) for name, value in place.items()}
     if interface := _interface_of(begin.host):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # A host's name may belong to another interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would use the host name's interface.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // begin.local_size))
     backend = take_device(rank - begin.first_rank, begin.local_size)

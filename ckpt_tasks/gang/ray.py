@@ -1,10 +1,11 @@
-"""The ranks of a gang on several hosts: on each node a Ray actor runs its ranks, like the agent of one host.
+"""The ranks of a gang on several hosts: on each node a Ray actor runs the node's ranks, as an agent does on one host.
 
 Invariants
 
-1. No rank outlives its actor: an actor is the agent of `processes.py`, and ends with its node's raylet and its driver.
-2. A node that cannot be reached is lost as a whole: the gang does not wait for its ranks, and Ray kills its actor when
-   the node comes back. Until then the run's ledger fences the node's ranks: the head takes the run over.
+1. No rank outlives its node's actor, which is its agent (`processes.py`). The actor ends when its raylet or its driver
+   ends.
+2. If a node cannot be reached, all of its ranks are lost: the gang does not wait for them, and Ray kills the actor when
+   the node comes back. Until then the ledger fences these ranks, because the session takes the run over.
 3. Every wait for a node has a time limit.
 """
 
@@ -33,8 +34,8 @@ from ckpt_tasks.snapshot.peers import Offer, newest_of
 
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_MOST_OTHERS = 3  # A node copies other ranks' parts if they are at most this many times its own bytes.
-_DOUBT_S = 60.0  # Ray needs up to 30 s to notice a lost node.
+_MOST_OTHERS = 3  # A node copies other ranks' parts if they have at most this many times the bytes of its own parts.
+_DOUBT_S = 60.0  # Do not use a lost node for this time: Ray needs up to 30 s to notice that a node is lost.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -57,8 +58,8 @@ class _Node:
 class RayGang:
     """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
 
-    A rank takes `resources` of its node: one GPU, or one CPU if the cluster has no GPU. A gang has at most `size` and
-    at least `least` ranks; nodes that had ranks before come first, so that ranks find their snapshots in memory. With
+    A rank takes `resources` of its node (default: one GPU, or one CPU if the cluster has no GPU). A gang has `least` to
+    `size` ranks. It uses first the nodes that had ranks before, where ranks find their snapshots in memory. With
     `peer_copies` each node keeps a copy of the snapshots that the ranks of one other node have sealed.
     """
 
@@ -96,7 +97,7 @@ class RayGang:
             self._nodes.append(self._hire(node_id, address, room))
 
     def has_more(self) -> bool:
-        """Return True if a gang that starts now would have more ranks; start agents on nodes with room for ranks."""
+        """Start agents on nodes with room; return True if a new gang would have more ranks than this gang."""
         self.prepare()
         room = sum(node.room for node in self._nodes if node.is_ready)
         return min(room, self._size) > len(self.ranks)
@@ -117,7 +118,7 @@ class RayGang:
             first = node.ranks[0].rank
             own = replace(begin, first_rank=first, local_size=len(node.ranks), port=port)
             starting.append((node, node.agent.start.remote(own)))
-            if first == 0:  # Rank 0 must listen before the others get its address.
+            if first == 0:  # Rank 0 must listen before the other ranks get its address.
                 port = next((port for _, (port, _) in self._answers(starting, _START_S)), 0)
         for node, (_, pids) in self._answers(starting, _START_S):
             for rank, pid in zip(node.ranks, pids, strict=True):
@@ -131,7 +132,7 @@ class RayGang:
         return port
 
     def _bring(self, begin: Begin) -> None:
-        """Copy to each node the parts that it lacks of the newest attempt that the hosts' memory has for all ranks.
+        """Find the newest attempt with all ranks' parts in the hosts' memory; copy to each node the parts it lacks.
 
         A node's ranks need their own parts, and the parts of other ranks for values that only one rank writes.
         """
@@ -155,7 +156,7 @@ class RayGang:
                 node.agent.follow.remote(begin, [rank.rank for rank in peer.ranks], peer.agent, peer.address)
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
-        """Send a message to some ranks, by way of their nodes; do not wait."""
+        """Send a message to some ranks through their nodes' agents; do not wait."""
         for node in self._nodes:
             if numbers := [rank.rank for rank in node.ranks if rank in ranks]:
                 node.agent.tell.remote(numbers, message)
@@ -182,7 +183,7 @@ class RayGang:
         return heard
 
     def hear_causes(self) -> Heard:
-        """Check every node, then return messages: if a node is lost, ranks of other nodes fail at once."""
+        """Check every node, then return messages: a lost node makes ranks of other nodes fail at once."""
         self._ask("answer", timeout_s=ANSWER_S)
         return self.hear(POLL_S)
 
@@ -211,7 +212,7 @@ class RayGang:
         self._give_up_lost()
 
     def close(self) -> None:
-        """End everything, including the connection if this object has made it."""
+        """End the ranks and the agents; close the connection to the cluster if this object has made it."""
         if not ray.is_initialized():
             return
         self.kill()
@@ -227,7 +228,7 @@ class RayGang:
             ours = signal.getsignal(signal.SIGTERM)
             host, _, port = self._address.rpartition(":")
             try:
-                if port.isdecimal() and "/" not in host:  # Ray itself would try to reach a missing head for minutes.
+                if port.isdecimal() and "/" not in host:  # ray.init would wait for a missing head node for minutes.
                     socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
                 ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
             except (OSError, RuntimeError, ValueError) as error:
@@ -239,7 +240,7 @@ class RayGang:
             self._resources = {"GPU" if ray.cluster_resources().get("GPU") else "CPU": 1}
 
     def _plan(self) -> dict[str, tuple[str, int]]:
-        """Return for each node its address and number of ranks; nodes with an agent come first."""
+        """Return the address and the number of ranks for each node, by node id; nodes with an agent come first."""
         held = {node.id: node.room for node in self._nodes if not node.lost}
         free, now_s, rooms = available_resources_per_node(), time.monotonic(), {}
         for each in ray.nodes():
@@ -275,7 +276,7 @@ class RayGang:
         return _Node(node_id, address, room, agent, agent.warm.remote())
 
     def _gather(self) -> None:
-        """Wait until agents have started on the nodes with room, and have room for at least `least` ranks."""
+        """Wait until agents have started on nodes that together have room for at least `least` ranks."""
         end_s = time.monotonic() + _ROOM_S
         while True:
             self.prepare()
@@ -308,7 +309,7 @@ class RayGang:
         return [*self._answers([(node, getattr(node.agent, method).remote(*arguments)) for node in asking], timeout_s)]
 
     def _answers(self, asked: Sequence[tuple[_Node, Any]], timeout_s: float) -> Iterator[tuple[_Node, Any]]:
-        """Yield the answers of nodes; a node is lost if its agent has ended, fails or does not answer in time."""
+        """Yield the answers of nodes; mark a node as lost if its agent has ended, fails or does not answer in time."""
         end_s = time.monotonic() + timeout_s
         for node, answer in asked:
             try:
@@ -322,7 +323,7 @@ class RayGang:
 
 
 def _needed(newest: Sequence[Offer], here: set[int], own: set[int]) -> list[Offer]:
-    """Return the parts that a node lacks; only those of its `own` ranks if the other parts have too many bytes."""
+    """Return the parts that a node lacks; only the parts of its `own` ranks if the others have too many bytes."""
     lacking = [offer for offer in newest if offer.rank not in here]
     others_bytes = sum(offer.size_bytes for offer in lacking if offer.rank not in own)
     own_bytes = sum(offer.size_bytes for offer in newest if offer.rank in own)

@@ -1,4 +1,4 @@
-"""The agent on one node of a Ray cluster: the actor that holds the ranks of its node, and copies of a peer's memory.
+"""The agent on one node of a Ray cluster: an actor that runs the node's ranks, and keeps copies of a peer's memory.
 
 Hosts exchange bytes as the return values of actor calls, so Ray moves them over its existing ports and connections.
 """
@@ -39,8 +39,8 @@ class Agent:
 
     def __init__(self, devices: int, threads: int) -> None:
         if not devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Other processes may use devices that are not requested.
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray would set it to the CPUs of the actor, not of one rank.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Other processes may use the devices: this gang requested none.
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray would set the number of the actor's CPUs, not of one rank's.
         start_thread(_end_with, os.getppid(), name="ckpt-raylet")
         self._gang = Gang()
         self._gang.prepare()  # The fork server ends with this thread, the main thread.
@@ -183,7 +183,7 @@ class _Peer:
 
 
 def _end_with(raylet: int) -> None:
-    """End this process when its raylet ends: Ray forgets an actor that was paused while its raylet ended."""
+    """Kill this process when its raylet ends: Ray does not end an actor that was paused while its raylet ended."""
     while os.getppid() == raylet:
         time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)

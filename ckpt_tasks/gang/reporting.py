@@ -1,4 +1,4 @@
-"""Texts about a gang for people: how its ranks have ended, and its row on the pages of a run."""
+"""Texts about a gang for people: how its ranks have ended, and its row in the table of gangs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def table_of(ranks: Sequence[RankProcess]) -> str:
 
 
 def _some(words: Sequence[str]) -> str:
-    """Join texts; of many texts, only the first three and the number of the others."""
+    """Join texts; of more than three, join only the first three and the number of the others."""
     return "; ".join(
         [*words[:_MOST_NAMED], *([f"{len(words) - _MOST_NAMED} more"] if len(words) > _MOST_NAMED else [])]
     )
@@ -76,13 +76,13 @@ _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S
 
 
 class GangRows:
-    """The rows of gangs, newest first; the slowest rank computes longest, while the other ranks wait for it."""
+    """The rows of a table of gangs, newest first. The slowest rank computes longest; the other ranks wait for it."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, str]] = []
 
     def began(self, ranks: Sequence[RankProcess], host: str, done: Mapping[int, Done]) -> str:
-        """Begin the row of a gang that has restored; return in words where it runs and what it has restored."""
+        """Add the row of a gang that has restored; return a text: where the gang runs, and what it has restored."""
         hosts: dict[str, list[int]] = {}
         for rank in ranks:
             hosts.setdefault(rank.host or host, []).append(rank.rank)
@@ -97,7 +97,7 @@ class GangRows:
         return f"{len(ranks)} ranks ({where}), {f'restored from {source}' if source else 'a new run'}"
 
     def trained(self, done: Mapping[int, Done]) -> None:
-        """Name the slowest rank of a batch, with the share of the batch's time in which it worked."""
+        """Record the slowest rank of a batch, with the share of the batch's time in which this rank computed."""
         slowest = max(done, key=lambda rank: done[rank].busy)
         first = self.rows[0]["steps"].partition(" ")[0]
         share = f"rank {slowest} works {done[slowest].busy:.0%} of the time"

@@ -1,4 +1,4 @@
-"""The session of a gang: a program on many ranks, driven by the flow's process, which neither trains nor owns the run.
+"""The session of a gang: the flow's process commands a program on many ranks; it neither trains nor owns the run.
 
 An order is a message to the ranks over socket pairs; each rank carries it out in a `LocalSession`. The first failure
 ends the gang: in gloo the remaining ranks would wait for a dead rank. The next restore starts a new gang.
@@ -62,7 +62,7 @@ _log = logging.getLogger("ckpt_tasks")
 class GangSession:
     """Holds a program's live state in `ranks` processes; a `ProgramSession`.
 
-    As a context manager it holds SIGTERM and Ctrl-C back, as a Checkpointer does, and leaves no process behind. A rank
+    As a context manager it delays SIGTERM and Ctrl-C, as a Checkpointer does, and ends all of its processes. A rank
     that completes no step for `flush_timeout_s` counts as hung; its first step may take three times as long.
     """
 
@@ -100,7 +100,7 @@ class GangSession:
         self._run: Run | None = None
         self._rows = GangRows()
         self._done: Mapping[int, Done] = {}  # The answers of the ranks to the last order.
-        # The failed steps that the next ranks must know: the ranks that saw them are gone.
+        # The failed steps, for the ranks of the next gang: the ranks that saw these steps fail have ended.
         self._back = GoingBack()
         self._owner_pid = 0  # The process of the last gang's rank 0, which may have owned the run.
 
@@ -112,7 +112,7 @@ class GangSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interrupt.install()  # hold_signals may have uninstalled this: a second signal must wait for the release.
+        self._interrupt.install()  # Again, after hold_signals: a second signal must wait until the run is released.
         try:
             self._end(keep=error is not None or self._interrupt.pending is not None)
         except Exception as second:
@@ -147,7 +147,7 @@ class GangSession:
         return self._opened().head()
 
     def listen(self, listener: Listener) -> None:
-        """Call a listener after every commit, failed save and restore from now on; only orders cause calls."""
+        """Call a listener after every commit, failed save and restore from now on, but only during orders."""
         self._listeners.append(listener)
 
     def note(self, what: str, **fields: Any) -> None:
@@ -155,7 +155,7 @@ class GangSession:
         self._carry_out("note", self._gang.ranks[:1], what=what, fields=fields)
 
     def restore(self) -> int:
-        """Restore the newest good checkpoint in every rank; start a gang if there is none. See `LocalSession`."""
+        """Restore the newest good checkpoint in every rank; if no gang runs, start a gang first. See `LocalSession`."""
         try:
             if self._gang.ranks and self._gang.has_more():
                 self._end(keep=True)
@@ -187,7 +187,7 @@ class GangSession:
         self.clean = not self._gang.has_more()
 
     def discard(self) -> None:
-        """End the gang; the next restore starts another one."""
+        """Kill the gang; the next restore starts a new gang."""
         self.clean = False
         self._gang.kill()
         self._gang.prepare()
@@ -198,7 +198,7 @@ class GangSession:
             ckpt.note("failure", **fields)
 
     def hold_signals(self, hold: bool) -> None:
-        """If `hold`, hold SIGTERM and Ctrl-C back until a step ends; otherwise deliver them, a pending one too."""
+        """If `hold`, delay SIGTERM and Ctrl-C until a step ends; otherwise deliver them at once, also a pending one."""
         if hold:
             self._let_through()
             self._interrupt.install()
@@ -214,11 +214,11 @@ class GangSession:
         """Have all ranks carry out an order, then deliver a pending signal; if its handler returns, continue."""
         while self._carry_out(name, self._gang.ranks, **arguments):
             self._interrupt.deliver()  # The ranks have committed and released the run.
-        if name != "run":  # If a signal came too late for the last steps, these steps are saved first.
+        if name != "run":  # After "run", deliver a late signal only when the next order has saved the steps.
             self._let_through()
 
     def _let_through(self) -> None:
-        """Release the run and deliver a pending signal; nothing was trained since the last commit."""
+        """Release the run and deliver a pending signal; call this only if no step follows the last commit."""
         if self._interrupt.pending is not None:
             self.clean = False
             self._end(keep=True)
@@ -268,9 +268,9 @@ class GangSession:
                 heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if isinstance(message, Moved):  # Other ranks may be waiting for this one.
+                if isinstance(message, Moved):  # This is progress of all ranks: others may wait for this rank.
                     moved_s = dict.fromkeys(moved_s, time.monotonic())
-                elif not isinstance(message, Logged):  # A thread may log while the training hangs.
+                elif not isinstance(message, Logged):  # Logging is not progress: a thread may log while training hangs.
                     moved_s[rank.rank] = time.monotonic()
                 if isinstance(message, Done):
                     done[rank.rank] = message
@@ -289,7 +289,7 @@ class GangSession:
         return not any(rank.is_stopped for rank in self._gang.ranks)
 
     def _check(self, heard: Heard) -> None:
-        """Raise an error if a rank has ended or failed: of several failures the first, which causes the others."""
+        """Raise an error if a rank has ended or failed; of several failures, raise the first: it causes the others."""
         ended = {rank.rank: rank for rank, message in heard if message is None}
         if ended:
             self._gang.look()
@@ -357,7 +357,7 @@ class GangSession:
             pass
 
     def _taken(self) -> Checkpointer:
-        """Take the run over from rank 0 of an ended gang, so that it is released at the end of the block.
+        """Take the run over from rank 0 of an ended gang; the returned Checkpointer releases it when its block ends.
 
         Raises StateError if rank 0 does not own the run.
         """

@@ -13,7 +13,7 @@ _PROBE_S = 2.0
 
 
 class Connection:
-    """A connection to a c10d store, in a thread of its own, because torch waits for an answer without limit."""
+    """A connection to a c10d store. A thread sends the requests, because torch waits for an answer without limit."""
 
     def __init__(self, store: Any):
         self._store = store

@@ -1,14 +1,14 @@
-"""Agreements of the ranks of one training: each rank sends a word (bytes), rank 0 decides, all get the answer.
+"""Agreements of the ranks of one training: each rank sends a message (bytes), rank 0 decides, all get the answer.
 
 Invariants
 
 1. A meeting returns the same answer in every rank, or raises in every living rank, within the deadline.
 2. This module never calls a collective of torch: a rank may be in a collective of the program.
-3. Every thread has its own connection to the c10d store: a thread that waits for an answer does not stop others.
+3. Every thread has its own connection to the c10d store: a thread that waits for an answer does not block the others.
 4. Every request to the c10d store has a time limit: the process that holds the store may hang.
-5. If a rank ends, all waits for its word end within seconds, if another rank of its host is alive. (Before the first
-   meeting, this holds only if the rank ended after the waiting rank had started.)
-6. No rank takes a word of an earlier start: torchrun gives restarted ranks the old store with its words (torch 2.13).
+5. If a rank ends, and another rank of its host is alive, all waits for the ended rank end within seconds. (Before the
+   first meeting, this holds only if the rank ended after the waiting rank had started.)
+6. No rank reads messages of an earlier start: torchrun gives restarted ranks the old store with its data (torch 2.13).
 
 A single process is rank 0 of 1, and sends nothing.
 """
@@ -35,7 +35,7 @@ _PIECE_BYTES = 4 << 20  # The c10d store refuses a value of more than 8 MiB.
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
 _LOOK_S = 1.0  # A waiting rank looks for ended ranks this often.
-_MARGIN = 1.5  # Other ranks wait longer than rank 0, which says who is late.
+_MARGIN = 1.5  # The other ranks wait this many times as long as rank 0, which can name the late rank.
 SILENT = "It hangs, is slow or has ended, or has made another number of Checkpointers: look at its log."
 
 Decide = Callable[[list[bytes]], bytes]
@@ -43,9 +43,9 @@ _T = TypeVar("_T")
 
 
 class Exchange(Protocol):
-    """The exchange of words between the ranks of one training; this is rank `rank` of `size`, `first` if it is rank 0.
+    """Exchanges messages between the ranks of one training; this process is rank `rank` of `size`, `first` if rank 0.
 
-    A meeting may take `patience` deadlines. Rank 0 gives up after one deadline, and says which rank it waited for.
+    A meeting may take `patience` deadlines. Rank 0 gives up after one deadline, and names the rank that is late.
     """
 
     rank: int
@@ -56,14 +56,14 @@ class Exchange(Protocol):
     def meeting(self, topic: str, deadline_s: float) -> AbstractContextManager[Meeting]:
         """Return a meeting of all ranks: in its block each rank calls `gather`, then `publish`. Use a topic only once.
 
-        An exception in any rank's block is raised in all ranks. Raises StoreError if a rank is silent for `deadline_s`
-        seconds.
+        An exception in any rank's block is raised in all ranks. Raises StoreError if a rank sends nothing for
+        `deadline_s` seconds.
         """
 
     def agree(self, topic: str, word: bytes | BaseException, decide: Decide, deadline_s: float) -> bytes:
-        """Hold a meeting with this rank's word; return rank 0's answer: `decide(words)`, with the words by rank.
+        """Hold a meeting; return rank 0's answer `decide(words)`, where `words` has each rank's `word`, by rank.
 
-        If a word is an exception, all ranks raise it.
+        If a rank's `word` is an exception, all ranks raise it.
         """
         with self.meeting(topic, deadline_s) as meeting:
             if isinstance(word, BaseException):
@@ -72,13 +72,13 @@ class Exchange(Protocol):
             return meeting.publish(decide(words) if self.first else b"", bytes, bytes)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all ranks have read rank 0's answers: this process, which may hold the c10d store, ends next."""
+        """Wait until all ranks have read rank 0's answers: this process may hold the c10d store, and ends next."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Publish a word for `look`; it replaces the previous word of the topic."""
+        """Publish data on a topic for `look`; replace the topic's previous data."""
 
     def look(self, topic: str) -> bytes | None:
-        """Return the newest word that a rank has posted on a topic; None if there is none. Do not wait."""
+        """Return the newest data that a rank has posted on a topic; None if no rank has. Do not wait."""
 
 
 class Alone(Exchange):
@@ -102,7 +102,7 @@ class Alone(Exchange):
         """Do not suppress an exception of the block."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return this rank's word."""
+        """Return a list with this rank's message."""
         return [word]
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
@@ -113,7 +113,7 @@ class Alone(Exchange):
         """Return at once: there are no other ranks."""
 
     def post(self, topic: str, data: bytes) -> None:
-        """Ignore the word: there are no other ranks."""
+        """Ignore the data: there are no other ranks."""
 
     def look(self, topic: str) -> bytes | None:
         """Return None: there are no other ranks."""
@@ -124,10 +124,10 @@ ALONE = Alone()
 
 
 class StoreExchange(Exchange):
-    """The exchange of ranks that share a c10d store; `name` names one Checkpointer, with the same name in all ranks.
+    """The exchange of ranks that share a c10d store; `name` stands for one Checkpointer, and is equal in all ranks.
 
-    `shared`: the store may have words of an earlier start, so all keys begin with a name of this start. Rank 0 draws
-    the name, each rank answers with a random number, and rank 0 repeats these numbers. The first use waits for that.
+    `shared`: the store may have data of an earlier start, so all keys begin with a name of this start. Rank 0 draws the
+    name, each rank answers with a random number, and rank 0 repeats these numbers. The first use waits for all of this.
     """
 
     patience = 2
@@ -148,7 +148,7 @@ class StoreExchange(Exchange):
         # Returns True if this process must end, without waiting for other ranks.
         self.must_end: Callable[[], bool] = bool
         self._clients = threading.local()
-        self._answers: dict[int, set[str]] = {}  # In rank 0: the answers' keys of each thread's last meeting.
+        self._answers: dict[int, set[str]] = {}  # In rank 0, by thread: the answers' keys of the last meeting.
         self._processes = f"{name}/processes/{host_name()}"
         self._earlier: set[str] = set()
         with _reaching(name):
@@ -200,23 +200,23 @@ class StoreExchange(Exchange):
                 time.sleep(_POLL_S if waiting else 0)
 
     def post(self, topic: str, data: bytes) -> None:
-        """Set a word in the store."""
+        """Set the data of a topic in the store."""
         with _reaching(topic):
             self._request("set", f"{self.name(self._timeout_s)}/{topic}", data)
 
     def look(self, topic: str) -> bytes | None:
-        """Read a word from the store; return None if it is not set."""
+        """Read the data of a topic from the store; return None if no rank has set them."""
         with _reaching(topic):
             key = f"{self.name(self._timeout_s)}/{topic}"
             return bytes(self._request("get", key)) if self._has(key) else None
 
     def send(self, topic: str, word: bytes) -> None:
-        """Send this rank's word on a topic to rank 0."""
+        """Send this rank's message on a topic to rank 0."""
         with _reaching(topic):
             self._put(f"{topic}/{self.rank}", word)
 
     def collect(self, topic: str, deadline_s: float) -> list[bytes]:
-        """Wait in rank 0 for the words of the other ranks, and return them."""
+        """Wait in rank 0 for the messages of the other ranks, and return them by rank."""
         keys = [f"{topic}/{rank}" for rank in range(1, self.size)]
         with _reaching(topic):
             self._await_all(keys, deadline_s)
@@ -230,21 +230,21 @@ class StoreExchange(Exchange):
             self._answers[threading.get_ident()] = {f"{topic}/answer/{rank}" for rank in range(1, self.size)}
 
     def hear(self, topic: str, deadline_s: float) -> bytes:
-        """Wait in another rank for rank 0's answer, and return it."""
+        """Wait in a rank other than 0 for rank 0's answer, and return the answer."""
         key = f"{topic}/answer/{self.rank}"
         with _reaching(topic):
             self._await(partial(self._has, key), 0, _MARGIN * deadline_s, topic)
             return self._get(key)
 
     def _request(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the store by this thread's connection; raise StoreError if the store does not answer."""
+        """Call a method of the store over this thread's connection; raise StoreError if the store does not answer."""
         connection = getattr(self._clients, "connection", None)
         if connection is None:
             connection = self._clients.connection = Connection(self._store)
         try:
             return connection.request(name, arguments, self._timeout_s)
         except Empty:
-            self._clients.connection = None  # Drop the connection: its late answer is not for the next request.
+            self._clients.connection = None  # Drop it: the next request must not get this request's late answer.
             raise StoreError(
                 f"the ranks cannot reach each other: their store says nothing for {self._timeout_s:.0f} s",
                 hint="The process that holds it hangs or is stopped: look at its log.",
@@ -265,7 +265,7 @@ class StoreExchange(Exchange):
             self._await(partial(self._has, key), rank, left_s, key.rpartition("/")[0])
 
     def _await(self, has_come: Callable[[], bool], rank: int, deadline_s: float, topic: str) -> None:
-        """Wait until a rank's word has come. Raises StoreError after `deadline_s` seconds, or if the rank has ended."""
+        """Wait for a rank until `has_come` is True; raise StoreError after `deadline_s`, or if the rank has ended."""
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
         # Poll, because torch's wait() prints a warning when it times out.
@@ -286,7 +286,7 @@ class StoreExchange(Exchange):
         return b"".join(pieces)
 
     def check_ended(self, rank: int) -> None:
-        """Raise StoreError if a rank has ended, or this process must; tell all ranks which ranks of this host ended."""
+        """Tell all ranks which ranks of this host have ended; raise StoreError if `rank` has or this one must end."""
         ended = self._tell_ended()
         if self.must_end():
             self._request("set", f"{self._name}/ended/{self.rank}", b"")
@@ -327,7 +327,7 @@ _made = 0
 def find_exchange(group: Any = None, timeout_s: float = _TIMEOUT_S) -> Exchange:
     """Return the exchange of a process group (None: torch's default group); `ALONE` if there is no group or one rank.
 
-    Every rank must call it equally often. A request to the c10d store may take `timeout_s` seconds.
+    All ranks must call this function equally often. A request to the c10d store may take `timeout_s` seconds.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):

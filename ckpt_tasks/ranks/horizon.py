@@ -1,8 +1,8 @@
 """The horizon: the last step that rank 0 has granted. No rank runs beyond it, so all ranks do the same at each step.
 
-Only one rank may know of a signal, or of a save that is due by the clock. Rank 0 orders it for the step after the
-horizon, which no rank has passed, and then grants more steps. Rank 0 grants half a second of steps ahead: a rank reads
-a key about twenty times a second, and waits only if it is half a second ahead of rank 0.
+Often only one rank knows of a signal, or of a save that is due by the clock. Rank 0 then gives all ranks an order for
+the step after the horizon, which no rank has passed, and grants more steps. Rank 0 grants half a second of steps ahead:
+a rank reads a key about twenty times a second, and waits only if it is half a second ahead of rank 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEPT = 8  # Keep this many orders; all ranks have carried out older orders.
 
 
 class Horizon:
-    """The orders of rank 0: what all ranks do at a step. All ranks must call `begin` at the same point."""
+    """The orders of rank 0, each for one step of all ranks. All ranks must call `begin` at the same point."""
 
     def __init__(self, exchange: Exchange, deadline_s: float):
         self._exchange = exchange
@@ -34,8 +34,8 @@ class Horizon:
         self._until = step
         self._orders: list[tuple[int, str]] = []
         self._done = step
-        self._asked = [""]  # This rank's requests so far; the last one may wait for its order.
-        self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank it has read.
+        self._asked = [""]  # This rank's requests so far; the last request may still wait for its order.
+        self._heard: dict[int, int] = {}  # In rank 0: how many requests of each rank were read.
         self._newest: bytes | None = None  # In rank 0: the name of the newest request, as last read from the store.
         self._looked_s = 0.0
         self._last: tuple[int, float] | None = None

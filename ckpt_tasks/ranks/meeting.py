@@ -20,9 +20,9 @@ class Meeting(Protocol):
     """One agreement of all ranks: `gather`, then rank 0 decides, then `publish`."""
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Return the words of all ranks, by rank, in rank 0; return an empty list in the others.
+        """Return the messages of all ranks by rank, in rank 0; return an empty list in the other ranks.
 
-        `write` and `read` turn a word into bytes and back, if another process needs it.
+        `write` and `read` turn a message into bytes and back, if another process needs the message.
         """
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
@@ -30,7 +30,7 @@ class Meeting(Protocol):
 
 
 class StoreMeeting:
-    """An agreement over a c10d store. If a rank's block raises before it sends its word, it sends the error instead."""
+    """An agreement over a c10d store. If a rank's block raises before `gather`, the rank sends the error to rank 0."""
 
     def __init__(self, exchange: StoreExchange, topic: str, deadline_s: float):
         self._exchange = exchange
@@ -56,19 +56,19 @@ class StoreMeeting:
             self._tell(raised)
         elif not self._over:
             try:
-                self._hear()  # This raises rank 0's error, which may be another rank's.
+                self._hear()  # This raises the error that rank 0 has sent, which may come from another rank.
             except BaseException as heard:
                 raise heard from None
         if raised is not error:
             raise raised
 
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
-        """Collect the words of all ranks in rank 0; send this rank's word in the others."""
+        """Collect the messages of all ranks, in rank 0; send this rank's message, in the other ranks."""
         said = self._gather(write(word) if not self._exchange.first else b"")
         return [word, *(read(data) for data in said)] if self._exchange.first else []
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
-        """Send the answer in rank 0; wait for it in the others."""
+        """Send the answer, in rank 0; wait for the answer, in the other ranks."""
         if not self._exchange.first:
             return read(self._hear())
         self._tell(write(answer))
@@ -96,7 +96,7 @@ class StoreMeeting:
 
 
 def sealed(word: bytes | BaseException) -> bytes:
-    """Encode a word, or an exception, as bytes."""
+    """Encode a message, or an exception, as bytes."""
     if not isinstance(word, BaseException):
         return b"=" + word
     kind = type(word).__name__ if isinstance(word, CkptError) else "StateError"
@@ -105,7 +105,7 @@ def sealed(word: bytes | BaseException) -> bytes:
 
 
 def opened(data: bytes, rank: int | None = None) -> bytes:
-    """Decode a word; if it is an exception, raise it, with the number of its rank in the message."""
+    """Decode a message; if it is an exception, raise the exception, with the rank's number in its text."""
     if data[:1] == b"=":
         return data[1:]
     said = json.loads(data[1:])
