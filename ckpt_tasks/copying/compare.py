@@ -84,7 +84,7 @@ def compare_checkpoints(
     groups: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> Comparison:
-    """Compare the states of two checkpoints, which may belong to two runs: `groups` (if empty, all), without `ignore`.
+    """Compare the groups of two checkpoints, of one run or of two: `groups` (empty: all groups), except `ignore`.
 
     Reads both checkpoints with about 100 MiB of memory. Raises ConfigError if neither checkpoint has a named group, or
     if no group is left, IntegrityError if a checkpoint is damaged, and StoreError if a read fails.

@@ -40,12 +40,12 @@ class Regions:
             check_header(store, record)
 
     def place(self, pair_key: str) -> tuple[str, int]:
-        """Return the sort key of a tensor: its object and offset, so that files are read in order."""
+        """Return the object and the offset of a tensor, by which tensors are sorted to read files in order."""
         first = min(self.rows[pair_key], key=lambda row: (row.object, row.begin))
         return first.object, first.begin
 
     def region(self, row: IndexRow) -> tuple[mmap.mmap, int]:
-        """Return a buffer with a region's verified bytes, and their offset; raise IntegrityError if they changed."""
+        """Return a buffer with a region's verified bytes, and their offset; raise IntegrityError for damaged bytes."""
         run = self._runs[row.object, row.begin]
         first = run[0]
         # Direct reads need the same alignment in the buffer as in the file.

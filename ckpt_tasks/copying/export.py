@@ -48,10 +48,10 @@ from ckpt_tasks.storage.port import Store
 MAX_SHARD_BYTES = 5 * 10**9  # huggingface_hub has the same limit.
 _SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
-# An export deletes files with these names, which huggingface_hub also uses: readers would take them for its weights.
+# An export deletes old files with these names, which huggingface_hub also uses: readers would load their tensors, too.
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?", re.ASCII)
-_METADATA = "__metadata__"  # In a safetensors header, this name has metadata (texts): no tensor can have it.
-# The dtypes that these codes mean. Tensors of other dtypes are stored under these codes as views.
+_METADATA = "__metadata__"  # A safetensors header has metadata under this name, which no tensor can have.
+# The dtype of each code. A file also stores tensors of other dtypes under these codes, as views.
 _MEANT = {"F64": "float64", "F16": "float16", "U8": "uint8"}
 
 
@@ -375,7 +375,7 @@ def shard(selection: _Selection, name: str) -> Shard:
 def _header(layout: ImageLayout, selection: _Selection) -> bytes:
     entries = json.loads(layout.header[8:])
     ours = json.dumps(selection.metadata(), separators=(",", ":"))  # Write ASCII: a run's key may be invalid UTF-8.
-    # List ties as safetensors.torch.save_model does, and also in our own field, where ties mix with no other metadata.
+    # List ties as safetensors.torch.save_model does, and also in our own field, apart from all other metadata.
     entries[_METADATA] = {**selection.tied, **entries[_METADATA], "ckpt_tasks": ours}
     return header_of(entries)
 

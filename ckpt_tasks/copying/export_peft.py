@@ -1,8 +1,8 @@
 """Export a PEFT adapter in the form that `PeftModel.from_pretrained` loads into a base model.
 
-In a model, the name of each of an adapter's tensors contains the adapter's name (`….lora_A.default.weight`). PEFT's
-files omit the adapter's name. A module's state lacks `adapter_config.json`: AdapterConfigs
-(integrations/huggingface_adapters.py) saves it.
+In a model, the names of an adapter's tensors contain the adapter's name (`….lora_A.default.weight`). PEFT's files omit
+the adapter's name. A module's state lacks `adapter_config.json`: AdapterConfigs (integrations/huggingface_adapters.py)
+saves this file's contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_tasks.storage.port import Store
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _CONFIGS = "peft_adapters"  # AdapterConfigs saves the text of each adapter's configuration by name under this key.
-_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # In these types of adapters every tensor's name has the adapter's name in it.
+_NAMED = {"LORA", "LOHA", "LOKR", "IA3"}  # With these adapter types, every tensor's name contains the adapter's name.
 _DEFAULT = "default"  # get_peft_model gives an adapter this name.
 
 

@@ -210,7 +210,7 @@ def _is_there(history: History, plan: ForkPlan) -> bool:
 
 def _put_manifest(target: Store, plan: ForkPlan) -> None:
     name = plan.checkpoint.manifest
-    with suppress(ObjectExistsError):  # An earlier try or another process has put it, with the same bytes.
+    with suppress(ObjectExistsError):  # An earlier try or another process may have put the same manifest.
         target.put_if_absent(name, plan.manifest)
     if digest_hex(target.get(name, MAX_MANIFEST_BYTES)) != plan.checkpoint.manifest_digest:
         raise StateError("another manifest lies there", key=name, hint="Give the fork a directory of its own.")

@@ -3,9 +3,9 @@
 Invariants
 
 1. A new file or directory gets its name when it is complete and fsynced. If a step before the rename fails, the name
-   does not exist and no temporary file stays. (A killed process leaves one, whose name begins with .ckpt-tmp.)
+   does not exist and no temporary file stays. (A killed process leaves a file whose name begins with .ckpt-tmp.)
 2. In an existing directory the old index is removed first, and the new index is moved there last: readers do not take
-   files without an index for a model. Files that the new files do not replace stay.
+   files without an index for a model. Files that do not come from an export stay.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def in_order(have: Sequence[Checkpoint]) -> bool:
 def _order(
     source: History, head: Head, have: Mapping[str, Checkpoint], missing: Sequence[Checkpoint], mark: _Mark
 ) -> dict[str, int]:
-    """Return the number of the source's entry that committed each checkpoint to be ordered, by identity.
+    """Return, by identity, the number of the source's entry that committed each checkpoint to be sorted.
 
     Raises RunMismatchError if the target has a checkpoint that the source never had.
     """

@@ -48,7 +48,7 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 
 _IN_FLIGHT = 8
 _HOLDER = "ckpt sync"
-_MAX_EPOCH = MAX_EPOCH // 10  # Copied names may not have higher epochs: the target needs some for its own owners.
+_MAX_EPOCH = MAX_EPOCH // 10  # Refuse copied names with higher epochs: the target's own owners need higher ones.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` had been copied by an earlier try.
 
     `outcome` is "copied", "there already" or "pruned there" (at the target), "pruned meanwhile" or "damaged" (at the
-    source), or "refused": the target has given up one of the checkpoint's objects, or has it with other bytes.
+    source), or "refused": the target has given up an object of the checkpoint, or has other bytes under its name.
     """
 
     checkpoint: Checkpoint
@@ -208,7 +208,7 @@ class _Copy:
         def change(state: State, n: int) -> State:
             others = replace(state, live=tuple(c for c in state.live if c.manifest_digest != digest))
             after = others.with_checkpoint(replace(checkpoint, n=n), frozenset())
-            # Take `abandoned` from the source: the target may lack the pruned parents that show it.
+            # Take `abandoned` from the source: the target may lack checkpoints that show which lines are abandoned.
             live = tuple(replace(c, abandoned=known.get(c.manifest_digest, c).abandoned) for c in after.live)
             # A copy has the origin, the parameters and the program of the source.
             return replace(
@@ -222,7 +222,7 @@ class _Copy:
         return self._target.append(event, change, owner=self._owner).n
 
     def _with_steps(self, event: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Copy the table of steps that an event names; return the event, without the table if it cannot be copied."""
+        """Copy the table of steps that an event names; return the event, without the table if the copy fails."""
         table = steps_of(event, checkpoint.step)
         others = {name: value for name, value in event.items() if name != "steps"}
         good = table is not None and self._bring_table(*table, f"metrics of the steps up to {checkpoint.step}")
@@ -331,7 +331,7 @@ def _look(history: History, run_key: str) -> Head:
 
 
 def _run_key(store: ReadableStore, head: Head) -> str:
-    """Return the run key from a manifest: the run's format.json is damaged."""
+    """Return the run key from a manifest, because the run's format.json is damaged."""
     if not head.state.live:
         raise IntegrityError(f"the run of {store.url} is unknown: format.json is damaged")
     return open_checkpoint(store, head.state.live[-1]).manifest.run_key

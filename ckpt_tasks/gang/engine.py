@@ -36,13 +36,13 @@ class Engine(Protocol):
 
     @property
     def ranks(self) -> Sequence[RankProcess]:
-        """The ranks of the gang, in their order; empty if there is no gang."""
+        """The processes of the gang, by rank; empty if no gang runs."""
 
     def prepare(self) -> None:
         """Begin the slow part of a start; do not wait for its end."""
 
     def start(self, begin: Begin) -> int:
-        """Start the ranks, send each a Begin, and return the port where the ranks meet. Raises RankError."""
+        """Start the ranks, send each a Begin, and return the port where ranks connect to rank 0. Raises RankError."""
 
     def has_more(self) -> bool:
         """Return True if a new gang would have more ranks than this gang; begin to prepare the new ranks."""

@@ -22,7 +22,7 @@ _JOIN_S = 1800.0  # Rank 0 may start a server first; if rank 0 fails, the launch
 def join(rank: int, size: int, local_rank: int, local_size: int, timeout_s: float) -> StoreExchange:
     """Make torch's default process group: NCCL if each rank of a host has a device, else Gloo.
 
-    Returns an exchange of these ranks; each request may take `timeout_s`. Raises RankError if a rank is not reached.
+    Returns an exchange of these ranks; each request may take `timeout_s`. Raises RankError if ranks cannot connect.
     """
     backend = take_device(local_rank, local_size)
     try:

@@ -22,7 +22,7 @@ from ckpt_tasks.session.session import Progress
 from ckpt_tasks.storage.answers import answer_of
 from ckpt_tasks.storage.locations import Location
 
-HOST = "127.0.0.1"  # The ranks meet here: torch's own store would listen on every interface.
+HOST = "127.0.0.1"  # Rank 0 listens only at this address: torch's own store would listen on every interface.
 _BLOCK_BYTES = 1 << 16
 _MOST_TRACEBACK = 20_000
 

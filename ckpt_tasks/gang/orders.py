@@ -58,7 +58,7 @@ class Orders:
         self._exchange.post(f"order/{self._count}", json.dumps([name, step]).encode())
 
     def take(self, is_over: Callable[[], bool]) -> Given | None:
-        """Wait for the next order, in another rank than 0; return None as soon as `is_over` returns True.
+        """Wait for the next order, in a rank other than 0; return None as soon as `is_over` returns True.
 
         Raises StoreError if rank 0 has ended, StateError for an invalid order.
         """

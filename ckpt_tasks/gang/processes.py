@@ -1,4 +1,4 @@
-"""Start the processes of a gang, receive their messages, notice their end, and end them; the agent calls this.
+"""Start the processes of a gang, receive their messages, notice their end, and end them: the work of an agent.
 
 Invariants
 

@@ -183,7 +183,7 @@ class _Rank:
         self._steps, self._told_s = [], time.monotonic()
 
     def _moved(self) -> None:
-        """Tell the agent that the store moves bytes, so that this rank does not count as hung; for any thread."""
+        """Tell the agent, from any thread, that the store moves bytes, so that this rank does not count as hung."""
         if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
             self._moved_s = time.monotonic()
             self._channel.send(Moved())

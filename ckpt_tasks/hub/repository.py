@@ -63,7 +63,7 @@ class HubRepository(OneByOne):
 
     near = False
     gap_bytes = 8 << 20
-    endpoint = None  # Without an endpoint, no test of the store runs: its one commit is atomic.
+    endpoint = None  # With None, the store is not tested before use: its one commit is atomic.
 
     def __init__(self, name: str, *, quiet: bool = False):
         match = _NAME.fullmatch(name)
@@ -215,7 +215,7 @@ class HubRepository(OneByOne):
         with self.asking():
             self.api.preupload_lfs_files(self.repo_id, self._waiting, revision=self.revision)
         self._operations += self._waiting
-        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # All are sent.
+        if not any(isinstance(one.path_or_fileobj, str) for one in self._waiting):  # The library has sent all files.
             for file in self._open:
                 file.close()
             self._open.clear()

@@ -84,7 +84,7 @@ class DcpDirectory(SourceFile):
         self.size_bytes = sum(file.size_bytes for file in self._files.values())
 
     def check(self, on_progress: Callable[[int], None]) -> None:
-        """Read every part of every tensor; raise IntegrityError if its CRC, dtype or shape is wrong."""
+        """Read every part of every tensor; raise IntegrityError if a CRC, a dtype or a shape is wrong."""
         for name, parts in self._tensors.values():
             for part in parts:
                 self._part(name, part)
@@ -189,7 +189,7 @@ def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
 
 
 def _paths(paths: Mapping[Any, Any], most: int) -> dict[str, tuple[str | int, ...]]:
-    """Return the path of each of DCP's names; raise IntegrityError for a path that would make a list of any length."""
+    """Return the path of each of DCP's names; raise IntegrityError if an index in a path would make too long a list."""
     checked = {}
     for name, path in paths.items():
         if not path or not all(isinstance(one, str) or 0 <= one <= most + 1024 for one in path):

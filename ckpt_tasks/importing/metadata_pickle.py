@@ -40,7 +40,7 @@ class Pickled:
 
 
 def read_objects(data: bytes) -> Any:
-    """Return a pickle's value; raise UnsupportedStateError for a name that is not DCP's, IntegrityError if damaged."""
+    """Return a pickle's value; raise UnsupportedStateError for a foreign name, IntegrityError for malformed bytes."""
     try:
         return _run(data)
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:

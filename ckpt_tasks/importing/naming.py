@@ -25,7 +25,7 @@ Named = tuple[str, tuple[int, ...]]  # A parameter's name and shape.
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Map each name to itself without prefixes of wrappers (DDP, torch.compile); keep all if two would be equal."""
+    """Map names to names without wrappers' prefixes (DDP, torch.compile); if two would be equal, keep all names."""
     clean = {name: bare_name(name) for name in names}
     if all(name.startswith(_DDP) for name in clean.values()):
         clean = {name: one.removeprefix(_DDP) for name, one in clean.items()}
@@ -95,7 +95,7 @@ def _first_names(tensors: Mapping[str, Any]) -> dict[Any, Named]:
 
 
 def _shapes(entry: Any) -> set[tuple[int, ...]]:
-    """Return the shapes of the tensors in an optimizer's state of one parameter, without scalars such as counts."""
+    """Return the shapes of the tensors that an optimizer keeps for one parameter; skip scalars, such as counts."""
     values = entry.values() if isinstance(entry, Mapping) else ()
     return {tuple(value.shape) for value in values if isinstance(value, torch.Tensor) and value.dim()}
 

@@ -1,4 +1,4 @@
-"""Plan an import: choose the step, and groups from a foreign file; `checkpoint/importing.py` commits the plan."""
+"""Plan an import: choose groups and a step for a foreign file; `checkpoint/importing.py` commits the plan."""
 
 from __future__ import annotations
 

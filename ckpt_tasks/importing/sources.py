@@ -93,7 +93,7 @@ class Source:
 
     @property
     def about(self) -> Mapping[str, Any] | None:
-        """The entry of our own export in a torch.save file: step, kinds of groups, names of parameters; else None."""
+        """Our own export's entry in a torch.save file: step, kinds, names of parameters; None for any other file."""
         about = self.values.get(_OURS)
         is_ours = isinstance(about, Mapping) and all(isinstance(about.get(n), Mapping) for n in ("kinds", "parameters"))
         return about if is_ours else None

@@ -177,7 +177,7 @@ def _of_lightning(values: Mapping[str, Any]) -> tuple[list[_Part], dict[str, str
 
 
 def _group_name(key: str) -> str | None:
-    """Return the group name for a name in a file, such as model for "model_state_dict"; None if it is not valid."""
+    """Return the group name for a name in a file, such as model for "model_state_dict"; None if none is valid."""
     name = _MODEL if key == "state_dict" else key.removesuffix(_SUFFIX)
     name = re.sub(r"^[^A-Za-z]+", "", re.sub(r"[^A-Za-z0-9_]", "_", name))[:64]
     name = "rng_state" if name == RNG else name
@@ -185,7 +185,7 @@ def _group_name(key: str) -> str | None:
 
 
 def _split(group: str, name: str, value: Any) -> Iterator[_Part]:
-    """Yield a value as one part, or the objects in a container of modules and optimizers as one part each."""
+    """Yield one part for a value; for a container of modules and optimizers, yield one part for each of them."""
     items: Any = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
@@ -226,7 +226,7 @@ def _chosen(parts: list[_Part], wanted: Sequence[str]) -> tuple[list[_Part], lis
 
 
 def _only_weights(parts: list[_Part]) -> _Part | None:
-    """Return the only part of a file that is itself a state_dict: this part has no name; None for any other file."""
+    """Return the only part of a file that is itself a state_dict, where the part has no name; else None."""
     return parts[0] if len(parts) == 1 and not parts[0].name else None
 
 
@@ -304,7 +304,7 @@ class _Taker:
         return self._packed(part.value, part.group), ""
 
     def _packed(self, value: Any, path: str) -> Any:
-        # Try with another set first: if the value cannot be packed, self._set keeps none of its tensors.
+        # Pack into a separate TensorSet first: if this fails, self._set has no tensors of the value.
         pack(value, path, TensorSet(None))
         return pack(value, path, self._set)
 
@@ -344,7 +344,7 @@ class _Taker:
             error.key = part.group
             raise
         by_number = dict(zip(numbers, names, strict=True))
-        # Try with another set first, as `_packed` does.
+        # Pack into a separate TensorSet first, as `_packed` does.
         pack_optimizer(part.value, by_number, part.group, TensorSet(None))
         tree = pack_optimizer(part.value, by_number, part.group, self._set)
         return {**tree, "shapes": {}, "on_cpu": None}, note

@@ -35,7 +35,7 @@ StorageOf = Callable[[str, torch.dtype, int], torch.UntypedStorage]
 
 
 class _Call(NamedTuple):
-    """A function that a pickle may call, and the types of its arguments; None if the function makes a tensor."""
+    """A function that a pickle may call; `types` are the types of its arguments, or None if it makes a tensor."""
 
     function: Callable[..., Any]
     types: tuple[type, ...] | None = None

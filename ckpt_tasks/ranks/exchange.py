@@ -177,7 +177,7 @@ class StoreExchange(Exchange):
         return self._name
 
     def _is_answered(self) -> bool:
-        """Answer rank 0's newest name of a start; return True if rank 0 has repeated this process's number."""
+        """Answer the newest name that rank 0 has drawn; return True if rank 0 has repeated this process's number."""
         if not self._has(f"{self._shared}/name"):
             return False
         newest = bytes(self._request("get", f"{self._shared}/name")).decode(errors="replace")
@@ -265,7 +265,7 @@ class StoreExchange(Exchange):
             self._await(partial(self._has, key), rank, left_s, key.rpartition("/")[0])
 
     def _await(self, has_come: Callable[[], bool], rank: int, deadline_s: float, topic: str) -> None:
-        """Wait for a rank until `has_come` is True; raise StoreError after `deadline_s`, or if the rank has ended."""
+        """Wait until `has_come` returns True; raise StoreError after `deadline_s` seconds, or if `rank` has ended."""
         end_s, look_s = time.monotonic() + deadline_s, time.monotonic() + _LOOK_S
         poll_s = max(_POLL_S, self.size * 1e-4)
         # Poll, because torch's wait() prints a warning when it times out.
