@@ -5,7 +5,7 @@ Invariants
 1. A new file or directory gets its name when it is complete and fsynced. If a step before the rename fails, the name
    does not exist and no temporary file stays. (A killed process leaves a file whose name begins with .ckpt-tmp.)
 2. In an existing directory the old index is removed first, and the new index is moved there last: readers do not take
-   files without an index for a model. Files that do not come from an export stay.
+   files without an index for a model. Other files stay, except old files whose names match `replaces`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Place:
                 give_up(ckpt)
                 orders.failed(error, session.position)
                 raise
-            except BaseException:  # After a signal between two orders, the other ranks wait for an order.
+            except BaseException:  # If a signal comes between two orders, the other ranks wait for an order.
                 orders.give("close")
                 raise
             orders.give("close")

@@ -46,9 +46,9 @@ def plan_import(path: str | os.PathLike[str], *, step: int | None = None, groups
     """Open a file or a directory and decide which part becomes which group; write nothing.
 
     `groups` are GROUP or GROUP=NAME, where NAME is a name in the file (default: all groups that can be imported).
-    `step` defaults to the number at `global_step` or `step` in the file, or to 0 if the file has neither. Raises what
-    `open_source` raises, IntegrityError if tensors claim more bytes than the file has, and ConfigError for an invalid
-    step or group.
+    `step` defaults to `global_step` or `step` in the file (a whole number, or a tensor with one), else to 0. Raises
+    what `open_source` raises, IntegrityError if tensors claim more bytes than the file has, and ConfigError for an
+    invalid step or group.
     """
     source = open_source(path)
     try:
