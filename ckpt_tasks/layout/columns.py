@@ -21,7 +21,10 @@ _HUGE = 2.0**200
 
 
 def shared_region_bytes(total_bytes: int, tensors: int) -> int:
-    """Return the region size in bytes with which all ranks together have at most half of MAX_REGIONS."""
+    """Return the smallest region size in bytes with which all ranks together have at most half of MAX_REGIONS.
+
+    It is never more than REGION_BYTES, also where the regions are then more than that.
+    """
     region_bytes = MIN_REGION_BYTES
     while region_bytes < REGION_BYTES and total_bytes // region_bytes + tensors > MAX_REGIONS // 2:
         region_bytes *= 2
