@@ -87,12 +87,11 @@ def _answer(order: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         given.write_text(json.dumps({**order, **meeting}), encoding="utf-8")
         children = [_Rank(Path(place), rank, ranks, listening.fileno()) for rank in range(ranks)]
         answers = [child.answer() for child in _ended(children)]
-    for answer in answers:
-        if "error" in answer:
-            kind, message, hint = answer["error"]
-            raise getattr(errors, kind)(message, hint=hint)
-    faults = [answer for answer in answers if "fault" in answer]
-    return faults[0] if faults else {name: max(answer[name] for answer in answers) for name in answers[0]}
+    first = answers[0]
+    if "error" in first:
+        kind, message, hint = first["error"]
+        raise getattr(errors, kind)(message, hint=hint)
+    return first if "fault" in first else {name: max(answer[name] for answer in answers) for name in first}
 
 
 class _Rank:
@@ -120,12 +119,12 @@ class _Rank:
 
     @property
     def is_good(self) -> bool:
-        """True if the process has written an answer."""
-        return self._answer.exists()
+        """True if the rank has restored its part."""
+        return "restore_s" in self.answer()
 
     def answer(self) -> dict[str, Any]:
         """Return the answer; without one, a fault that says how the process has ended."""
-        if not self.is_good:
+        if not self._answer.exists():
             said = self._said.read_text(errors="replace").strip().splitlines()
             ended = f"the process ended with {self.process.returncode}: {said[-1] if said else ''}"
             return {"fault": ended[:_LONGEST_FAULT]}
@@ -134,7 +133,7 @@ class _Rank:
 
 
 def _ended(children: list[_Rank]) -> list[_Rank]:
-    """Wait for ranks and return them; once a rank has ended without an answer, kill the others and return it first."""
+    """Wait for ranks and return them; once one has failed, kill those that may wait for it, and return it first."""
     running, ended = [*children], list[_Rank]()
     try:
         while running:

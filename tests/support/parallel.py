@@ -125,3 +125,11 @@ class Alone(Parallel):
 
     def __init__(self, **options: Any):
         super().__init__(kind="none", **options)
+
+
+class Unbuilt(Parallel):
+    """The same, which does what the plan has for step 0 while it is built."""
+
+    def __init__(self, *, kind: str = "ddp", plan: Sequence[tuple[int, int, str]] = (), folder: str = ""):
+        super().__init__(kind=kind, plan=plan, folder=folder)
+        self._interfere(self._plan.get(0, ""))
