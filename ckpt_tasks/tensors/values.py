@@ -6,8 +6,9 @@ training continues; it collects tensors and arrays without copying them. `unpack
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
             else pack(item, f"{path}/{_part(key, number)}", tensors, depth + 1)
             for number, (key, item) in enumerate(value.items())
         }
+        _refuse_lost(value, packed, path)
         return packed if kind is dict else like(value, packed)
     if kind in SEQUENCES:
         items = [
@@ -77,7 +79,7 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
         ]
         return items if kind is list else tuple(items) if kind is tuple else like(value, items)
     if kind in SETS:
-        return kind(_pack_key(item, path) for item in value)
+        return _pack_set(value, path)
     if kind is np.ndarray and _is_ordinary(value):
         return tensors.add(_as_tensor(value), path if "/" in path else f"{path}/value", array=True)
     tag, head, parts = _taken(value, path)
@@ -109,11 +111,36 @@ def _is_text(key: str) -> bool:
 def _pack_key(key: Any, path: str) -> Any:
     kind = type(key)
     if kind in SCALARS:
-        return key
-    if kind in (tuple, frozenset):
-        return kind(_pack_key(item, path) for item in key)
+        return _one_nan(key) if kind is float else key
+    if kind is tuple:
+        return tuple(_pack_key(item, path) for item in key)
+    if kind is frozenset:
+        return _pack_set(key, path)
     tag, head, parts = _taken(key, path, key=True)
-    return Typed(tag, head, {name: _pack_key(part, path) for name, part in parts.items()})
+    return Typed(tag, tuple(map(_one_nan, head)), {name: _pack_key(part, path) for name, part in parts.items()})
+
+
+def _pack_set(value: Any, path: str) -> Any:
+    packed = type(value)(_pack_key(item, path) for item in value)
+    _refuse_lost(value, packed, path)
+    return packed
+
+
+def _one_nan(value: Any) -> Any:
+    # As keys, two NaN objects differ; read back they would be one object.
+    return math.nan if type(value) is float and math.isnan(value) else value
+
+
+def _refuse_lost(keys: Collection[Any], packed: Collection[Any], path: str) -> None:
+    """Raise UnsupportedStateError if several keys are equal once packed: NaNs, or Enums of two classes of one name."""
+    if len(packed) < len(keys):
+        count = Counter(_pack_key(key, path) for key in keys)
+        key = next(key for key in keys if count[_pack_key(key, path)] > 1)
+        raise UnsupportedStateError(
+            f"{count[_pack_key(key, path)]} keys would be stored as one",
+            key=f"{path}/<key {key!r:.60}>",
+            hint="They differ as objects of the program only: use keys that differ in their values, such as texts.",
+        )
 
 
 def is_scalar(value: Any) -> bool:

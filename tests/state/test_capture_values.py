@@ -189,6 +189,8 @@ def cyclic() -> list[Any]:
 
 
 Local = Enum("Missing", ["ONE"])  # type: ignore[misc]  # under another name than its own
+Again = Enum("Colour", ["RED"], module=__name__)  # type: ignore[misc]  # as after a reload of its module
+NAN, NAT = float("nan"), np.datetime64("NaT", "s")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,9 @@ Local = Enum("Missing", ["ONE"])  # type: ignore[misc]  # under another name tha
         *((np.ma.masked_array([1]), ""), ({Pair(1, torch.ones(1)): 2}, ""), (type("Number", (int,), {})(3), "")),
         *((iter([]), ""), (..., ""), (1 << 100_000, ""), (dt.datetime(2024, 1, 1, tzinfo=ZoneInfo("Asia/Tokyo")), "")),
         *((torch.ones(2, device="meta"), ""), (nn.Parameter(torch.ones(1)).as_subclass(torch.Tensor) * 1, "")),
+        ({Colour.RED: 1, Again.RED: 2}, "/<key <Colour.RED: 1>>"),
+        *(({(-NAN, 1): 1, (NAN, 1): 2}, "/<key (nan, 1)>"), ({NAT, NAT.copy()}, f"/<key {NAT!r}>")),
+        ({frozenset({np.float32(NAN), np.float32(NAN)}): 1}, "/<key np.float32(nan)>"),
         *((deque([nn.Linear(1, 1)]), "/0"), ({"x": {1: {object(): 2}}}, "/x/1"), (cyclic(), "/0/0/0")),
     ],
     ids=lambda v: str(type(v).__name__),
