@@ -86,11 +86,11 @@ class Agent:
         """Return: the caller then knows that all earlier calls are done."""
 
     def copy(self, begin: Begin, offers: list[Offer], agent: Any, host: str) -> None:
-        """Copy from a peer the parts that this node's ranks will restore when they start; stop at the first error."""
+        """Copy from a peer the parts that this node's ranks will restore when they start, until the peer is lost."""
         try:
             peer = _Peer(agent, host, begin, threading.Event(), rest=0.0, longest_s=COPY_S)
-            for offer in offers:
-                self._memory_of(begin).copy(offer, peer, peer.check)
+            for offer, why in self._memory_of(begin).copy_each(offers, peer, peer.check):
+                _log.debug("%s has not given its memory of rank %d: %s", host, offer.rank, why)
         except (RayError, CkptError, OSError, _StoppedError) as error:
             _log.debug("%s has not given its memory: %s", host, error)
 

@@ -145,6 +145,18 @@ class HostMemory:
         finally:
             memory.close(keep=True)
 
+    def copy_each(
+        self, offers: Iterable[Offer], source: Source, check: Callable[[], None]
+    ) -> list[tuple[Offer, CkptError | OSError]]:
+        """Copy parts of a source, each whatever becomes of the others; return those that failed, and why."""
+        failed = list[tuple[Offer, CkptError | OSError]]()
+        for offer in offers:
+            try:
+                self.copy(offer, source, check)
+            except (CkptError, OSError) as error:
+                failed.append((offer, error))
+        return failed
+
     def _copy(
         self, memory: MemoryDirectory, slot: str, offer: Offer, source: Source, check: Callable[[], None]
     ) -> None:

@@ -145,7 +145,10 @@ def breaks(training: Checkpointer, last: int, refills: bool, number: int) -> Non
 
 
 def test_damage_at_the_source_is_not_copied(hosts: tuple[Host, Host]) -> None:
-    """A bit that has flipped in the source's memory is found by the receiver, which keeps its older copy."""
+    """A bit that has flipped in the source's memory is found by the receiver, which keeps its older copy.
+
+    Parts that are copied one by one: the damaged one is named with its error, and the one after it is copied.
+    """
     one, two = hosts
     training = sealed(one, 1)
     follow(two, one)
@@ -156,6 +159,11 @@ def test_damage_at_the_source_is_not_copied(hosts: tuple[Host, Host]) -> None:
     with pytest.raises(IntegrityError, match="a copy of a peer's memory is damaged"):
         follow(two, one)
     assert seals(two) == [1]
+    advance(training, 3)
+    damaged, good = sorted(one.offers([0]), key=lambda offer: offer.attempt)
+    [(part, why)] = two.memory.copy_each([damaged, good], one, lambda: None)
+    assert (part, type(why)) == (damaged, IntegrityError)
+    assert sorted(seals(two)) == [1, 3]
     die(training)
 
 
