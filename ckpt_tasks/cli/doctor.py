@@ -302,7 +302,8 @@ def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Ite
     if faults.good:
         yield [("Good", "bold green"), f": {count(checked, 'checkpoint')}, {work}."]
     elif bad:
-        then = " A restore passes over them." if bad < checked else " There is none that could be restored."
+        others = bad < len(run.checkpoints())
+        then = " A restore passes over them." if others else " There is none that could be restored."
         yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
     else:
         yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]

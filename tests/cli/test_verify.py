@@ -71,13 +71,17 @@ def test_damage_is_found(good: Path, run_dir: Path, name: str, damage: str) -> N
 
 
 def test_one_checkpoint_alone(run_dir: Path) -> None:
-    """DIR@STEP reads that checkpoint only: damage to another one is not its fault."""
+    """DIR@STEP reads that checkpoint only: damage to another one is not its fault, and others may still be restored."""
     save_steps(run_dir, 1, 2)
     flip_the_last(only(run_dir, "checkpoint_000000000001/*/model-*"))
     good, bad = ckpt("verify", f"{run_dir}@2", "--json"), ckpt("verify", f"{run_dir}@1", "--json")
     assert (good.status, bad.status) == (0, 1)
     assert [one["step"] for one in good.data["checkpoints"]] == [2]
     assert good.data["read_bytes"] < sum(path.stat().st_size for path in run_dir.glob("checkpoint_*/*/*"))
+    assert "1 of 1 checkpoint" in (said := ckpt("verify", f"{run_dir}@1").out)
+    assert "A restore passes over" in said
+    flip_the_last(only(run_dir, "checkpoint_000000000002/*/model-*"))
+    assert "There is none that could be restored" in ckpt("verify", run_dir).out
 
 
 def test_every_ledger_entry_counts(run_dir: Path) -> None:
