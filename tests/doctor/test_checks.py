@@ -84,6 +84,10 @@ def lease(storage: Any) -> dict[str, Any]:
     return {"settings": {"server": {"concurrency": storage}}}
 
 
+def beating(seconds: str) -> JobFacts:
+    return replace(JOB, name=f"train/{seconds}", env={**ENV, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": seconds})
+
+
 MEMORY = lease({"lease_storage": "prefect.server.concurrency.lease_storage.memory"})
 OFF = {"settings": {"server": {"services": {"triggers": {"enabled": False}}}}}
 UNTAGGED = replace(JOB, name="x/y", tags=())
@@ -125,6 +129,9 @@ CASES: list[tuple[str, str, dict[str, Any], tuple[JobFacts, ...], dict[str, Any]
     ("preemption", "warning", {}, (replace(JOB, env={**ENV, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "die"}),), {}),
     ("preemption", "ok", {}, (replace(JOB, command="nice  prefect  flow-run  execute"),), {}),
     ("preemption", "not checked", {}, (), {"type": "kubernetes"}),
+    # The slowest heartbeat counts; without deployments, those of the pool do, which has no tags.
+    ("heartbeat", "wrong", {}, (beating("60"), beating("90")), {}),
+    ("heartbeat", "ok", {}, (replace(JOB, tags=(), deployed=False),), {}),
     ("tags", "warning", {}, (JOB, UNTAGGED), {}),
     ("threads", "warning", {}, (JOB, replace(JOB, name="x/y", env={})), {}),
 ]

@@ -40,9 +40,10 @@ def pool(client: SyncPrefectClient) -> str:
     return name
 
 
-def give(client: SyncPrefectClient, pool: str, defaults: dict[str, Any]) -> None:
-    """Give a pool job variables of its own."""
+def give(client: SyncPrefectClient, pool: str, defaults: dict[str, Any], **fixed: Any) -> None:
+    """Give a pool job variables of its own: defaults, or fixed ones that no deployment can change."""
     template = ProcessWorker.get_default_base_job_template()
+    template["job_configuration"].update(fixed)
     for name, value in defaults.items():
         template["variables"]["properties"][name]["default"] = value
     client.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
@@ -91,9 +92,10 @@ def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
         "warning",
     )
     client.send_worker_heartbeat(pool, "a worker", heartbeat_interval_seconds=30)
-    give(client, pool, JOB)
-    whole = checks(pool)
-    assert {whole[name].verdict for name in ("work pool", "preemption", "heartbeat")} == {"ok"}
+    for variables in ({"defaults": JOB}, {"defaults": {}, **JOB}):
+        give(client, pool, **variables)
+        whole = checks(pool)
+        assert {whole[name].verdict for name in ("work pool", "preemption", "heartbeat")} == {"ok"}
     client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
     assert checks(pool)["work pool"].verdict == "wrong"
 
