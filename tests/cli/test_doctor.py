@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -112,6 +113,18 @@ def test_nonsense_is_not_checked(body: bytes) -> None:
     assert checks["server"].verdict == "ok"
     assert checks["work pool"].verdict == "not checked"
     assert checks["lease storage"].verdict == "not checked"
+
+
+def test_a_worker_that_is_gone_is_not_online() -> None:
+    """A pool remembers its workers: one from which the server hears no more picks up no runs."""
+    anything = {"id": str(uuid4()), "work_pool_id": str(uuid4()), "default_queue_id": str(uuid4())}
+    pool = anything | {"name": "p", "type": "process"}
+    told = {"": pool, "/workers/filter": [anything | {"name": "w", "status": "OFFLINE"}]}
+    answers = {f"/api/work_pools/p{path}": (200, json.dumps(answer).encode()) for path, answer in told.items()}
+    answers["/api/deployments/filter"] = (200, b"[]")
+    with answering({**HEALTHY, **answers}) as url, temporary_settings({PREFECT_API_URL: url}):
+        [check] = [check for check in check_prefect(pool="p") if check.name == "work pool"]
+    assert (check.verdict, "workers online: 0" in check.seen) == ("wrong", True), check
 
 
 def test_a_clock_by_the_date_of_an_answer() -> None:
