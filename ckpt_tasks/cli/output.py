@@ -89,7 +89,7 @@ class Output:
     def answer(self, facts: Mapping[str, Any], parts: Iterable[Any] = ()) -> None:
         """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
         if self.as_json:
-            with _writing():
+            with writing():
                 typer.echo(json.dumps(finite_json(facts), indent=2))
         else:
             self.print(*parts)
@@ -101,7 +101,7 @@ class Output:
         """
         if not self.as_json:
             screen = console()
-            with _writing():
+            with writing():
                 for part in parts:
                     screen.print(_with_whole_words(rendered(part), screen))
 
@@ -109,7 +109,7 @@ class Output:
         """Print commands to type next, each on one line: a wrapped command cannot be copied."""
         if not self.as_json:
             screen = console()
-            with _writing():
+            with writing():
                 for line in ("Next:", *(f"  {printable(command)}" for command in commands)):
                     screen.print(line, soft_wrap=True)
 
@@ -139,7 +139,7 @@ def first(lines: Sequence[str], most: int, option: str = "--json") -> list[str]:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
     """Raise ConfigError if stdout cannot be written (a full disk); typer handles a closed pipe."""
     try:
         yield
@@ -296,7 +296,7 @@ def _print_error(error: CkptError, out: Output) -> None:
         fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
         text = json.dumps({"error": fields_of_error}, indent=2)
         try:
-            with _writing():
+            with writing():
                 typer.echo(text)
         except ConfigError:
             typer.echo(text, err=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
-from ckpt_tasks.cli.output import console, output, rendered, title
+from ckpt_tasks.cli.output import console, output, rendered, title, writing
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.report.words import age, number, printable, size, span
@@ -36,7 +36,7 @@ _QUIET = ("lease",)  # Evaluators and copies write many leases, which say nothin
 
 LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400
-EveryOption = Annotated[float, option("--every", "SECONDS", "how often to look")]
+EveryOption = Annotated[float, option("--every", "SECONDS", "how often to look; ten times a second at most")]
 
 
 def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOption = False) -> None:
@@ -73,10 +73,11 @@ def _show(course: _Course, screen: Console, every_s: float) -> None:
 
 
 def _say(event: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(finite_json(event)))
-    elif event["event"] not in _QUIET:
-        typer.echo(_line(event))
+    with writing():
+        if as_json:
+            typer.echo(json.dumps(finite_json(event)))
+        elif event["event"] not in _QUIET:
+            typer.echo(_line(event))
 
 
 class _Course:
@@ -280,7 +281,7 @@ def serve(
     The page has a live table with search, curves of chosen runs over each other, and all that a report says of a run.
     Serves until Ctrl-C, only reads, and works offline. /metrics has the runs' metrics for Prometheus. At an address
     that other hosts can reach, every request needs a token: CKPT_SERVE_TOKEN, or else a new token, which is printed.
-    --json prints the table and ends.
+    --json only prints the table, and listens nowhere.
     """
     from ckpt_tasks.serving.access import is_loopback
     from ckpt_tasks.serving.server import PageServer

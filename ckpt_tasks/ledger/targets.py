@@ -19,7 +19,7 @@ def split_target(text: str) -> tuple[str, int | str | None]:
         return text, None
     if which in ("latest", "best"):
         return directory, which
-    if which.isascii() and which.isdecimal():
+    if which.isascii() and which.isdecimal() and len(which) <= 20:
         return directory, int(which)
     raise ConfigError(
         f"{without_secrets(text)!r} names neither a directory nor a checkpoint",

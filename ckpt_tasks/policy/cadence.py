@@ -229,8 +229,8 @@ def trade_off(
 
 
 def _check_options(overhead_cap: float, prior_mtbf_s: float) -> None:
-    if not 0 < overhead_cap < 1:
-        raise ConfigError(f"the overhead cap must be a part of all time between 0 and 1, not {overhead_cap!r}")
+    if not 1e-9 <= overhead_cap < 1:
+        raise ConfigError(f"the overhead cap must be a part of all time between 1e-9 and 1, not {overhead_cap!r}")
     _check_seconds("prior_mtbf_s", prior_mtbf_s)
 
 

@@ -32,8 +32,10 @@ def run_script(script: Path, arguments: Iterable[str], config: CheckpointConfig,
     `say` gets a text that names the objects in the state. Raises ConfigError for a script whose loop is not understood,
     before it runs.
     """
-    source = script.read_text(encoding="utf-8")
-    tree = ast.parse(source, str(script))
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))  # Bytes: the script may name its encoding.
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{script} cannot be read as Python: {error}") from error
     hook = _Hook(config, script, say)
     resumable_source(tree, hook.run)
     hook.module.__file__ = str(script)

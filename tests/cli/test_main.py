@@ -87,11 +87,11 @@ def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     assert answer == (1, "", "error: the working directory has been removed. Change to another one.\n")
 
 
-@pytest.mark.parametrize("form", ["", "--json"])
-def test_an_answer_on_a_full_disk_is_an_error(run: Path, form: str) -> None:
+@pytest.mark.parametrize(("verb", "form"), [("ls", ""), ("ls", "--json"), ("watch", "")])
+def test_an_answer_on_a_full_disk_is_an_error(run: Path, verb: str, form: str) -> None:
     """`ckpt ls DIR > file` on a full disk says so on stderr, in the form that was asked for, and exits with 1."""
     with open("/dev/full", "w") as full:
-        status, _, err = said(f"ckpt ls {run} {form}", stdout=full)
+        status, _, err = said(f"ckpt {verb} {run} {form}", stdout=full)
     message = "the answer cannot be written: No space left on device"
     assert status == 1
     assert json.loads(err)["error"]["message"] == message if form else err == f"error: {message}. Send it elsewhere.\n"

@@ -187,6 +187,7 @@ optimizer = torch.optim.SGD(model.parameters())
         (BEFORE.replace("optimizer =", "_optimizer =") + LOOP.replace("optimizer", "_optimizer"), "has the optimizer"),
         (BEFORE + "last = model" + LOOP + "    last = last or model\n", "the loop replaces last, of type Linear"),
         (BEFORE + "def main():\n    pass\n" + "def f():" + indent(LOOP, "    "), "never began"),
+        ("def (:", "cannot be read as Python"),
     ],
 )
 def test_a_script_whose_variables_do_not_fit_is_refused(
