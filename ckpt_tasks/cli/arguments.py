@@ -192,6 +192,13 @@ def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointCon
     return CheckpointConfig(**given)
 
 
+def named_program(program: str | None, old: str | None) -> str:
+    """Return the program that the argument names, or the old option --program; raise ConfigError for both."""
+    if program is not None and old is not None:
+        raise ConfigError("the program is named twice", hint="Leave --program out: it is the old form.")
+    return next((name for name in (program, old) if name is not None), EXAMPLE)
+
+
 def default_key(program: str) -> str:
     """Return the default run key of a program: "pkg.module:MyModel" becomes "my-model"."""
     name = program.rpartition(":")[2].rpartition(".")[2]
@@ -221,7 +228,7 @@ def named_value(option: str, text: str) -> tuple[str, Any]:
     name, value = name_and_text(option, text)
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value  # A string needs no quotes.
 
 
@@ -229,7 +236,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     """Read an option's text as a JSON object; raise ConfigError for any other text."""
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{option} must be a JSON object", hint=f"""For example {option} '{{"width": 128}}'.""")

@@ -27,6 +27,7 @@ from ckpt_tasks.cli.arguments import (
     config_of,
     importing_prefect,
     json_object,
+    named_program,
     option,
     params_of,
     repeated_command,
@@ -63,13 +64,16 @@ MinRanksOption = Annotated[
 PeerCopiesOption = Annotated[
     int, option("--peer-copies", "0|1", "with Ray: 1 keeps a copy of each host's memory on another host")
 ]
-ForkOption = Annotated[str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run")]
+ErrorOption = Annotated[bool, option("--json", None, "print an error of ckpt as one JSON object")]
+ForkOption = Annotated[
+    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork goes on")
+]
 WhichOption = Annotated[
     str,
     option("--which", "STEP|WORD", 'a step, "latest", "best", or "pending": each that the suite has not evaluated'),
 ]
 SuiteOption = Annotated[str, option("--suite", "NAME", "name of the evaluation")]
-LimitOption = Annotated[int | None, option("--limit", "N", "evaluate at most this many pending checkpoints")]
+LimitOption = Annotated[int | None, option("--limit", "N", "with --which pending: evaluate at most this many")]
 PromoteOption = Annotated[
     str | None, option("--promote", "MODULE:FUNCTION", "call this function with each new best checkpoint")
 ]
@@ -78,7 +82,9 @@ RunKeyOption = Annotated[
     str | None, option("--run-key", "NAME", "name of the run [default: the program's: byte-lm for ByteLM]")
 ]
 PlaceOption = Annotated[str | None, option("--checkpoint-dir", "DIR", "where the run lives [default: runs/RUN_KEY]")]
-PortOption = Annotated[int | None, option("--port", "N", "port of the server [default: Prefect's own, 4200]")]
+PortOption = Annotated[
+    int | None, option("--port", "N", "port of the server [default: Prefect's own, 4200]", min=1, max=65535)
+]
 
 _ABOUT = {
     "training.py": "the program: your data and your model go here",
@@ -134,17 +140,18 @@ def train(
     MODULE:PROGRAM is a class, or a function that returns an object, with `state`, `train_step()` and `evaluate(suite)`.
     Python looks for the module in the working directory first. `ckpt init` writes a program to start from.
     """
-    name = program or named or EXAMPLE
+    from ckpt_tasks.orchestration.config import check_saves, config_of_run
+
     with report_errors(as_json) as out:
+        name = named_program(program, named)
         if steps < 1:
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
         if (of_gang := gang_rank()) and (ranks != 1 or engine != "local"):
             raise ConfigError(f"{of_gang}, which a launcher has started: leave --ranks and --engine out")
         config, given = config_of(settings, name), params_of(param, params, seed)
+        check_saves(config)
         place = _place() if of_gang else None
         if place and place.rank:
-            from ckpt_tasks.orchestration.config import config_of_run
-
             raise typer.Exit(place.follow(config_of_run(config, str(config.run_key)), name, given))
         with _starting(as_json):
             from ckpt_tasks.flows.console import Training, train_in_terminal
@@ -206,7 +213,7 @@ def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps
 def run(
     script: ScriptArgument,
     arguments: ArgumentsArgument = None,
-    as_json: JsonOption = False,
+    as_json: ErrorOption = False,
     **settings: str | None,
 ) -> None:
     """Train a plain script as it is; the same command resumes it.
@@ -246,12 +253,19 @@ def evaluate(
 
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """
-    name = program or named or EXAMPLE
+    from ckpt_tasks.orchestration.config import check_evaluation
+
     with report_errors(as_json) as out:
+        name = named_program(program, named)
         config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
-        asked = {"limit": limit, "promote": promote, "promote_params": json_object("--promote-params", promote_params)}
+        asked: dict[str, Any] = {
+            "limit": limit,
+            "promote": promote,
+            "promote_params": json_object("--promote-params", promote_params),
+        }
         given = params_of(param, params, seed)
-        if not (program or named):
+        check_evaluation(which, **asked)
+        if program is None and named is None:
             check_example(config)
         with _starting(as_json):
             from ckpt_tasks.flows.console import evaluate_in_terminal

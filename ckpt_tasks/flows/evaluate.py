@@ -14,7 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.attempts import attempted_task
-from ckpt_tasks.orchestration.config import config_of_run
+from ckpt_tasks.orchestration.config import check_evaluation, config_of_run
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
 from ckpt_tasks.orchestration.events import absolute
 from ckpt_tasks.orchestration.starts import leave_to_follower
@@ -54,6 +54,7 @@ def evaluate(
     returns a recorded result unchanged. It calls `promote` ("module:function") with the run's best checkpoint and
     `promote_params` if it evaluated that checkpoint or `which` names it.
     """
+    check_evaluation(which, limit, promote, promote_params, follow_s)
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     if follow_s:
         leave_to_follower(absolute(config.location.url), suite)

@@ -11,13 +11,14 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.flows.step_batch import run_in_batches, step_batch
 from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.gang.launched import launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.config import BatchLength, config_of_run
+from ckpt_tasks.orchestration.config import BatchLength, check_saves, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.orchestration.endings import (
@@ -73,8 +74,8 @@ def train(
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
-    The flow cuts the run into batches of `batch_steps` steps, or of about `batch_seconds`. Each batch is a task that
-    restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
+    The flow cuts the run into batches of `batch_steps` steps, or else of about `batch_seconds`. Each batch is a task
+    that restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
     ends, another with the same `run_key` and directory continues from the newest good checkpoint. If the store or
     Prefect's API does not answer, this flow run ends as crashed, and is resumed. A new run begins with the checkpoint
     `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a count).
@@ -142,6 +143,9 @@ def _begin(
 
     `back` is the step to roll back to, and the batches to skip.
     """
+    check_saves(config)
+    if back[0] is None and back[1] is not None:
+        raise ConfigError("skip_batches needs rollback_to: the batches after which step?")
     skip_while_the_run_trains(config)
     factory = find_program(program)
     check_program(config, program)

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.errors import IntegrityError, OwnedError
+from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError
 from ckpt_tasks.format.records import Drill
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import identify, why_free
@@ -129,6 +129,8 @@ def upkeep(
     only one that is left. `restore_drill` also restores the newest checkpoint into the run's program, or into
     `program`, in fresh processes of this host; if this is impossible, the flow run fails and prunes nothing.
     """
+    if program is not None and not restore_drill:
+        raise ConfigError("program is for a restore drill, which is not asked for", hint="Set restore_drill.")
     config = config_of_run(checkpoint, run_key)
     verified = verify(config)
     get_run_logger().info("%s", verified)

@@ -65,6 +65,24 @@ def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None,
         raise ConfigError("peer_copies needs an engine of several hosts: this host has no other to copy its memory to")
 
 
+def check_saves(config: CheckpointConfig) -> None:
+    """Raise ConfigError for an interval that a flow cannot see: it counts the steps of a program, and no epochs."""
+    if config.epoch_interval is not None:
+        raise ConfigError("a flow knows no epochs, so epoch_interval saves nothing", hint="Give step_interval instead.")
+
+
+def check_evaluation(
+    which: int | str, limit: int | None, promote: str | None, promote_params: object, follow_s: float = 0.0
+) -> None:
+    """Raise ConfigError for parameters of an evaluation that have no effect without another one."""
+    if which != "pending" and (limit is not None or follow_s):
+        raise ConfigError(
+            "limit and follow_s are for which='pending'", hint="Ask for what is pending: --which pending."
+        )
+    if promote_params and promote is None:
+        raise ConfigError("promote_params are for promote, which is not given", hint="Name the function as well.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchLength:
     """The length of step-batches: `steps`, or as many steps as take `seconds`.

@@ -16,7 +16,14 @@ from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import FencedError, NonFiniteError, ProgramError, RunMismatchError, StateMismatchError
+from ckpt_tasks.errors import (
+    ConfigError,
+    FencedError,
+    NonFiniteError,
+    ProgramError,
+    RunMismatchError,
+    StateMismatchError,
+)
 from ckpt_tasks.flows.step_batch import step_batch
 from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.session.local import LocalSession, build_program
@@ -198,6 +205,7 @@ def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.
         ({"program": "collections:Counter"}, ProgramError),
         ({"program": "tests.support.forks:Scheduled"}, RunMismatchError),
         ({"run_key": "other"}, RunMismatchError),
+        ({"skip_batches": "13"}, ConfigError),
     ],
 )
 def test_what_is_not_the_runs_own_changes_nothing(

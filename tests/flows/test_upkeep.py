@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.errors import ConfigError, IntegrityError
 from ckpt_tasks.flows.upkeep import upkeep
 from ckpt_tasks.session.local import LocalSession
 from tests.support.cli_runs import flip
@@ -63,6 +63,8 @@ def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path
     with pytest.raises(IntegrityError, match="cannot restore the run"):
         upkeep(run_key="run", checkpoint=one, restore_drill=True, program="tests.support.tiny:wider")
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 2
+    with pytest.raises(ConfigError, match="restore drill"):
+        upkeep(run_key="run", checkpoint=one, program="tests.support.tiny:wider")
     done = upkeep(run_key="run", checkpoint=one, restore_drill=True)
     assert done.drilled is not None
     assert (done.drilled.step, done.drilled.fault) == (3, None)
