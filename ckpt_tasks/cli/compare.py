@@ -18,10 +18,10 @@ from ckpt_tasks.cli.arguments import (
     JsonOption,
     RunArgument,
     argument,
-    named_value,
     option,
     parse_target,
 )
+from ckpt_tasks.cli.copy import parse_changes
 from ckpt_tasks.cli.output import Output, column, first, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import count, number
@@ -313,12 +313,17 @@ def bisect(
     """
     from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
     from ckpt_tasks.proving.bisect import replay as replayed
+    from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out:
         if (test is None) == (not command):
             raise ConfigError("a test is wanted, and only one", hint="Give --test MODULE:FUNCTION, or -- COMMAND.")
-        run = parse_target(directory).open()
-        built = program_of(run, program, _set(params)) if test is not None or replay else None
+        if test is None and not replay and (program is not None or params):
+            raise ConfigError(
+                "--program and --set are for --test and --replay", hint="The command has its own options."
+            )
+        run = open_run(directory)
+        built = program_of(run, program, parse_changes(params or [])) if test is not None or replay else None
         passes = function_test(test, built) if test is not None and built else command_test(command or [])
 
         def tell(step: int, good: bool) -> None:
@@ -361,7 +366,7 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
         from ckpt_tasks.proving.proof import verify_resume as prove
 
         given = {"steps": steps, "ranks": ranks}
-        return prove(program[0], _set(params), **{k: n for k, n in given.items() if n is not None})
+        return prove(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
     if steps is not None or ranks is not None or params:
         raise ConfigError(
             "--steps, --set and --ranks are for a program", hint="Give a command its own options, after the --."
@@ -374,7 +379,3 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
 def _is_program(words: list[str]) -> bool:
     """Return True for MODULE:PROGRAM; a command has several words, or its only word is an executable file."""
     return len(words) == 1 and shutil.which(words[0]) is None
-
-
-def _set(params: list[str] | None) -> dict[str, Any]:
-    return dict(named_value("--set", one) for one in params or [])

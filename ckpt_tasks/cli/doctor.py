@@ -228,6 +228,8 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
         parsed = parse_target(target)
         run = parsed.open()
         only = None if parsed.which is None else run.find(parsed.which)
+        if only and history:
+            raise ConfigError("--history is for a whole run", hint="Leave out @STEP, or --history.")
         began = time.monotonic()
         faults, size_bytes = _read(out, run, only, history or None)
         took_s = time.monotonic() - began

@@ -79,6 +79,9 @@ def export(
 
     with output(as_json) as result:
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
+        named = {".safetensors": "safetensors", **dict.fromkeys(_TORCH_SUFFIXES, "torch")}.get(PurePath(out).suffix)
+        if named not in (None, chosen):
+            raise ConfigError(f"{out} is the name of a {named} file, and no {chosen}", hint="Give it another name.")
         how = how_to_export(group, max_shard_size, overwrite=overwrite)
         target = parse_target(checkpoint)
         run, record = target.find()
@@ -135,8 +138,6 @@ def plan_files(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how:
         return plan_peft_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
     if how["max_shard_bytes"] is not None:
         raise ConfigError(f"--format {chosen} cuts nothing into shards", hint="Export safetensors to a directory.")
-    if PurePath(out).suffix == ".safetensors":
-        raise ConfigError(f"{out} would be a torch file by the name of another", hint="Give it a name like model.pt.")
     from ckpt_tasks.copying.export_torch import plan_torch_export
 
     return plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])

@@ -59,7 +59,7 @@ def push(
     with output(as_json) as out:
         target, hub = parse_target(checkpoint), _repository(repository, out)
         if target.which is None:
-            if group or max_shard_size or format_ != "safetensors":
+            if group or max_shard_size is not None or format_ != "safetensors":
                 raise ConfigError("a run is sent as a whole", hint="Name the checkpoint to export: DIR@latest.")
             _push_run(out, target.open(), hub, private=private, dry_run=dry_run)
             return
@@ -140,6 +140,8 @@ def pull(
             return
         from ckpt_tasks.hub.weights import files_to_pull, pull_weights
 
+        if single_writer:
+            raise ConfigError("--single-writer is for a run, and these are weights", hint="Leave it out.")
         names = files_to_pull(hub, to)
         facts = {"from": hub.url, "commit": hub.at, "to": to, "files": names}
         size_bytes = sum(hub.files[name] for name in names)

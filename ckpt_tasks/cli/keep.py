@@ -140,13 +140,14 @@ def prune(
                 "without --max-num-checkpoints every checkpoint stays, and the other rules say nothing",
                 hint="Add --max-num-checkpoints N, the number of newest ones to keep.",
             )
+        mode = best_mode or (state.best_mode if keep_best or best_metric else "min")
         config = CheckpointConfig(
             checkpoint_dir=directory,
             max_num_checkpoints=max_num_checkpoints,
             keep_every_n_steps=keep_every_n_steps,
             keep_best=keep_best,
-            best_metric=best_metric or (state.best_metric if keep_best else None),
-            best_mode=best_mode or state.best_mode,  # type: ignore[arg-type] # CheckpointConfig checks it
+            best_metric=state.best_metric if best_metric is None and (keep_best or best_mode) else best_metric,
+            best_mode=mode,  # type: ignore[arg-type] # CheckpointConfig checks it
             memory_dir=memory_dir,
         )
         # The run keeps this metric for @best, so the metric must exist even if the prune keeps no best checkpoint.

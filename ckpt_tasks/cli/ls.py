@@ -33,7 +33,9 @@ _METRICS_SHOWN = 3
 _EVALUATIONS_SHOWN = 2
 
 RootArgument = Annotated[str, argument("DIR", "a run directory, or one that holds runs", complete_run)]
-MetricsOption = Annotated[str | None, option("--metrics", "NAME,NAME", "the metrics to show [default: as many as fit]")]
+MetricsOption = Annotated[
+    str | None, option("--metrics", "NAME,NAME", "the metrics to show; --json has all [default: as many as fit]")
+]
 SortOption = Annotated[
     str | None,
     option("--sort", "NAME", "sort runs by name, state, step, saved, checkpoints, size or a metric; -NAME reverses"),

@@ -47,7 +47,8 @@ CapOption = Annotated[
     float, option("--overhead-cap", "SHARE", "the largest share of its time that training may wait for saves")
 ]
 KeepOption = Annotated[
-    int | None, option("--max-num-checkpoints", "N", "forecast the room for so many (default: as now)", min=1)
+    int | None,
+    option("--max-num-checkpoints", "N", "forecast the room on a local disk for so many (default: as now)", min=1),
 ]
 MtbfOption = Annotated[
     float | None, option("--mtbf-s", "SECONDS", "mean time between failures [default: the run's own]")

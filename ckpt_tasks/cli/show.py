@@ -216,6 +216,8 @@ def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_js
                 step=record.step,
                 hint="Put a ResumableLoader or a ResumableSampler into the state.",
             )
+        if order and all(one.get("recorded_since") is None for one in data):
+            raise ConfigError("no sample is known by a number", step=record.step, hint="Leave --order out.")
         facts = {
             "run_key": run.run_key,
             "checkpoint_dir": run.history.store.url,

@@ -85,7 +85,7 @@ def plan_fork(
     """
     url = source.history.store.url
     check_apart(url, target.url)
-    key = run_key or target.url.rstrip("/").rpartition("/")[2]
+    key = target.url.rstrip("/").rpartition("/")[2] if run_key is None else run_key
     if not is_run_key(key):
         raise ConfigError(f"{key!r:.80} cannot be a run's key", hint="Name one that can: letters, digits, '_-.'.")
     state = source.head().state

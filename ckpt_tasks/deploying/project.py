@@ -21,7 +21,8 @@ def write_project(directory: Path, name: str | None = None) -> tuple[str, list[s
     The name (default: the directory's) becomes the key of its run and the name of its deployments. Raises ConfigError
     before anything is written.
     """
-    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", directory.absolute().name).strip("-.") or "project"
+    if name is None:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", directory.absolute().name).strip("-.") or "project"
     if "/" in name or not is_run_key(name):
         raise ConfigError(f"{name!r:.80} is not a name", hint="Use letters, digits, '_', '-' and '.' with --name.")
     texts = _texts(name)

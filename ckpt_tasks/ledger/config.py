@@ -130,6 +130,8 @@ class CheckpointConfig:
             raise ConfigError("cadence='auto' chooses save_interval_secs itself: give one of them")
         if self.keep_best and self.best_metric is None:
             raise ConfigError("keep_best needs best_metric: the best by which metric?")
+        if self.best_mode != "min" and self.best_metric is None:
+            raise ConfigError("best_mode needs best_metric: which metric is better if it is higher?")
 
     def _keep_paths_as_text(self) -> None:
         for name in ("checkpoint_dir", "memory_dir", "local_dir"):

@@ -126,8 +126,8 @@ def replay(run: Run, between: Bisection, program: Built, passes: Test, on_tried:
 def program_of(run: Run, name: str | None, params: Mapping[str, Any]) -> Built:
     """Return the program to build (without a name, the run's own) and its parameters; raise ConfigError if unknown."""
     state = run.head().state
-    named = name or state.program
-    if not named:
+    named = state.program if name is None else name
+    if named is None:
         raise ConfigError("the run does not name its program", hint="Name it: --program MODULE:PROGRAM.")
     return named, effective_params(find_program(named), state.params, params)
 

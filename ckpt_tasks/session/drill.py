@@ -50,9 +50,9 @@ def drill_run(
     """
     run = open_run(location, run_key)
     checkpoint, recorded = run.find(which), run.head().state.program
-    if not (program or recorded):
+    if program is None and recorded is None:
         raise ConfigError("the run does not name its program", hint="Name it: --program MODULE:PROGRAM.")
-    named = {"program": program or recorded, "given": program is not None}
+    named = {"program": recorded if program is None else program, "given": program is not None}
     order = {"location": vars(location), "identity": checkpoint.manifest_digest, **named}
     ranks = _ranks_of(run, checkpoint)
     drill = Drill(

@@ -123,3 +123,4 @@ def test_what_is_not_known_is_named(run_dir: Path) -> None:
     assert [one["kind"] for one in facts] == ["samples", "stream"]
     assert facts[0]["recorded_since"] is None
     assert facts[1]["workers"][0]["samples"] == 8
+    assert "no sample is known by a number" in ckpt("samples", run_dir, "--order").err

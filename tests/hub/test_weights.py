@@ -73,6 +73,7 @@ def test_weights_are_pulled_whole(hub: Hub, run_dir: Path, tmp_path: Path) -> No
     assert ckpt("push", f"{run_dir}@1", REPO).status == 0
     answer = ckpt("pull", REPO, tmp_path / "out", "--dry-run", "--json")
     assert (answer.status, sorted(answer.data["files"])) == (0, sorted({*hub.tree(REPO)} - {".gitattributes"}))
+    assert "--single-writer is for a run" in ckpt("pull", REPO, tmp_path / "out", "--single-writer").err
     assert not (tmp_path / "out").exists()
     assert ckpt("pull", REPO, tmp_path / "out").status == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
