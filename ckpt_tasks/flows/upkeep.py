@@ -128,6 +128,7 @@ def upkeep(
     If anything is damaged, the flow run fails, lists every fault, and prunes nothing: a damaged checkpoint may be the
     only one that is left. `restore_drill` also restores the newest checkpoint into the run's program, or into
     `program`, in fresh processes of this host; if this is impossible, the flow run fails and prunes nothing.
+    Raises ConfigError for a `program` without `restore_drill`.
     """
     if program is not None and not restore_drill:
         raise ConfigError("program is for a restore drill, which is not asked for", hint="Set restore_drill.")
