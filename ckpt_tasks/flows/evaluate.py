@@ -47,12 +47,11 @@ def evaluate(
     """Evaluate checkpoints with `suite`, each once, and record the results beside them.
 
     `which` is a step, "latest", "best", an identity (manifest digest), or "pending": every committed checkpoint that
-    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits up to `follow_s`
-    seconds for a run that does not exist yet, and then looks for new commits until no checkpoint was pending for
-    `follow_s` seconds. The flow's task runner evaluates pending checkpoints side by side; the flow raises their errors
-    at its end. No prune removes a checkpoint while it is evaluated. The flow skips a checkpoint that is gone, and
-    returns a recorded result unchanged. It calls `promote` ("module:function") with the run's best checkpoint and
-    `promote_params` if it evaluated that checkpoint or `which` names it.
+    this suite has not evaluated, newest first, `limit` at most. With `follow_s`, "pending" waits so many seconds for a
+    run that does not exist yet, and then looks for new commits until none was pending for as long. Pending checkpoints
+    are evaluated side by side; the flow raises their errors at its end. No prune removes what is evaluated. A
+    checkpoint that is gone is skipped; a recorded result stays. It calls `promote` ("module:function") with the run's
+    best checkpoint and `promote_params` if it evaluated that checkpoint or `which` names it.
     """
     check_evaluation(which, limit, promote, promote_params, follow_s)
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
