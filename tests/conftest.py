@@ -55,8 +55,9 @@ os.environ |= {
     "no_proxy": "127.0.0.1,localhost",
 }
 
-# A shell that starts the tests in the background (nohup, &) has SIGINT ignored, and every child would inherit that.
+# A shell that starts the tests in the background ignores SIGINT (&) or SIGHUP (nohup): every child would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
 # `make test` looks at few examples, `make test-all` at many (HYPOTHESIS_PROFILE=all).

@@ -144,7 +144,8 @@ def take_down() -> tuple[SitePart, ...]:
                     end_all([process], _STOP_S)
             parts.append(SitePart(name=name, status=status, about=about))
         path.unlink()
-        (home / "server.pid").unlink(missing_ok=True)
+        if "server" in site.started:  # `prefect server stop` ends another server by this file.
+            (home / "server.pid").unlink(missing_ok=True)
         return tuple(parts)
 
 
@@ -186,8 +187,10 @@ def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
     settings = get_current_settings().server.api
     host, port = settings.host, port or settings.port
     process = site.started.get("server")
+    ours = process is not None and process.lives  # Look before the question: ours can end right after its answer.
     if answers(site.url):
-        ours = process is not None and process.lives
+        if not ours:  # The keeper must not restart what has died here.
+            site = replace(site, started={name: part for name, part in site.started.items() if name != "server"})
         status = "as it was" if ours else "runs already, not started here"
         open_to_all = ours and not _password(site)
         about = f"{site.url}, without a password: ckpt down, then ckpt up makes one" if open_to_all else site.url
@@ -237,6 +240,7 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     if process is not None and process.lives:
         return site, SitePart(name="worker", status="as it was", about=about)
     name = f"ckpt up on {socket.gethostname()}"
+    server = site.started.get("server")
     before = _sign_of_life(client, name)
     # Jobs call `prefect`, which is on the path only if this environment is active.
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -247,6 +251,8 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     write_site(path, site)  # Write before the wait: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
     while _sign_of_life(client, name) == before:
+        if server is not None and not server.lives:  # The client would repeat its request for a minute.
+            raise SiteError("the server has ended while its worker started", hint=f"See {home / 'server.log'}.")
         if worker.poll() is not None:
             raise SiteError(f"the worker ended with status {worker.returncode}:\n{end_of(log_path, begin)}")
         if time.monotonic() > deadline:

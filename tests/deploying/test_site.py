@@ -174,6 +174,7 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
         before = shell.part(name)
         shell.kill(name)
         until(partial(shell.is_another, name, before), PATIENCE_S)
+    assert "the server has ended while its worker started" in (shell.home / "keeper.log").read_text()
     shell.assert_only_the_owner_gets_in()
     until(shell.is_well, PATIENCE_S)  # the worker that lost its server as it began is started once more
     shell.kill("keeper")
@@ -195,7 +196,13 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
     for name in ("keeper", "server", "worker"):
         shell.kill(name)
-    assert shell.down() == {"keeper": "was gone", "worker": "was gone", "server": "was gone"}
+    shell("python", "-m", "ckpt_tasks.deploying.server", "--port", shell.port)  # not the site's
+    again = shell.up()
+    assert (again["server"], again["worker"]) == ("runs already, not started here", "started")
+    for name in ("keeper", "worker"):
+        shell.kill(name)
+    assert shell.down() == {"keeper": "was gone", "worker": "was gone", "server": "not started here"}
+    shell("prefect", "server", "stop")
     until(lambda: shell.processes() == [], PATIENCE_S)
     assert shell.down() == {}
 
