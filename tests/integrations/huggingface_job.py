@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import socket
 import warnings
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import start_processes
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
@@ -154,10 +153,8 @@ def ranks(leg: Leg) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    try:
+    with leg.ranks_end():
         start_processes(_rank, (leg, port), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
-    except ProcessExitedException:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rank(rank: int, leg: Leg, port: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import warnings
 from typing import Any
 
@@ -21,7 +19,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
-from torch.multiprocessing.spawn import ProcessExitedException
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -230,10 +227,8 @@ def ranks(leg: Leg) -> None:
         strategy="ddp_fork",
     )
     loader = ResumableLoader(data, batch_size=4, shuffle=True)
-    try:
+    with leg.ranks_end():
         trainer.fit(net, loader, ckpt_path="last" if net.saving is None else None)
-    except ProcessExitedException:  # Lightning has ended the other rank
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def evaluated(leg: Leg) -> None:

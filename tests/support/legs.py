@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from tests.support.children import forking
 
@@ -100,6 +102,16 @@ class Leg:
     def spare(self) -> None:
         """Let this process live: another one of the leg is killed."""
         self._kind = None
+
+    @contextmanager
+    def ranks_end(self) -> Iterator[None]:
+        """End as the killed rank did: the launcher names that rank, or the other one, which has lost its peer."""
+        try:
+            yield
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            if isinstance(error, ProcessRaisedException) and "Connection closed by peer" not in str(error):
+                raise
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _touched(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in {"open", "os.rename", "os.link", "os.remove"} and str(arguments[0]).startswith(f"{self.folder}/"):
