@@ -203,7 +203,8 @@ def test_what_one_rank_cannot_save_no_rank_has_saved(tmp_path: Path, name: str, 
         assert re.search(case.words, said[1 - first][1], re.DOTALL), said
     assert steps_of(tmp_path) == [*case.left][first:]
     if case.left != (1,):  # what is left by a rank that was fenced is the other owner's to delete
-        assert 2 in case.left or not [*tmp_path.glob("checkpoint_000000000002/*/*")]
+        left = "manifest.json" if name in SLOW else "*"  # an object that comes late is the next pruning's to delete
+        assert 2 in case.left or not [*tmp_path.glob(f"checkpoint_000000000002/*/{left}")]
         assert open_run(tmp_path).checkpoints()[0].metrics == {"loss": 3.0}
 
 

@@ -50,7 +50,11 @@ def build(kind: str, size: int, hidden: int = HIDDEN) -> nn.Module:
 
 
 def full(value: Any) -> torch.Tensor:
-    """Return all of a tensor, on every rank."""
+    """Return all of a tensor, or of a list of tensors or a number, on every rank."""
+    if isinstance(value, list):
+        return torch.cat([full(one).reshape(-1) for one in value])
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(-1.0 if value is None else value)
     if isinstance(value, DTensor):
         value = value.full_tensor()
     found: torch.Tensor = value.detach()
