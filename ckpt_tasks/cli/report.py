@@ -14,7 +14,7 @@ import typer
 
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
 from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
-from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
     Observed,
@@ -167,10 +167,17 @@ def metrics(
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as shown:
+        if port is not None and (otlp or out is not None):
+            raise ConfigError("--port serves until Ctrl-C, and nothing comes after", hint="Leave --out and --otlp out.")
         registry = registry_of(Location(directory).open())
         if port is not None:
+            try:
+                start_http_server(port, "127.0.0.1", registry)
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"127.0.0.1:{port} cannot be listened at: {error}", hint="Give --port one that is free."
+                ) from error
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
-            start_http_server(port, "127.0.0.1", registry)
             Event().wait()
         if otlp:
             from ckpt_tasks.report.otel import push

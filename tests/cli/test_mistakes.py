@@ -53,6 +53,8 @@ MISTAKES = {
     "import cut.pt new": "cut.pt",
     "import mine.pt nets --step 9": "trained",
     "ls long --metrics wrong": "no checkpoint has the metric",
+    **{f"metrics nets --port 9 {option}": "until Ctrl-C" for option in ("--otlp", "--out new")},
+    "metrics nets --port 99999": "127.0.0.1:99999 cannot be listened at",
     "plan fresh": "nothing has been measured",
     "plan long --overhead-cap 0": "overhead cap",
     "plan long --overhead-cap 3": "overhead cap",
