@@ -22,7 +22,13 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import Worker
 from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    get_current_settings,
+    temporary_settings,
+)
 
 from ckpt_tasks.deploying.automations import apply, build_automations
 from ckpt_tasks.deploying.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
@@ -250,14 +256,15 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     site = replace(site, started={**site.started, "worker": SiteProcess.of(worker.pid)})
     write_site(path, site)  # Write before the wait: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
-    while _sign_of_life(client, name) == before:
-        if server is not None and not server.lives:  # The client would repeat its request for a minute.
-            raise SiteError("the server has ended while its worker started", hint=f"See {home / 'server.log'}.")
-        if worker.poll() is not None:
-            raise SiteError(f"the worker ended with status {worker.returncode}:\n{end_of(log_path, begin)}")
-        if time.monotonic() > deadline:
-            raise SiteError(f"the worker has not reported within {_PATIENCE_S} s; see {log_path}")
-        time.sleep(_LOOK_S)
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # The client would wait a minute for a dead server.
+        while not _reports(client, name, before):
+            if server is not None and not server.lives:
+                raise SiteError("the server has ended while its worker started", hint=f"See {home / 'server.log'}.")
+            if worker.poll() is not None:
+                raise SiteError(f"the worker ended with status {worker.returncode}:\n{end_of(log_path, begin)}")
+            if time.monotonic() > deadline:
+                raise SiteError(f"the worker has not reported within {_PATIENCE_S} s; see {log_path}")
+            time.sleep(_LOOK_S)
     return site, SitePart(name="worker", status="started", about=about)
 
 
@@ -303,6 +310,14 @@ def _password(site: Site) -> str:
 def _sign_of_life(client: SyncPrefectClient, name: str) -> object:
     workers: list[Worker] = client.read_workers_for_work_pool(POOL)
     return next((worker.last_heartbeat_time for worker in workers if worker.name == name), None)
+
+
+def _reports(client: SyncPrefectClient, name: str, before: object) -> bool:
+    """Return True if the worker has given a newer sign of life; False also if the server does not answer now."""
+    try:
+        return _sign_of_life(client, name) != before
+    except httpx.HTTPError:
+        return False
 
 
 @contextmanager
