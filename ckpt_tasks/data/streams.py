@@ -212,7 +212,9 @@ class StreamBatches(IterableDataset[Any]):
             yield from reader.batches(None)
             return
         place = self.start["places"][worker]
-        yield _Item(worker, None, 0, reader.return_to(place))
+        # Each worker begins with one check, for the loader takes items from the workers in turn.
+        if place or not reader.begins_with_a_check:
+            yield _Item(worker, None, 0, reader.return_to(place))
         if worker < self.start["turn"]:
             yield _Item(worker, None, 0, None)  # Its batch of this round was yielded before the save: yield none now.
         yield from reader.batches(place)
@@ -237,6 +239,11 @@ class _Reader:
         self._samples: Iterator[Any] | None = None
         self.mark = ""  # A digest of the last batch; with `replay`, of all batches up to it.
 
+    @property
+    def begins_with_a_check(self) -> bool:
+        """True if the epoch's first batch comes behind a check that a second reading is equal."""
+        return self._of.replays and not self._epoch
+
     def return_to(self, place: Mapping[str, Any] | None) -> str | None:
         """Go to a place, and read its last batch again; return the name of this batch if it differs."""
         if place is None:
@@ -257,7 +264,7 @@ class _Reader:
         while True:
             state = None if self._of.replays or not number else self._stream.state_dict()
             samples = self._read(number, self._of.batch_size)
-            if not number and not self._epoch and self._of.replays:  # Check now that a second reading is equal.
+            if not number and self.begins_with_a_check:
                 again = _Reader(self._of, self._worker, 0, copy_of(self._of.stream))
                 again._read(0, self._of.batch_size)
                 yield _Item(self._worker, None, 0, None if again.mark == self.mark else self._name(0))

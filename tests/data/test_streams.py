@@ -151,15 +151,18 @@ class Drawing(Numbers):
             yield {"a": number * 1000 + random.randrange(30) + int(torch.randint(30, ()))}
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_without_state_is_read_again(workers: int) -> None:
-    """P23, P24: with `replay`, samples and the numbers that they draw are the same, and training's streams stay."""
+    """P23, P24, P25: with `replay`, samples and the numbers that they draw are the same, and training's streams stay.
+
+    Stopped before the second worker has given its first batch, too.
+    """
     options: dict[str, Any] = {"replay": True, "num_workers": workers}
     torch.manual_seed(7)
     before = torch.get_rng_state()
     whole = batches_of(ResumableLoader(Drawing(), 4, **options), EPOCHS)
     torch.rand(9)
-    for stop in (2, 7):
+    for stop in (1, 2, 7):
         assert resumed(Drawing, whole, stop, **options) == whole[stop:]
     torch.manual_seed(7)
     assert torch.equal(torch.get_rng_state(), before)
