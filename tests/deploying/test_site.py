@@ -196,7 +196,8 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
     for name in ("keeper", "server", "worker"):
         shell.kill(name)
-    shell("python", "-m", "ckpt_tasks.deploying.server", "--port", shell.port)  # not the site's
+    serve = f"from ckpt_tasks.deploying.server import main; main(['--port', '{shell.port}'])"
+    shell("python", "-c", serve)  # not the site's
     again = shell.up()
     assert (again["server"], again["worker"]) == ("runs already, not started here", "started")
     for name in ("keeper", "worker"):
