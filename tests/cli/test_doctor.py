@@ -12,7 +12,9 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,9 +34,12 @@ HANG_S = 40.0  # how long a server keeps silent: far longer than the doctor wait
 
 
 @contextmanager
-def answering(answers: dict[str, tuple[int, bytes]], date: str | None = None, hang: str | None = None) -> Iterator[str]:
-    """Run a server that gives one answer for each path, or for the path "*"; requests for `hang` get none."""
-    over = threading.Event()
+def answering(answers: dict[str, tuple[int, bytes]], *dates: str | None, hang: str | None = None) -> Iterator[str]:
+    """Run a server that gives one answer for each path, or for the path "*"; requests for `hang` get none.
+
+    Its answers have these dates in turn, and then always the last one.
+    """
+    over, turn = threading.Event(), chain(dates, repeat(dates[-1] if dates else None))
 
     class Answers(BaseHTTPRequestHandler):
         def _answer(self) -> None:
@@ -44,7 +49,7 @@ def answering(answers: dict[str, tuple[int, bytes]], date: str | None = None, ha
                 return
             status, body = answers.get(path, answers.get("*", (404, b"{}")))
             self.send_response_only(status)
-            if date is not None:
+            if (date := next(turn)) is not None:
                 self.send_header("Date", date)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -128,17 +133,26 @@ def test_a_worker_that_is_gone_is_not_online() -> None:
 
 
 def test_a_clock_by_the_date_of_an_answer() -> None:
-    """Whatever else the answer is; without a date, or with nonsense, there is nothing to judge."""
-    with answering({"*": (403, b"no")}, date="Tue, 01 Jan 2030 00:00:00 GMT") as url:
+    """Whatever else the answer is; without a date, or with nonsense, there is nothing to judge.
+
+    A busy server that has not renewed its date is asked again.
+    """
+    with answering({"*": (403, b"no")}, "Tue, 01 Jan 2030 00:00:00 GMT") as url:
         ahead_s, within_s = clock_of(url)
     assert ahead_s is not None
     assert abs(ahead_s - (1893456000 - time.time())) < HANG_S
     assert 0.5 <= within_s < 5
     for date in (None, "yesterday", "Tue, 99 Jan 2030 00:00:00 GMT"):
-        with answering({"*": (403, b"no")}, date=date) as url:
+        with answering({"*": (403, b"no")}, date) as url:
             assert clock_of(url)[0] is None
     assert clock_of("http://127.0.0.1:9")[0] is None
-    with answering(HEALTHY, date="Tue, 01 Jan 2030 00:00:00 GMT") as url, temporary_settings({PREFECT_API_URL: url}):
+    past, now = "Tue, 01 Jan 2019 00:00:00 GMT", formatdate(time.time() + HANG_S, usegmt=True)
+    for dates, is_behind in (((past, now), False), ((past,), True)):
+        with answering({"*": (403, b"no")}, *dates) as url:
+            ahead_s, _ = clock_of(url)
+        assert ahead_s is not None
+        assert (ahead_s < 0) is is_behind
+    with answering(HEALTHY, "Tue, 01 Jan 2030 00:00:00 GMT") as url, temporary_settings({PREFECT_API_URL: url}):
         assert [check.verdict for check in check_prefect() if check.name == "clock"] == ["wrong"]
 
 
