@@ -62,9 +62,10 @@ class Operation:
     base: str = ""  # what is copied to `root` before
 
     def begin(self, directory: Path, *names: object) -> Path:
-        """Make `root` as it is before."""
+        """Make `root` as it is before, without what a fork that was killed has left in the base."""
         root = directory / "-".join(map(str, names)).replace(" ", "-")
-        return shutil.copytree(directory / self.base, root) if self.base else root
+        ours = shutil.ignore_patterns(".tmp-*")
+        return shutil.copytree(directory / self.base, root, ignore=ours) if self.base else root
 
 
 def run_at(root: Path, calls: Calls) -> Run:
