@@ -181,7 +181,10 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def taking_stop_signals() -> Iterator[None]:
-    """Treat each of `stop_signals`, and SIGHUP where it is not ignored, as SIGTERM, in the main thread."""
+    """Within the block, treat each of `stop_signals` as SIGTERM, and SIGHUP too unless it is ignored.
+
+    Only the main thread may enter the block.
+    """
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     before = {
         number: signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))

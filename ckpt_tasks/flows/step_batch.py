@@ -49,7 +49,7 @@ def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: fl
         )
         return done
 
-    name = "steps {start} to {end}"  # Prefect's page of a run shows only ASCII's dash.
+    name = "steps {start} to {end}"  # "to", no en dash: Prefect's page of a run leaves it out.
     return attempted_task(
         steps, name="steps", task_run_name=name, retries=retries, retry_delay_seconds=retry_delay_seconds
     )

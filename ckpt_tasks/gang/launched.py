@@ -140,7 +140,7 @@ launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=N
 
 
 class _Leading(LocalSession):
-    """The session of rank 0, which orders the other ranks to do the same."""
+    """The session of rank 0: before it restores, trains or saves, it orders the other ranks to do so too."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
         super().__init__(ckpt, program, params)

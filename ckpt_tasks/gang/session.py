@@ -163,7 +163,7 @@ class GangSession:
                 self._start()
             self._order("restore", back=vars(self._back))
             self._back.went_back(self.position)
-            if self._gang.ranks:  # A signal ends the ranks even if its handler returns.
+            if self._gang.ranks:  # None are left after a signal during the restore, even if its handler returned.
                 on = self._rows.began(self._gang.ranks, gethostname(), self._done)
                 self.note("gang", step=self.position, on=on)
         except OwnedError as error:

@@ -98,7 +98,7 @@ class CkptCallback(keras.callbacks.Callback):
         like: Any = self._loader._loader
         names = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
         options = {name: getattr(like, name) for name in (*names, "prefetch_factor", "persistent_workers")}
-        # Keras makes more iterators than epochs, so seed workers by a separate generator.
+        # Each iterator draws a seed for its workers, and Keras makes more iterators than epochs: draw from our own.
         options["generator"] = torch.Generator()
         return DataLoader(_Once(like.dataset), batch_sampler=self._batches, **options)
 

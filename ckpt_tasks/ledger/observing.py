@@ -17,7 +17,7 @@ from ckpt_tasks.ledger.timeline import Moment, moment
 from ckpt_tasks.policy.cadence import AutoCadence, Observed, SavePoint
 from ckpt_tasks.process.processes import in_threads
 
-ENTRIES_READ = 256  # Read this many entries: at most half of them retire checkpoints.
+ENTRIES_READ = 256  # Read this many entries: those that retire checkpoints, half of them at most, tell nothing.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _MEASURED = 32  # Costs are medians of this many commits: they follow a slower store soon, but not a single slow save.
 _TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds show costs and failures.

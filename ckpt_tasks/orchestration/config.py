@@ -104,7 +104,7 @@ class BatchLength:
     def end(self, position: int, total: int, *, step_s: float | None, last: int | None) -> int:
         """Return the step at which the batch that begins at `position` ends, `total` at most.
 
-        `step_s`: seconds of one step; `last`: steps of this process's last batch; None before the first batch.
+        `step_s`: seconds of one step; `last`: steps of this process's last batch. Both are None before the first batch.
         """
         stride = self.steps or self._timed(step_s, last)
         return min((position // stride + 1) * stride, total)

@@ -128,7 +128,8 @@ class Rounds:
     def look(self, run: Run, suite: str) -> Iterator[list[Checkpoint]]:
         """Yield lists of checkpoints that a suite has not evaluated, newest first; none twice, even after an error.
 
-        Ends earlier if the owner has released the run: the next start of training starts another flow run like this.
+        Ends when nothing was pending for `follow_s` seconds, or sooner if the owner of a trained run has released it:
+        the next start of the training starts another flow run like this.
         """
         until_s, held, trained = time.monotonic() + self._follow_s, False, False
         while self._limit is None or len(self.tried) < self._limit:

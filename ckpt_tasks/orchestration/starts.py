@@ -122,7 +122,7 @@ def leave_to_follower(url: str, suite: str) -> None:
                 if earlier and run.parameters.get("suite") == suite and _evaluated_url(run.parameters) == url:
                     why = f"{run.name} is at work"
                     client.set_flow_run_state(mine.id, Cancelled(name="Skipped", message=why))
-                    client.delete_flow_run(mine.id)  # A row of this flow run on the page would show nothing.
+                    client.delete_flow_run(mine.id)  # Prefect's page would list a flow run that did nothing.
                     raise Abort(why)
     except (httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("Another flow run may evaluate this run too: %s", error)

@@ -127,7 +127,7 @@ class DownloadedTensors:
 
 
 class Laid(NamedTuple):
-    """The memory that reads of an object fill; its first byte is byte `base` of the object."""
+    """The memory into which an object is read; its first byte is byte `base` of the object."""
 
     base: int
     memory: memoryview

@@ -145,9 +145,10 @@ class Report:
         return [(utc(moment.at_s), *_said(moment)) for moment in reversed(moments[-_HAPPENINGS_SHOWN:])]
 
     def returns(self) -> tuple[list[str], list[list[str]]]:
-        """Return a table's headings and rows: the first commit's step, the parts and the sum of the newest restores.
+        """Return the headings and the rows of a table of the newest restores, newest first.
 
-        The newest restore is first. Omits a part that no restore has.
+        A row has the step of the first commit after the restore, the time of each phase (start, read, verify and so on)
+        and the sum of these times. Omits a phase that no restore has.
         """
         newest = self.course.returns[: -_HAPPENINGS_SHOWN - 1 : -1]
         had = {name: head for name, head in _RETURNED_SAID.items() if any(name in parts for _, parts in newest)}

@@ -219,9 +219,10 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 
 
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
-    """Return the part of a stored object that has the same header, regions and digests as a file; else the file's part.
+    """Return a RankPart that names a stored object again, if it equals the file; else the file's own RankPart.
 
-    Raises StoreError if no stored object is equal, and this process does not have the file's bytes.
+    Equal means the same header, regions and digests. A small object is written anew, except a table. Raises StoreError
+    if no stored object can be named, and this process does not have the file's bytes.
     """
     part, data = digested
     (record,) = part.objects

@@ -250,7 +250,11 @@ class SnapshotCache:
             self.left.clear(slot)
 
     def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
-        """Delete local copies that no restart needs; many ranks keep only the newest: a restart needs all parts."""
+        """Delete local copies that no restart needs.
+
+        One rank keeps the copies of all live checkpoints. Many ranks keep only those of the newest checkpoint: a copy
+        is of use only if every rank has its part.
+        """
         if self.copies is not None:
             self.copies.retain(live if self._world.size == 1 else [checkpoint])
 

@@ -302,7 +302,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                if is_doomed(path, lock):  # Check before locking: its process may be about to take the lock.
+                if is_doomed(path, lock):  # Not before this check: a new directory's process may want the lock.
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if is_doomed(path, lock):
                         shutil.rmtree(path, ignore_errors=True)

@@ -69,7 +69,10 @@ class Source(Protocol):
         """List the slots that these ranks have sealed on that host."""
 
     def read(self, offer: Offer, pieces: list[Piece]) -> list[bytes] | None:
-        """Return the bytes of pieces of an offer's files; None if its slot has another seal by now."""
+        """Return the bytes of these pieces of the offered files.
+
+        Returns None if the slot has been sealed again since the offer, or cannot be read.
+        """
 
 
 class HostMemory:
@@ -94,7 +97,10 @@ class HostMemory:
         return offers
 
     def read(self, offer: Offer, pieces: list[Piece]) -> list[bytes] | None:
-        """Return the bytes of pieces of an offer's files; None if its slot has another seal by now."""
+        """Return the bytes of these pieces of the offered files.
+
+        Returns None if the slot has been sealed again since the offer, or cannot be read.
+        """
         memory = self._cache.slots_of(offer.rank)
         with suppress(OSError, StoreError):
             data = [memory.read(offer.slot, *piece) for piece in pieces]

@@ -146,7 +146,10 @@ class LookupTable(nn.Module):
         self._waiting.clear()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no rows, as a part of a module; raise StateError for the table alone, whose rows would be lost."""
+        """Return a state without rows if a module that contains the table asks.
+
+        Raises StateError if the table alone is asked: its rows would be lost.
+        """
         if not args and "destination" not in kwargs:
             hint = "Give the table itself to a Checkpointer: state={..., 'users': users}."
             raise StateError("the rows of a LookupTable are in no state_dict", hint=hint)

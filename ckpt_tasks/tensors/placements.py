@@ -169,7 +169,10 @@ def _place_in(
 
 @lru_cache(maxsize=64)
 def _is_regular(mesh: Any) -> bool:
-    """Return True if a rank's number in each sorted group follows from its coordinate in that mesh dimension."""
+    """Return True if torch's groups have their ranks in one order along each mesh dimension.
+
+    Torch sorts the ranks of a process group. A rank's place in it must follow from the rank's coordinate alone.
+    """
     for n, m in permutations(range(mesh.ndim), 2):
         order = mesh.mesh.argsort(n)
         if bool((order != order.narrow(m, 0, 1)).any()):

@@ -157,8 +157,8 @@ class Pruner:
 
     def _prune(self, owner: Owner, state: State, going_on_from: str | None, check: Callable[[], None]) -> None:
         """Prune the newest state; an exception of `check` stops it. The caller holds `_one`."""
-        # A checkpoint that the policy keeps must be known to be good. One that stays only as the newest verified
-        # checkpoint does not count: otherwise no newer checkpoint would ever be verified.
+        # Retire nothing until a checkpoint that the policy keeps is known to be good. Plan without `verified`: a
+        # checkpoint that stays only as the newest verified one would do, and no newer one would be verified.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         standing: Checkpoint | None = None
         if not all(v.keep for v in wanted):

@@ -241,9 +241,9 @@ def plan_prune(
 def plan_removal(
     state: State, digest: str, verified: frozenset[str], restored_from: str | None = None
 ) -> list[Verdict]:
-    """Return a verdict on each live checkpoint if a person removes the checkpoint with `digest`; all others stay.
+    """Return a verdict on each live checkpoint, for a person who removes the checkpoint with `digest`; all others stay.
 
-    The newest, the newest of the `verified` ones, pinned and leased checkpoints cannot be removed.
+    The newest, the newest of the `verified` ones, `restored_from`, pinned and leased checkpoints cannot be removed.
     """
     everything = RetentionPolicy(max_num_checkpoints=0)
     verdicts = plan_prune(state, everything, verified=verified, restored_from=restored_from)
