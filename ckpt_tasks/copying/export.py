@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -277,8 +276,6 @@ def check_out(store: Store, out: str | os.PathLike[str], overwrite: bool, *, one
             f"{target} is {'a directory' if one_file else 'a file'}",
             hint=f"A name that ends in {_SUFFIX} or .pt makes one file, any other a directory.",
         )
-    if overwrite and os.path.lexists(target) and not target.is_dir() and not stat.S_ISREG(target.lstat().st_mode):
-        raise ConfigError(f"{target} is a link, a pipe or a device, and is not replaced", hint="Name another file.")
     check_free(target, overwrite)
     return target
 

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ _HINTS = {
 def staged_file(out: Path, *, overwrite: bool) -> Iterator[int]:
     """Yield a descriptor to write to; the file gets its name when the block ends without an error.
 
-    Raises ConfigError if the name is taken and `overwrite` is False, and StoreError if a system call fails.
+    Raises ConfigError as `check_free` does, and StoreError if a system call fails.
     """
     temporary = out.parent / _temporary_name()
     with _errors(out):
@@ -107,9 +108,13 @@ def _temporary_name() -> str:
 
 
 def check_free(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if `out` exists and `overwrite` is False."""
-    if os.path.lexists(out) and not overwrite:
+    """Raise ConfigError if `out` exists and `overwrite` is False, or if it is a link, a pipe or a device."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
         raise ConfigError(f"{out} exists", hint="Choose another name, or overwrite it (--overwrite, overwrite=True).")
+    if not out.is_dir() and not stat.S_ISREG(out.lstat().st_mode):
+        raise ConfigError(f"{out} is a link, a pipe or a device, and is not replaced", hint="Name another file.")
 
 
 def _replace_files(staging: Path, out: Path, replaces: re.Pattern[str], index: str) -> None:

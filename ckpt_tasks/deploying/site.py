@@ -22,13 +22,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import Worker
 from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-    PREFECT_API_URL,
-    PREFECT_CLIENT_MAX_RETRIES,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 
 from ckpt_tasks.deploying.automations import apply, build_automations
 from ckpt_tasks.deploying.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
@@ -43,6 +37,7 @@ from ckpt_tasks.deploying.server import (
 )
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.orchestration.abandoned import start_again
+from ckpt_tasks.orchestration.events import client_without_retries
 
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
@@ -50,6 +45,7 @@ _PATIENCE_S = 180  # A busy machine imports Prefect slowly.
 _PREEMPTED_S = 120  # A flow run ends its step and commits within this time, as the pools' templates require.
 _REPORTED_S = 10  # The process that started a flow run reports the flow run's end within this time.
 _STOP_S = 30
+_ANSWER_S = 30.0
 _LOOK_S = 0.5
 _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
 
@@ -256,8 +252,8 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     site = replace(site, started={**site.started, "worker": SiteProcess.of(worker.pid)})
     write_site(path, site)  # Write before the wait: a kill here must not leave an unknown worker.
     deadline = time.monotonic() + _PATIENCE_S
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # The client would wait a minute for a dead server.
-        while not _reports(client, name, before):
+    with client_without_retries(_ANSWER_S) as asking:
+        while not _reports(asking, name, before):
             if server is not None and not server.lives:
                 raise SiteError("the server has ended while its worker started", hint=f"See {home / 'server.log'}.")
             if worker.poll() is not None:

@@ -26,7 +26,7 @@ _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
 def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
-    """Record the settings of optimizers and modules as training begins; `anew` replaces earlier records."""
+    """Record the settings of optimizers and modules when training begins; with `anew`, replace earlier records."""
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)

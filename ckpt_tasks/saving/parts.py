@@ -221,8 +221,8 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
     """Return a RankPart that names a stored object again, if it equals the file; else the file's own RankPart.
 
-    Equal means the same header, regions and digests. A small object is written anew, except a table. Raises StoreError
-    if no stored object can be named, and this process does not have the file's bytes.
+    They are equal if header, regions and digests are the same. Names no small object again, except a table. Raises
+    StoreError if it names no stored object, and this process does not have the file's bytes.
     """
     part, data = digested
     (record,) = part.objects

@@ -222,7 +222,8 @@ def test_a_password_of_ones_own_stays(shell: Shell) -> None:
     shell.kill("keeper")
     said = json.loads(shell("ckpt", "up", "--port", shell.port, "--json", status=1))["error"]
     assert said["message"] == f"the server at {shell.url} asks for a password"
-    shell.down()
+    shell.kill("server")
+    assert shell.down() == {"keeper": "was gone", "worker": "ended", "server": "was gone"}
     shell.url = "http://127.0.0.1:9/api"  # where PREFECT_API_URL names a server, none is started
     said = json.loads(shell("ckpt", "up", "--json", status=1, url=True))["error"]
     assert said["message"] == "no server answers at http://127.0.0.1:9/api"

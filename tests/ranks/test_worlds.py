@@ -112,7 +112,7 @@ STATES: dict[str, tuple[int, Callable[[int], State]]] = {
         f"{kind} on {size}": (size, lambda size, kind=kind: state_of(kind, size))  # type: ignore[misc]
         for kind, size in [("2d", 4), ("ddp", 2), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("2d", 6)]
     },
-    # DDP on more than two ranks lays out its buckets anew after the first step, and sums in another order, unless:
+    # DDP on more than two ranks changes its buckets after the first step, and its order of sums. These options do not.
     "ddp on 4": (4, lambda _: adamw(nn.parallel.DistributedDataParallel(plain(), find_unused_parameters=True))),
     "mixed precision": (2, lambda size: adamw(sharded(plain(), mp_policy=MixedPrecisionPolicy(torch.bfloat16)))),
     "kept whole after forward": (2, lambda size: adamw(sharded(plain(), reshard_after_forward=False))),
