@@ -25,14 +25,14 @@ from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, plan, report
 from ckpt_tasks.cli.show import samples, show
-from ckpt_tasks.cli.start import down, evaluate, init, run, train, up
+from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.watch import serve, watch
 from ckpt_tasks.process.processes import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Start": (init, train, run, evaluate, up, down),
+    "Start": (init, train, evaluate, up, down),
     "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
     "Keep": (verify, restore_drill, verify_resume, chaos, bisect, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_, push, pull),
@@ -43,7 +43,6 @@ _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
 _EXAMPLES = {
     "init": "ckpt init nets",
     "train": "ckpt train my.module:Program --steps 2000 --step-interval 100",
-    "run": "ckpt run train.py",
     "evaluate": "ckpt evaluate --run-key lm --suite full",
     "up": "ckpt up",
     "down": "ckpt down",

@@ -1,4 +1,4 @@
-"""`ckpt init`, `train`, `run`, `evaluate`, `up` and `down`: a project, its training, and its server and worker."""
+"""`ckpt init`, `train`, `evaluate`, `up` and `down`: a project, its training, and its server and worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +45,6 @@ DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
 NameOption = Annotated[
     str | None, option("--name", "NAME", "name of the run and the deployments [default: that of DIR]")
 ]
-ScriptArgument = Annotated[Path, argument("SCRIPT", "a Python file that trains")]
-ArgumentsArgument = Annotated[list[str] | None, argument("ARGUMENTS…", "of the script")]
 StepsOption = Annotated[int, option("--steps", "N", "train until this step")]
 BatchStepsOption = Annotated[
     int | None, option("--batch-steps", "N", "steps in one Prefect task [default: as many as take 30 s]")
@@ -64,7 +61,6 @@ MinRanksOption = Annotated[
 PeerCopiesOption = Annotated[
     int, option("--peer-copies", "0|1", "with Ray: 1 keeps a copy of each host's memory on another host")
 ]
-ErrorOption = Annotated[bool, option("--json", None, "print an error of ckpt as one JSON object")]
 ForkOption = Annotated[
     str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork goes on")
 ]
@@ -207,30 +203,6 @@ def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps
         [*evaluation, "--suite", "full"],
     )
     out.print_next(*map(shlex.join, commands))
-
-
-@with_config_options
-def run(
-    script: ScriptArgument,
-    arguments: ArgumentsArgument = None,
-    as_json: ErrorOption = False,
-    **settings: str | None,
-) -> None:
-    """Train a plain script as it is; the same command resumes it.
-
-    SCRIPT has one loop over epochs, and inside it one over a DataLoader. ckpt finds and saves what the loops change:
-    model, optimizer, schedules, the best loss, sums and histories. If ckpt cannot be sure, it refuses the script before
-    it runs, and prints the two lines to write into it. Options of ckpt come before SCRIPT, its own options after it.
-    """
-    with report_errors(as_json):
-        if not script.is_file():
-            raise ConfigError(f"there is no script {script}")
-        from ckpt_tasks.session.scripted import run_script
-
-        run_script(script, arguments or [], config_of(settings, script.stem), partial(typer.echo, err=True))
-
-
-run.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
 def evaluate(

@@ -27,7 +27,7 @@ SAID = {
 }
 # What changes a run or makes one without it: a training or a service, a proof or a measurement that is its own trial,
 # and the directory of a new project. `bisect` writes leases, which end with it.
-WITHOUT = {"init", "train", "run", "evaluate", "up", "down", "restore-drill", "doctor-store", "bisect"}
+WITHOUT = {"init", "train", "evaluate", "up", "down", "restore-drill", "doctor-store", "bisect"}
 OF_HUB = {"push", "pull"}  # Their dry runs are tried beside a server: tests/hub.
 LOOKS = {
     "doctor",
