@@ -379,6 +379,7 @@ class Checkpointer(HeldRun):
         Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
         """
         spike = self._spikes.seen(now.step, metrics) if self._ranks.first else None
+        self._interrupt.ask()
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
         save, number, spike = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending, spike=spike)

@@ -1,4 +1,6 @@
-"""Hold back SIGTERM, SIGHUP, Ctrl-C and a flow's timeout until the step is done and its checkpoint committed.
+"""Hold back signals and a flow's timeout until the step is done and its checkpoint committed.
+
+The signals are SIGTERM, SIGHUP, Ctrl-C, and those that a scheduler sends before it ends a job, which count as SIGTERM.
 
 In a flow run Prefect's engine has its own SIGTERM handler. `prefect flow-run execute` and a worker announce a
 reschedule or a cancellation to the engine before they send SIGTERM, and the engine acknowledges it only while the
@@ -37,11 +39,12 @@ _ONCE_S = 2.0  # A terminal and a launcher may both send Ctrl-C at about the sam
 class Interrupt:
     """Remembers a signal until the step boundary, then raises it again for the previous handler.
 
-    Only the main thread can set signal handlers; in other threads this class does nothing, and the process's own
-    handlers act. A second Ctrl-C within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or
-    SIGHUP does not act at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is
-    held back for at most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers.
-    While signals are held back, notices of the cloud `spot_notices` also arrive as SIGTERM.
+    Only the main thread can set signal handlers, and the previous handler runs there; the training may be in another
+    thread. Where the main thread holds nothing back for it, that thread asks Prefect whether its task is cancelled. A
+    second Ctrl-C within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or SIGHUP does not
+    act at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is held back for at
+    most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. While signals are
+    held back, notices of the cloud `spot_notices` also arrive as SIGTERM.
     """
 
     def __init__(self, spot_notices: str | None = None) -> None:
@@ -54,16 +57,25 @@ class Interrupt:
         self._noted_s: dict[int, float] = {}
         self._spot_notices = spot_notices
         self._watch: Watch | None = None
+        self._notices: list[signal.Signals] = []
+        self._at_once = False  # True while another thread has a signal delivered, or waits for a retry.
+        self._delivered = threading.Event()
+        self._returned = False
 
     def install(self) -> None:
-        """Install our signal handlers, in the main thread."""
-        if threading.current_thread() is not threading.main_thread() or self._previous:
+        """Install our signal handlers, in the main thread; another thread only lets the installed ones hold back."""
+        if not _in_main_thread():
+            self._at_once = False
+            return
+        if self._previous:
             return
         # A shell's background job ignores Ctrl-C, and under nohup a process ignores SIGHUP; keep that.
         ignored = [number for number in _SIGNALS[1:] if signal.getsignal(number) is signal.SIG_IGN]
         signals = [number for number in _SIGNALS if number not in ignored]
         if _is_timeout(signal.getsignal(signal.SIGALRM)):
             signals.append(signal.SIGALRM)
+        self._notices = _free_stop_signals()
+        signals += [number for number in self._notices if number not in signals]
         with _prefects_lock():
             _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}
@@ -71,7 +83,13 @@ class Interrupt:
         self._watch = watch(self._spot_notices)
 
     def uninstall(self) -> None:
-        """Restore the previous handlers, unless another library has set its own meanwhile."""
+        """Restore the previous handlers, unless another library has set its own meanwhile.
+
+        In another thread than the main one, let signals pass to them at once.
+        """
+        if not _in_main_thread():
+            self._at_once = True
+            return
         if not self._previous:
             return
         if self._watch is not None:
@@ -83,6 +101,11 @@ class Interrupt:
         """Return True if a signal asks a failing program to end, so that it must not wait for other ranks."""
         return self.is_failing and self.pending is not None
 
+    def ask(self) -> None:
+        """In another thread than the main one, remember SIGTERM if Prefect cancels the task that this thread runs."""
+        if self.pending is None and not _in_main_thread() and _is_task_cancelled():
+            self.pending = signal.SIGTERM
+
     def leave_to_parent(self) -> None:
         """Restore the previous handlers in a forked child; a pending signal belongs to the parent."""
         self.pending = None
@@ -90,9 +113,15 @@ class Interrupt:
         self._give_back()  # A thread that the fork did not copy may hold Prefect's lock.
 
     def deliver(self) -> None:
-        """Raise the pending signal for its previous handler; if that handler returns, training continues."""
+        """Raise the pending signal for its previous handler; if that handler returns, training continues.
+
+        In another thread than the main one, raises SystemExit if the handler raises in the main thread.
+        """
         number, self.pending = self.pending, None
         if number is None:
+            return
+        if not _in_main_thread():
+            self._deliver_elsewhere(number)
             return
         if number not in self._seen:  # Another rank got the signal: it may still reach this process.
             self._noted_s[number] = system().monotonic()
@@ -105,6 +134,26 @@ class Interrupt:
             if held:
                 self.install()  # Even after a KeyboardInterrupt: the signal may come again before the block ends.
 
+    def _deliver_elsewhere(self, number: int) -> None:
+        """Let the main thread raise the signal for its previous handler; raise SystemExit here if that one raises."""
+        self._returned = False
+        if self._previous:
+            self._delivered.clear()
+            before, self._at_once = self._at_once, True
+            signal.pthread_kill(threading.main_thread().ident or 0, number)  # It may wait for a lock, for this thread.
+            self._delivered.wait()
+            self._at_once = before
+        if not self._returned:
+            raise SystemExit(128 + number)
+
+    def _pass_on(self, number: int) -> None:
+        self.pending = number
+        try:
+            self.deliver()
+            self._returned = True
+        finally:
+            self._delivered.set()
+
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) is self._handler:
@@ -115,9 +164,10 @@ class Interrupt:
         _installed.remove(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.within is not None and not _runs(self.within, frame):
-            self.pending = number
-            self.deliver()
+        if number in self._notices:
+            number = signal.SIGTERM
+        if self._at_once or (self.within is not None and not _runs(self.within, frame)):
+            self._pass_on(number)
             return
         now_s = system().monotonic()
         if number == signal.SIGINT and now_s - self._noted_s.get(number, -math.inf) < _ONCE_S:
@@ -131,6 +181,24 @@ class Interrupt:
             self.deliver()
         elif number == signal.SIGALRM:
             signal.setitimer(signal.ITIMER_REAL, _TIMEOUT_GRACE_S)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _is_task_cancelled() -> bool:
+    """Return True if this thread runs a task that was submitted, and its flow run ends without waiting for it.
+
+    Prefect's task runner sets an event for each task when the flow's own code has ended, be it by SIGTERM.
+    """
+    context: Any = sys.modules.get("prefect.context")
+    task, flow = (context.TaskRunContext.get(), context.FlowRunContext.get()) if context else (None, None)
+    if task is None or flow is None or flow.flow_run is None:
+        return False
+    event = getattr(flow.task_runner, "_cancel_events", {}).get(task.task_run.id)
+    ended = flow.flow_run.state is not None and flow.flow_run.state.is_completed()
+    return event is not None and event.is_set() and not ended
 
 
 def _runs(code: CodeType, frame: FrameType | None) -> bool:
@@ -166,17 +234,32 @@ def held_back() -> int | None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that a scheduler sends before it ends this process: those in CKPT_STOP_SIGNALS, else SIGUSR1.
+    """Return the signals that a scheduler sends before it ends a job: CKPT_STOP_SIGNALS, else SIGUSR1 and SIGUSR2.
 
     Raises ConfigError for a name that is not a signal's.
     """
-    names = os.environ.get("CKPT_STOP_SIGNALS", "USR1").replace(",", " ").upper().split()
+    names = os.environ.get("CKPT_STOP_SIGNALS", "USR1,USR2").replace(",", " ").upper().split()
     try:
         return [signal.Signals[f"SIG{name.removeprefix('SIG')}"] for name in names]
     except KeyError as error:
         raise ConfigError(
             f"CKPT_STOP_SIGNALS names {error}, which is no signal", hint="For example CKPT_STOP_SIGNALS=USR1,XCPU."
         ) from error
+
+
+def _free_stop_signals() -> list[signal.Signals]:
+    """Return those of `stop_signals` that would end this process, or that CKPT_STOP_SIGNALS names.
+
+    A program may use SIGUSR1 for itself; faulthandler does so below Python, which then still calls it the default.
+    """
+    named = "CKPT_STOP_SIGNALS" in os.environ
+    with open("/proc/self/status") as status:
+        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
+    return [
+        number
+        for number in stop_signals()
+        if named or (signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1)
+    ]
 
 
 @contextmanager

@@ -78,6 +78,7 @@ RunKeyOption = Annotated[
     str | None, option("--run-key", "NAME", "name of the run [default: the program's: byte-lm for ByteLM]")
 ]
 PlaceOption = Annotated[str | None, option("--checkpoint-dir", "DIR", "where the run lives [default: runs/RUN_KEY]")]
+SystemdOption = Annotated[bool, option("--systemd", None, "print units of systemd for server and worker")]
 PortOption = Annotated[
     int | None, option("--port", "N", "port of the server [default: Prefect's own, 4200]", min=1, max=65535)
 ]
@@ -261,20 +262,29 @@ def check_example(config: CheckpointConfig) -> None:
             )
 
 
-def up(*, port: PortOption = None, as_json: JsonOption = False) -> None:
+def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: JsonOption = False) -> None:
     """Start a Prefect server, a worker and the deployments here.
 
     Leaves running parts alone; the same command restarts parts that died. Deploys what prefect.yaml in the working
     directory lists, or else the example. Returns when server and worker answer. The server asks for a password, in a
     file that only you can read. Uses the server that PREFECT_API_URL names, if any; `ckpt down` stops only what `ckpt
-    up` started.
+    up` started. With --systemd it starts nothing, and prints the units that keep both running, also after a reboot.
     """
     with report_errors(as_json) as out:
         with importing_prefect():
             from ckpt_tasks.deploying.site import bring_up
+            from ckpt_tasks.deploying.systemd import local_url, units
+        if systemd:
+            texts = units(Path.cwd(), local_url(port))
+            out.answer(texts, [])
+            if not as_json:  # A unit's lines must not wrap.
+                typer.echo("\n".join(f"# ~/.config/systemd/user/{name}\n{text}" for name, text in texts.items()))
+            names = " ".join(name.removesuffix(".service") for name in texts)
+            out.print_next(f"systemctl --user enable --now {names}", "loginctl enable-linger")
+            return
 
-        out.print("Starting what does not run yet: half a minute …")
-        site = bring_up(Path.cwd(), port)
+        out.print("Starting what does not run yet. On a busy machine it takes some minutes.")
+        site = bring_up(Path.cwd(), port, out.print)
         facts = {**asdict(site), "deployments": list(site.deployments)}
         asks = f"; it asks for the password in {file}" if (file := site.password_file) else ""
         out.answer(facts, [listing(_PARTS, site.parts), f"The page is at {site.page}{asks}", ""])

@@ -87,14 +87,15 @@ class FlowRunProcess:
 def site_processes(mark: str) -> tuple[list[SiteProcess], list[FlowRunProcess]]:
     """Return the workers of a site and the processes of its flow runs, found by `mark` in their environment.
 
-    Processes inherit a worker's environment, so a flow run is found even if its worker was killed.
+    An empty `mark` is every site's, and then there are no workers. Processes inherit a worker's environment, so a flow
+    run is found even if its worker was killed.
     """
     parents: dict[int, int] = {}
     ids: dict[int, str] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # The process has ended, or belongs to another user.
             environment = (place / "environ").read_bytes().split(b"\0")
-            if os.fsencode(mark) in environment:
+            if os.fsencode(mark) in environment or (not mark and any(item.startswith(_RUN) for item in environment)):
                 parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
                 ids |= {int(place.name): item[len(_RUN) :].decode() for item in environment if item.startswith(_RUN)}
     tops = [pid for pid in ids if parents[pid] not in ids]

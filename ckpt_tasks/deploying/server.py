@@ -43,16 +43,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
         return None
     settings = get_current_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
-    environment = dict(os.environ)
-    if "lease_storage" not in settings.server.concurrency.model_fields_set:
-        environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
-    if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
-        # The page would otherwise use the default port, whatever the command line says (3.8.8).
-        environment[_PAGE_ASKS] = url
-    if password:
-        environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
-    serving = [sys.executable, "-m", "ckpt_tasks.deploying.serving", "server", "start"]
-    command = [*serving, "--host", host, "--port", str(port), *options]
+    command, environment = server_start(host, port, options, password)
     log_path = settings.home / "server.log"
     server, begin = start_apart(command, log_path, environment)
     deadline = time.monotonic() + _PATIENCE_S
@@ -65,6 +56,22 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
         time.sleep(_LOOK_S)
     (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads this file.
     return server.pid
+
+
+def server_start(
+    host: str, port: int, options: Sequence[str] = (), password: str = ""
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves in the foreground, and its environment, which no other user can read."""
+    settings, environment = get_current_settings(), dict(os.environ)
+    if "lease_storage" not in settings.server.concurrency.model_fields_set:
+        environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
+    if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:
+        # The page would otherwise use the default port, whatever the command line says (3.8.8).
+        environment[_PAGE_ASKS] = api_url(host, port)
+    if password:
+        environment |= {"PREFECT_SERVER_API_AUTH_STRING": password, "PREFECT_API_AUTH_STRING": password}
+    serving = [sys.executable, "-m", "ckpt_tasks.deploying.serving", "server", "start"]
+    return [*serving, "--host", host, "--port", str(port), *options], environment
 
 
 def start_apart(

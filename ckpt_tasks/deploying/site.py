@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ _REPORTED_S = 10  # The process that started a flow run reports the flow run's e
 _STOP_S = 30
 _ANSWER_S = 30.0
 _LOOK_S = 0.5
+_ROOM_BYTES = 16 << 20  # A server with less room for its database and log fails in many ways.
 _DEPLOYED = re.compile(r"Deployment '([^']+)' successfully created")
 
 
@@ -70,14 +72,14 @@ class Up:
     deployments: tuple[str, ...]
 
 
-def bring_up(directory: Path, port: int | None = None) -> Up:
+def bring_up(directory: Path, port: int | None = None, say: Callable[[str], None] = lambda _: None) -> Up:
     """Start the parts that do not run yet, deploy `directory`'s prefect.yaml, or the example, and wait for all parts.
 
-    Without a `port`, PREFECT_API_URL names the server, if it is set; this starts only a server of this machine. Raises
-    SiteError.
+    Without a `port`, PREFECT_API_URL names the server, if it is set; this starts only a server of this machine. `say`
+    gets a line before each step that takes seconds. Raises SiteError.
     """
     home = get_current_settings().home
-    with _alone(home):
+    with _needs_room(home), _alone(home):
         path = home / "ckpt-up.json"
         url = _url(port)
         site = read_site(path) or Site(url=url)
@@ -85,24 +87,30 @@ def bring_up(directory: Path, port: int | None = None) -> Up:
             if any(item.lives for item in site.started.values()):
                 raise SiteError(f"a site is up already, at {site.url}", hint="End it with ckpt down, or use its port.")
             site = Site(url=url)
+        say("Prefect's server …")
         site, server = _server(site, home, port)
         write_site(path, site)
-        with _client(site) as client:
-            pool = _pool(client)
-            deployments, file = _deploy(directory, site)
-            outcomes = apply(build_automations())
-            changed = sum(item.status != "as it was" for item in outcomes)
-            automations = SitePart(
-                name="automations",
-                status="applied" if changed else "as they were",
-                about="crashed and silent runs are started again",
-            )
+        with client_of(site) as client:
+            say("Its deployments …")
+            deployments, applied = prepare(directory, site, client)
+            say("Its worker …")
             site, worker = _worker(site, home, client, path)
-        keeper = _keeper(site, home, path)
-        deployed = SitePart(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
-        parts = (server, pool, deployed, automations, worker, keeper)
+        parts = (server, *applied, worker, _keeper(site, home, path))
         page = url.removesuffix("/api")
         return Up(url=url, page=page, password_file=site.password_file, parts=parts, deployments=deployments)
+
+
+def prepare(directory: Path, site: Site, client: SyncPrefectClient) -> tuple[tuple[str, ...], tuple[SitePart, ...]]:
+    """Make the work pool, the deployments and the automations; return the deployments' names, and the parts."""
+    pool, (deployments, file) = _pool(client), _deploy(directory, site)
+    changed = sum(item.status != "as it was" for item in apply(build_automations()))
+    deployed = SitePart(name="deployments", status="applied", about=f"{len(deployments)} from {file}")
+    automations = SitePart(
+        name="automations",
+        status="applied" if changed else "as they were",
+        about="crashed and silent runs are started again",
+    )
+    return deployments, (pool, deployed, automations)
 
 
 def restart(*, deploy: bool = False) -> str | None:
@@ -116,7 +124,7 @@ def restart(*, deploy: bool = False) -> str | None:
                 return None
             site, _ = _server(site, home, urlsplit(site.url).port)
             write_site(path, site)
-            with _client(site) as client:
+            with client_of(site) as client:
                 if deploy:
                     _deploy(Path.cwd(), site)
                 _worker(site, home, client, path)
@@ -128,7 +136,7 @@ def restart(*, deploy: bool = False) -> str | None:
 def take_down() -> tuple[SitePart, ...]:
     """End the processes that `bring_up` started: keeper, worker, the worker's flow runs after a commit, server."""
     home = get_current_settings().home
-    with _alone(home, _PATIENCE_S):  # The keeper may be restarting a part.
+    with _needs_room(home), _alone(home, _PATIENCE_S):  # The keeper may be restarting a part.
         path = home / "ckpt-up.json"
         site = read_site(path)
         if site is None:
@@ -141,7 +149,7 @@ def take_down() -> tuple[SitePart, ...]:
                 about = f"process {process.pid}"
                 status = "ended" if process.lives else "was gone"
                 if name == "worker":
-                    about += _end_workers(home, site)
+                    about += end_workers(home, site)
                 else:
                     end_all([process], _STOP_S)
             parts.append(SitePart(name=name, status=status, about=about))
@@ -151,7 +159,7 @@ def take_down() -> tuple[SitePart, ...]:
         return tuple(parts)
 
 
-def _end_workers(home: Path, site: Site) -> str:
+def end_workers(home: Path, site: Site) -> str:
     """Let the flow runs finish their step and commit, then end the workers, and schedule the flow runs again."""
     workers, _ = site_processes(_mark(home))
     try:
@@ -167,11 +175,18 @@ def _end_workers(home: Path, site: Site) -> str:
     if not runs:
         return ""
     try:
-        with _client(site) as client:
-            again = sum(start_again(client, UUID(run.flow_run_id), "Its site was taken down.") for run in runs)
+        with client_of(site) as client:
+            for run in runs:  # Most have been scheduled again by their own supervisor.
+                start_again(client, UUID(run.flow_run_id), "Its site was taken down.")
+            again = sum(_is_scheduled(client, run.flow_run_id) for run in runs)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
-    return f"; flow runs that go on with the next worker: {again} of {len(runs)}"
+    return f"; flow runs that the next worker resumes: {again} of {len(runs)}"
+
+
+def _is_scheduled(client: SyncPrefectClient, flow_run_id: str) -> bool:
+    state = client.read_flow_run(UUID(flow_run_id)).state
+    return state is not None and state.is_scheduled()
 
 
 def _mark(home: Path) -> str:
@@ -241,13 +256,9 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     process = site.started.get("worker")
     if process is not None and process.lives:
         return site, SitePart(name="worker", status="as it was", about=about)
-    name = f"ckpt up on {socket.gethostname()}"
     server = site.started.get("server")
-    before = _sign_of_life(client, name)
-    # Jobs call `prefect`, which is on the path only if this environment is active.
-    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
-    environment = {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
+    command, environment = worker_start(site, home)
+    before = _sign_of_life(client, name := command[-1])
     worker, begin = start_apart(command, log_path, environment)
     site = replace(site, started={**site.started, "worker": SiteProcess.of(worker.pid)})
     write_site(path, site)  # Write before the wait: a kill here must not leave an unknown worker.
@@ -264,6 +275,15 @@ def _worker(site: Site, home: Path, client: SyncPrefectClient, path: Path) -> tu
     return site, SitePart(name="worker", status="started", about=about)
 
 
+def worker_start(site: Site, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts the site's worker, whose last word is its name, and its environment."""
+    name = f"ckpt up on {socket.gethostname()}"
+    # Jobs call `prefect`, which is on the path only if this environment is active.
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
+    return command, {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
+
+
 def _keeper(site: Site, home: Path, path: Path) -> SitePart:
     log_path = home / "keeper.log"
     about = f"starts again what dies, log {log_path}"
@@ -275,7 +295,8 @@ def _keeper(site: Site, home: Path, path: Path) -> SitePart:
 
 
 @contextmanager
-def _client(site: Site) -> Iterator[SyncPrefectClient]:
+def client_of(site: Site) -> Iterator[SyncPrefectClient]:
+    """Yield a client of the site's server. Raises SiteError if the server asks for another password."""
     names = {PREFECT_API_URL.name: PREFECT_API_URL, PREFECT_API_AUTH_STRING.name: PREFECT_API_AUTH_STRING}
     settings = {names[name]: value for name, value in _entry(site).items()}
     try:
@@ -314,6 +335,22 @@ def _reports(client: SyncPrefectClient, name: str, before: object) -> bool:
         return _sign_of_life(client, name) != before
     except httpx.HTTPError:
         return False
+
+
+@contextmanager
+def _needs_room(home: Path) -> Iterator[None]:
+    """Raise SiteError for a home that cannot be written, and name a full disk, whatever has failed because of it."""
+    try:
+        yield
+    except OSError as error:
+        raise SiteError(
+            f"{error.filename or home}: {error.strerror}", hint="PREFECT_HOME names the directory of the site."
+        ) from error
+    except SiteError as error:
+        free = shutil.disk_usage(home).free
+        if free < _ROOM_BYTES:
+            raise SiteError(f"the disk of {home} is full: {free >> 10} KiB are free\n{error.message}") from error
+        raise
 
 
 @contextmanager

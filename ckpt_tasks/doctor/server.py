@@ -8,11 +8,13 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
+from uuid import UUID
 
 import httpx
 import prefect
@@ -28,6 +30,7 @@ from prefect.settings import get_current_settings
 
 from ckpt_tasks.deploying import TAG
 from ckpt_tasks.deploying.automations import read_automations
+from ckpt_tasks.deploying.parts import site_processes
 from ckpt_tasks.doctor.checks import (
     AutomationFacts,
     Check,
@@ -48,6 +51,7 @@ _QUESTIONS = 3
 # The server returns at most this many rows in one answer.
 _MOST = 200
 _NAMED = 5
+_ENDING_S = 60.0  # A process may end its step, commit and report meanwhile.
 # This is three times the interval in the schedule of `watch`.
 _LATEST_LOOK_S = 900.0
 _T = TypeVar("_T")
@@ -65,11 +69,13 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
     with client_without_retries(_PATIENCE_S) as client:
         pool_facts = _answer(lambda: _pool(client, named, deployment))
         runs = _answer(lambda: check_flow_runs(client))
+        processes = _answer(lambda: check_processes(client))
     beat_s = get_current_settings().flows.heartbeat_frequency
     asked = pool is not None or deployment is not None
     return [
         *judge_prefect(replace(facts, pool=pool_facts, asked=asked, own_beat_s=beat_s)),
         runs or Check("flow runs", "not checked", "the server did not answer"),
+        processes or Check("processes", "not checked", "the server did not answer"),
         judge_clock("clock", facts.ahead_s, facts.within_s, "Prefect's server"),
     ]
 
@@ -123,6 +129,24 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
         seen = f"`watch` looks at them in {next_s / 60:.0f} minutes: was the server's clock set back?"
         return Check("flow runs", "warning", seen, "Deploy again (`ckpt up`), which plans its schedule anew.")
     return Check("flow runs", "ok", "none waits for a process that is gone")
+
+
+def check_processes(client: SyncPrefectClient) -> Check:
+    """Check that no process of this host works for a flow run that Prefect calls ended for more than a minute."""
+    working, wrong = site_processes("")[1], []
+    for process in working:
+        with suppress(ObjectNotFound, ValueError):
+            run = client.read_flow_run(UUID(process.flow_run_id))
+            if run.state is not None and run.state.is_final():
+                since_s = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+                if since_s > _ENDING_S and process.trains.lives:
+                    wrong.append(
+                        f"process {process.trains.pid} works for {run.name}, {run.state.name} {since_s:.0f} s ago"
+                    )
+    if wrong:
+        todo = "kill -TERM it: it commits after its step, and ends."
+        return Check("processes", "wrong", "; ".join(wrong[:_NAMED]), todo)
+    return Check("processes", "ok", f"{len(working)} here, none for a flow run that has ended")
 
 
 def clock_of(url: str) -> tuple[float | None, float]:

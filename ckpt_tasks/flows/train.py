@@ -18,6 +18,7 @@ from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.gang.launched import launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
+from ckpt_tasks.orchestration.cancelling import ends_when_cancelled
 from ckpt_tasks.orchestration.config import BatchLength, check_saves, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
@@ -90,7 +91,8 @@ def train(
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
     length, trained = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval), 0
     crash_lost_task_runs()
-    with (  # SIGTERM and Ctrl-C wait for the end of the step and its commit.
+    with (  # SIGTERM, Ctrl-C and a cancellation wait for the end of the step and its commit.
+        ends_when_cancelled(),
         logged_with_the_flow_run(),
         delivers_events(),
         crashes_while_the_store_is_away(reached=True),

@@ -39,6 +39,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
+from ckpt_tasks.orchestration.starts import let_workers_take_it
 from ckpt_tasks.session.local import StateSession
 from ckpt_tasks.session.session import Session
 from ckpt_tasks.storage.answers import causes_of
@@ -101,6 +102,7 @@ class Attempts:
         self._counted = counted
         self._max_stalled = max_stalled
         self._failure: str | None = None
+        self._started = False
         self._streams = OwnStreams()
 
     def run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,6 +135,9 @@ class Attempts:
 
     def _before(self, attempt: Attempt) -> Attempt:
         self.session.hold_signals(True)
+        if not self._started:
+            let_workers_take_it()
+            self._started = True
         if not self.session.clean:  # A clean session has just committed, so it made progress.
             self.session.restore()
             self._check_progress()

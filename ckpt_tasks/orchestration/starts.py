@@ -64,6 +64,24 @@ def crash_lost_task_runs() -> int:
     return len(lost)
 
 
+def let_workers_take_it() -> None:
+    """Let a worker take this flow run when it is scheduled again, although Prefect has retried it in this process.
+
+    Workers ignore a flow run that waits for a retry in its own process, and Prefect does not forget that when the retry
+    begins: after a preemption nothing would start it for minutes (Prefect 3.8.8, issue 22847).
+    """
+    if not flow_run.id or flow_run.run_count < 2:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            policy = client.read_flow_run(UUID(flow_run.id)).empirical_policy
+            if policy.retry_type == "in_process":
+                policy = policy.model_copy(update={"retry_type": None})
+                client.update_flow_run(UUID(flow_run.id), empirical_policy=policy)
+    except (httpx.HTTPError, PrefectException) as error:
+        _log.warning("A preempted flow run may wait for minutes before a worker takes it: %s", error)
+
+
 def _unfinished(client: SyncPrefectClient, run: UUID) -> list[TaskRun]:
     alive = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING, StateType.SCHEDULED])
     unfinished: list[TaskRun] = []

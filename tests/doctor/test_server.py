@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -9,9 +11,11 @@ from uuid import uuid4
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.states import Cancelled, Running
 from prefect.workers.process import ProcessWorker
 
 from ckpt_tasks.deploying.automations import apply, build_automations, remove
+from ckpt_tasks.doctor import server
 from ckpt_tasks.doctor.checks import Check
 from ckpt_tasks.doctor.server import check_prefect
 from ckpt_tasks.errors import ConfigError
@@ -124,3 +128,24 @@ def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
     for name in ("doctored/nobody", "doctored"):
         with pytest.raises(ConfigError, match="no deployment"):
             checks(deployment=name)
+
+
+def test_a_process_that_trains_for_an_ended_flow_run_is_named(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of this host whose flow run is cancelled is wrong, by its pid; one whose flow run runs is not."""
+    monkeypatch.setattr(server, "_ENDING_S", -60.0)
+    deployed = client.create_deployment(client.create_flow_from_name("cancelled"), uuid4().hex)
+    run = client.create_flow_run_from_deployment(deployed)
+    environment = {**os.environ, "PREFECT__FLOW_RUN_ID": str(run.id)}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        try:
+            client.set_flow_run_state(run.id, Running(), force=True)
+            before = server.check_processes(client)
+            client.set_flow_run_state(run.id, Cancelled(), force=True)
+            after = server.check_processes(client)
+        finally:
+            process.kill()
+    assert f"process {process.pid} " not in before.seen
+    assert after.verdict == "wrong"
+    assert f"process {process.pid} works for {run.name}, Cancelled" in after.seen

@@ -15,14 +15,16 @@ from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.flows.train import train
 from tests.support.tiny import Tiny
 
-__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "timed"]
+__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "retried", "timed"]
 
 TIMEOUT_S = 30.0
 timed = train.with_options(timeout_seconds=TIMEOUT_S)
+retried = train.with_options(retries=3)
 
 
 class Gated(Tiny):
-    """Wait for the file "go" in the `place` "build", or at step `at` in the `place` "step" or "save".
+    """Wait for the file "go" in the `place` "build", or at step `at` in the `place` "step" or "save";
+    in the place "again" it raises at that step first, and waits there in the next attempt.
 
     `folder` holds the files: "at" is made when the process is there, "alarm" when the flow's timeout comes meanwhile,
     and every completed step is a line of "steps". In the place "retry" the step raises instead, once: the process waits
@@ -62,7 +64,9 @@ class Gated(Tiny):
     def _interfere(self, step: int) -> None:
         if step == self._at and self._place == "step":
             self.stop()
-        if step == self._at and self._place == "retry" and not (self._folder / "failed").exists():
+        if step == self._at and self._place == "again" and (self._folder / "failed").exists():
+            self.stop()
+        if step == self._at and self._place in ("retry", "again") and not (self._folder / "failed").exists():
             (self._folder / "failed").touch()
             raise RuntimeError(f"injected in step {step}")
 

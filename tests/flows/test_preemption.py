@@ -16,17 +16,18 @@ import pytest
 import torch
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import TerminationSignal
-from prefect.states import Cancelling, Suspended
+from prefect.states import Cancelled, Cancelling, Suspended
 from prefect.utilities import engine
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
-from tests.flows.gated import timed
+from tests.flows.gated import retried, timed
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
 HEARD_S = 15.0  # Prefect's engine asks every 10 s whether its flow run is suspended; the batches here take milliseconds
+FOREVER = 10**7
 AT, STEPS, TOTAL = 3, 6, 12  # where a process is acted upon; the end of its batch; the end of the run
 PLACES = {"step": AT, "save": AT, "retry": 0, "build": 0, "rank": AT}  # where it is, and the step that it commits
 
@@ -45,7 +46,8 @@ class Attempt:
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         flow = options.pop("flow", train)
-        entrypoint = "flows/train.py:train" if flow is train else "tests/flows/gated.py:timed"
+        named = {train: "flows/train.py:train", timed: "tests/flows/gated.py:timed"}
+        entrypoint = named.get(flow, "tests/flows/gated.py:retried")
         deployment = client.create_deployment(
             client.create_flow(flow), folder.name, entrypoint=entrypoint, pull_steps=[here]
         )
@@ -241,6 +243,31 @@ def test_sigterm_to_flow_run_execute(start: Start, place: str, twice: bool) -> N
     assert run.ended() == 0
     run.check_saved(PLACES[place])
     assert run.states()[-2:] == ["Running", "AwaitingRetry"]
+
+
+def test_a_worker_takes_a_preempted_flow_run_that_prefect_has_retried(start: Start) -> None:
+    """P69: a retry of the whole flow in its process has begun; a preemption then leaves nothing to wait for."""
+    run = start("again", flow=retried, retries=0)
+    assert run.client.read_flow_run(run.run).run_count == 2  # Prefect has retried it
+    run.terminate()
+    run.until(lambda: run.states().count("AwaitingRetry") == 2, "the flow run is scheduled again")
+    run.go()
+    assert run.ended() == 0
+    assert run.client.read_flow_run(run.run).empirical_policy.retry_type != "in_process"  # workers pass over those
+
+
+def test_a_cancelled_training_ends_without_its_supervisor(start: Start) -> None:
+    """P69: an engine whose supervisor was killed, of a flow run that is cancelled, commits a step and ends."""
+    run = start("step", total_steps=FOREVER, batch_steps=FOREVER)
+    assert run.process is not None
+    run.process.kill()
+    run.client.set_flow_run_state(run.run, Cancelled(), force=True)
+    run.go()
+    run.ended()
+    saved = max(run.trained)
+    assert AT <= saved < FOREVER
+    run.check_saved(saved)
+    assert run.states()[-1] == "Cancelled"
 
 
 @pytest.mark.slow

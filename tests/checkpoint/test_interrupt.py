@@ -1,0 +1,102 @@
+"""Signals of a scheduler, and signals for a training in another thread: what is committed, and who ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ckpt_tasks import open_run
+from tests.support.interpreters import Python
+
+LOOP = """
+import faulthandler, signal, sys, threading, time
+import torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+
+own, thread, run = sys.argv[1:]
+if own == "faulthandler":
+    faulthandler.register(signal.SIGUSR1)
+elif own == "handler":
+    signal.signal(signal.SIGUSR1, lambda *_: print("the program's own", flush=True))
+elif own == "returns":
+    signal.signal(signal.SIGTERM, lambda *_: print("the program's own", flush=True))
+
+def train():
+    state = {"weights": torch.zeros(4)}
+    ckpt.restore(state)
+    for step in range(1, 2001):
+        time.sleep(0.01)
+        ckpt.step(step, state)
+        print(f"step {step}", flush=True)
+
+with Checkpointer(CheckpointConfig(checkpoint_dir=run, step_interval=10000, memory_dir=None)) as ckpt:
+    if thread == "thread":
+        trains = threading.Thread(target=train)
+        trains.start()
+        trains.join()
+    else:
+        train()
+"""
+
+
+def trained(
+    run: Path, sent: signal.Signals, *, own: str = "none", thread: str = "main", until: str = ""
+) -> tuple[int, str]:
+    """Send a signal to a training at its third step; return its status and what it has printed.
+
+    `until`: kill it after it has printed this and two more steps.
+    """
+    said: list[str] = []
+    with Python("-c", LOOP, own, thread, run) as process:
+        for line in process.stdout:
+            said.append(line)
+            if line == "step 3\n":
+                process.send(sent)
+            if until and any(until in one for one in said[:-2]) and line.startswith("step"):
+                process.send(signal.SIGKILL)
+                break
+        done = process.ends(60)
+    return done.returncode, "".join(said) + done.stdout + done.stderr
+
+
+def last_step(said: str) -> int:
+    return max(int(line.split()[1]) for line in said.splitlines() if line.startswith("step "))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda sent: sent.name)
+def test_a_schedulers_signal_ends_any_loop_as_sigterm_does(run_dir: Path, sent: signal.Signals) -> None:
+    """Slurm's `--signal` reaches a plain loop: the step under way is committed, and the run is released."""
+    status, said = trained(run_dir, sent)
+    run = open_run(str(run_dir))
+    owner = run.head().state.owner
+    assert status == -signal.SIGTERM, said
+    assert [one.step for one in run.checkpoints()] == [last_step(said) + 1]
+    assert owner is not None
+    assert owner.released
+
+
+@pytest.mark.parametrize(("own", "printed"), [("handler", "the program's own"), ("faulthandler", "most recent call")])
+def test_a_signal_that_the_program_uses_stays_its_own(run_dir: Path, own: str, printed: str) -> None:
+    """SIGUSR1 for which the program has a handler, in Python or below it, ends nothing and saves nothing."""
+    end = printed if own == "handler" else "step 5\n"
+    _, said = trained(run_dir, signal.SIGUSR1, own=own, until=end)
+    assert printed in said
+    assert last_step(said) > 4
+    assert not open_run(str(run_dir)).checkpoints() if run_dir.exists() else True
+
+
+def test_a_training_in_another_thread_hears_sigterm(run_dir: Path) -> None:
+    """The main thread holds the signal back, the thread that trains commits its step, and the process ends by it."""
+    status, said = trained(run_dir, signal.SIGTERM, thread="thread")
+    assert status == -signal.SIGTERM, said
+    assert [one.step for one in open_run(str(run_dir)).checkpoints()] == [last_step(said) + 1]
+
+
+@pytest.mark.parametrize("thread", ["main", "thread"])
+def test_a_handler_that_returns_lets_training_go_on(run_dir: Path, thread: str) -> None:
+    """The program's own handler of SIGTERM runs after a commit, in the main thread, and training continues."""
+    _, said = trained(run_dir, signal.SIGTERM, own="returns", thread=thread, until="the program's own")
+    (saved,) = (one.step for one in open_run(str(run_dir)).checkpoints())
+    assert last_step(said) > saved
