@@ -27,7 +27,7 @@ class BatchResult:
     commit_s: float
 
 
-def step_batch(session: ProgramSession, *, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
+def step_batch(session: ProgramSession, retries: int, retry_delay_seconds: float) -> Task[[int, int], BatchResult]:
     """Make the task that trains from one step to another; call the task, do not submit it: then signals reach it."""
     attempts = Attempts(session, counted=False, max_stalled=_MAX_STALLED_ATTEMPTS)
 

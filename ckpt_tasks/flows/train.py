@@ -18,7 +18,6 @@ from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.gang.launched import launched
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.cancelling import ends_when_cancelled
 from ckpt_tasks.orchestration.config import BatchLength, check_saves, config_of_run
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
 from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
@@ -27,6 +26,7 @@ from ckpt_tasks.orchestration.endings import (
     crashes_while_the_api_is_away,
     crashes_while_the_store_is_away,
     ends_quietly_for_a_sibling,
+    ends_when_cancelled,
     skip_while_the_run_trains,
 )
 from ckpt_tasks.orchestration.events import announce, delivers_events
@@ -102,8 +102,7 @@ def train(
     ):
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)
-        tries = 0 if launched.get() else retries  # The launcher makes the retries.
-        batch_task = step_batch(session, retries=tries, retry_delay_seconds=retry_delay_seconds)
+        batch_task = step_batch(session, 0 if launched.get() else retries, retry_delay_seconds)
         for batch in run_in_batches(batch_task, session, total_steps, length):
             trained += batch.end - batch.start
             pages.show(batch.end, batch.metrics)

@@ -1,4 +1,4 @@
-"""End a flow run: without a new state if another process of it owns the run, as crashed if a store does not answer.
+"""End a flow run: as if it were cancelled, without a state if another process owns the run, crashed without a store.
 
 Prefect may start a flow run twice: a preempted flow run before its old process has ended, a resumed one during the
 pause, a crashed one that two watchers report. The ledger lets one of these processes train. If the other process ended
@@ -11,18 +11,22 @@ it as often as they are configured to.
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import get_client
 from prefect.client.schemas import OrchestrationResult
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, Pause
+from prefect.exceptions import Abort, Pause, PrefectException, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
@@ -32,6 +36,8 @@ from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.orchestration.attempts import is_retryable
 from ckpt_tasks.orchestration.blocks import api_is_away
+from ckpt_tasks.orchestration.events import client_without_retries
+from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.answers import answer_of, is_expired
 
@@ -150,3 +156,45 @@ def _will_be_resumed(reached: bool) -> bool:
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return run is not None and run.deployment_id is not None and (reached or run.run_count > 1)
+
+
+_LOOK_S, _ANSWER_S = 10.0, 5.0
+_CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
+_WHY = "The flow run was cancelled; its training ended after a step, with a commit."
+
+
+@contextmanager
+def ends_when_cancelled() -> Iterator[None]:
+    """End the block as by SIGTERM within 10 s if its flow run is cancelled, then end this process by Prefect's Abort.
+
+    A worker sends SIGTERM to the command of its job. Where that is `prefect flow-run execute`, the engine that trains
+    is a child with a session of its own: on a busy machine the worker kills the command before it has told the engine,
+    Prefect shows "Cancelled", and the engine would train on. Does nothing outside the main thread, which gets signals.
+    """
+    if not flow_run.id or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over, cancelled = threading.Event(), threading.Event()
+    look = copy_context().run  # The client's settings are in this context.
+    start_thread(look, _watch, UUID(flow_run.id), over, cancelled, name="ckpt-cancelled")
+    try:
+        yield
+    except TerminationSignal as error:
+        if not cancelled.is_set():
+            raise
+        with suppress(httpx.HTTPError, PrefectException):  # Prefect calls it cancelling, or cancelled, already.
+            end_flow_run(Cancelled(message=_WHY))
+        raise Abort(_WHY) from error
+    finally:
+        over.set()
+
+
+def _watch(run: UUID, over: threading.Event, cancelled: threading.Event) -> None:
+    """Ask for the flow run's state until the block is over; send this process SIGTERM, once, if it is cancelled."""
+    while not over.wait(_LOOK_S):
+        with suppress(httpx.HTTPError, PrefectException), client_without_retries(_ANSWER_S) as client:
+            state = client.read_flow_run(run).state
+            if state is not None and state.type in _CANCELLED and not over.is_set():
+                cancelled.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
