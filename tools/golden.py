@@ -16,11 +16,12 @@ import random
 import secrets
 import shutil
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta, timezone
 from functools import partial
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,20 @@ def make_kinds(directory: Path) -> None:
 
 def make_wrappers(directory: Path) -> None:
     """Write a run whose manifest says version 5; it needs torchao."""
+    _make_values(directory, lambda: [wrapped(bits, 1) for bits in OF_TORCHAO])
+
+
+def make_buffers(directory: Path) -> None:
+    """Write a run whose manifest says version 6."""
+    _make_values(directory, lambda: [BytesIO(b"golden"), BytesIO()])
+
+
+def _make_values(directory: Path, values: Callable[[], list[Any]]) -> None:
     with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)  # noqa: NPY002
-        ckpt.save(1, {"values": [wrapped(bits, 1) for bits in OF_TORCHAO]})
+        ckpt.save(1, {"values": values()})
     for name in (".ckpt-reserve", "heartbeat"):
         shutil.rmtree(directory / name)
 
@@ -272,6 +282,7 @@ if __name__ == "__main__":
     made[HERE / "v3" / "kinds"] = make_kinds
     made[HERE / "v4" / "tables"] = make_tables
     made[HERE / "v5" / "wrappers"] = make_wrappers
+    made[HERE / "v6" / "buffers"] = make_buffers
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

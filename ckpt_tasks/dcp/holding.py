@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,12 +43,43 @@ class Restored(NamedTuple):
 
 restored: dict[str, Restored] = {}  # By the URL of the run; a save that continues from the checkpoint removes it.
 _held: dict[str, HeldRun] = {}
+_turns: dict[str, threading.Thread] = {}  # By the URL of the run; the thread whose save is under way.
+_waiting: dict[str, list[int]] = {}
+_LOOK_S = 0.01
 _lock = system().lock()
 
 
 def store_of(config: CheckpointConfig) -> Store:
     """Open the run's store."""
     return config.location.resolve(config.run_key).open()
+
+
+def begin_turn(url: str, step: int) -> None:
+    """Wait until no other thread of this process saves this run, and no waiting save is of an earlier step.
+
+    DCP saves each state in a thread of its own, and several may be under way. A save that failed has no end that a
+    writer sees: its turn is over with its thread, or when the main thread lets another thread save.
+    """
+    mine = threading.current_thread()
+    with _lock:
+        waiting = _waiting.setdefault(url, [])
+        waiting.append(step)
+    while True:
+        with _lock:
+            other = _turns.get(url)
+            free = other is None or other in (mine, threading.main_thread()) or not other.is_alive()
+            if free and step == min(waiting):
+                waiting.remove(step)
+                _turns[url] = mine
+                return
+        system().sleep(_LOOK_S)
+
+
+def end_turn(url: str) -> None:
+    """Let the next save of this run begin."""
+    with _lock:
+        if _turns.get(url) is threading.current_thread():
+            del _turns[url]
 
 
 def held_run(config: CheckpointConfig) -> HeldRun:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -89,6 +90,7 @@ class CkptReader(StorageReader):
         super().__init__()
         self._config = config_of(run)
         self._step = self._given = step
+        self._id: str | os.PathLike[str] | None = None
         self._group = group
         self._open: _Open | None = None
         self._read: _Read | None = None
@@ -105,6 +107,7 @@ class CkptReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of the step at the end of `checkpoint_id` if it has one."""
         self._open = self._read = None
+        self._id = checkpoint_id
         if checkpoint_id is not None and self._given is None:
             self._step = step_of(checkpoint_id)
 
@@ -123,7 +126,9 @@ class CkptReader(StorageReader):
             name: _tensor(rows[value.key]) if _is_tensor(value) else BytesStorageMetadata()
             for name, value in values.items()
         }
-        return Metadata(metadata, planner_data=paths, storage_meta=StorageMeta())
+        step = str(checkpoint.step)
+        about = StorageMeta(checkpoint_id=self._id or store.url, save_id=step, load_id=step)
+        return Metadata(metadata, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has opened the checkpoint."""

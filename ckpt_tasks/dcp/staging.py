@@ -7,14 +7,18 @@ Invariant: memory is reused only after `write_data` in this process has written 
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, SETS
+from ckpt_tasks.format.tree import like as made_like
 from ckpt_tasks.process.processes import Process
 from ckpt_tasks.system import system
+from ckpt_tasks.tensors.kinds import KINDS, kind_of_value
 from ckpt_tasks.tensors.placements import is_sharded, like, local_of
 from ckpt_tasks.tensors.tensors import copy_all
 
@@ -40,7 +44,7 @@ _lock = system().lock()
 
 
 def stage(state: Mapping[str, Any]) -> tuple[dict[str, Any], Staged]:
-    """Copy a state with all its tensors and arrays, also in dicts, lists and tuples, to the CPU; wait for the copy.
+    """Copy a state with all its tensors and arrays to the CPU, also in every container that can be stored; wait for it.
 
     Other values are not copied, as by DCP's own writer.
     """
@@ -67,15 +71,24 @@ class _Copies:
         """Return a copy of a value in which tensors are allocated but not filled."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        kind = type(value)
         if isinstance(value, Mapping):
-            return {name: self.of(item) for name, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self.of, value))
-        return value.copy() if isinstance(value, np.ndarray) else value
+            items = {name: self.of(item) for name, item in value.items()}
+            return made_like(value, items) if kind in MAPPINGS and kind is not dict else items
+        if kind in SEQUENCES or kind in SETS:
+            made = [self.of(item) for item in value]
+            return kind(made) if kind in (list, tuple, *SETS) else made_like(value, made)
+        if isinstance(value, (np.ndarray, bytearray, io.BytesIO)):
+            return copy.copy(value)
+        if (tag := kind_of_value(value)) is not None and KINDS[tag].place:
+            head, parts = KINDS[tag].take(value)
+            return KINDS[tag].build(head, {name: self.of(part) for name, part in parts.items()}, value)
+        return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
-            return copy.deepcopy(tensor)  # For example a ShardedTensor.
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and kind_of_value(tensor) is None
+        if not plain and not is_sharded(tensor):
+            return copy.deepcopy(tensor)  # For example a ShardedTensor, or a sparse tensor.
         source = local_of(tensor).detach()
         at = len(self.memory)
         into = self._old[at] if at < len(self._old) else None

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt_tasks.dcp.holding import Restored, held_run, restored, store_of
+from ckpt_tasks.dcp.holding import Restored, begin_turn, end_turn, held_run, restored, store_of
 from ckpt_tasks.dcp.naming import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.dcp.shards import Portion, write_portions
 from ckpt_tasks.dcp.staging import Staged, stage
@@ -71,6 +71,8 @@ class CkptWriter(StorageWriter, AsyncStager):
         StorageWriter.__init__(self)
         self._config = config_of(run)
         self._step = self._given = step
+        self._id: str | os.PathLike[str] | None = None
+        self._coordinates = True
         self._saving: Saving | None = None
         self._naming: Naming | None = None
         self._restored: Restored | None = None
@@ -78,7 +80,9 @@ class CkptWriter(StorageWriter, AsyncStager):
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the state for dcp.async_save, while training waits."""
-        copied, self._staged = stage(state_dict)
+        copied, staged = stage(state_dict)
+        # With two copies under way a save does not know which one is its own: then no memory is used again.
+        self._staged = staged if self._staged is None else None
         return copied
 
     def synchronize_staging(self) -> None:
@@ -99,12 +103,18 @@ class CkptWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, of the step at the end of `checkpoint_id` if it has one."""
+        step = self._step if checkpoint_id is None or self._given is not None else step_of(checkpoint_id)
+        begin_turn(self._url, -1 if step is None else step)
         self._saving = self._naming = None
-        if checkpoint_id is not None and self._given is None:
-            self._step = step_of(checkpoint_id)
+        self._step, self._id = step, checkpoint_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP's planners are told: the checkpoint_id, and the step as the id of this save."""
+        return StorageMeta(checkpoint_id=self._id, save_id=None if self._step is None else str(self._step))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError if there is no step or ranks do not save together, StateError if the step is invalid."""
+        self._coordinates = is_coordinator
         if self._step is None:
             raise ConfigError(
                 "a checkpoint needs its step",
@@ -172,6 +182,8 @@ class CkptWriter(StorageWriter, AsyncStager):
         if self._staged is not None:
             self._staged.free()
             self._staged = None
+        if not self._coordinates:
+            end_turn(self._url)
         results = [WriteResult(item.index, _chunk_bytes(item), None) for item in plan.items]
         written = _Written(part, values)
         done: Future[list[WriteResult]] = Future()
@@ -192,6 +204,11 @@ class CkptWriter(StorageWriter, AsyncStager):
         environment = {ROOT: naming.root}
         held_run(self._config).commit(replace(saving, groups=groups, environment=environment), parts)
         self._saving = self._naming = None
+        end_turn(self._url)
+
+    @property
+    def _url(self) -> str:
+        return store_of(self._config).url
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
@@ -200,24 +217,26 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:
     return int(match[1]) if match else None
 
 
-_last_plans: list[SavePlan] = []
-
-
 def _full_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans; for a rank that sends none, because its planner has cached it, return its last plan.
+    """Return the plans; for a rank that sends none, because its planner has cached it, return that planner's last plan.
 
-    Each save needs a new order, so a rank must not write by a cached plan. Raises ConfigError if this process does not
-    know the last plan.
+    Each save needs a new order, so a rank must not write by a cached plan. DCP keeps the last plans by the name of the
+    planner's class, which it tells no writer. Raises ConfigError if several planners could have made these plans.
     """
-    full = [
-        plan if plan.usable else replace(_last_plans[rank], usable=True) if rank < len(_last_plans) else None
-        for rank, plan in enumerate(plans)
-    ]
-    known = [plan for plan in full if plan is not None]
-    if len(known) < len(plans):
-        raise ConfigError("DCP's planner has cached a plan for another writer", hint="Use one kind of writer with it.")
-    _last_plans[:] = known
-    return known
+    if all(plan.usable for plan in plans):
+        return [*plans]
+    kept = [one for one in SavePlanner._cached_global_plan.values() if _may_be(one, plans)]
+    if len(kept) != 1:
+        raise ConfigError(
+            f"DCP's planner has cached its plan, and {len(kept)} planners may have made it",
+            hint="Use one class of planner with enable_plan_caching in a process.",
+        )
+    return [replace(plan, usable=True) for plan in kept[0]]
+
+
+def _may_be(kept: Sequence[SavePlan], plans: Sequence[SavePlan]) -> bool:
+    """Return True if the kept plans of all ranks have the plans that were sent."""
+    return len(kept) == len(plans) and all(new is old for old, new in zip(kept, plans, strict=True) if new.usable)
 
 
 def _paths(plans: Iterable[SavePlan]) -> dict[str, tuple[str | int, ...]] | None:

@@ -359,7 +359,7 @@ _TYPED = dict.fromkeys(
     ("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range", "~bytearray"),
     3,
 )
-_TYPED["~wrapper"] = 5  # Version 5 adds only this tag.
+_TYPED |= {"~wrapper": 5, "~buffer": 6}  # Versions 5 and 6 add only these tags.
 # One row for each kind of value that JSON lacks. tensors/kinds.py has the live type of each Typed kind.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),

@@ -5,6 +5,7 @@ Invariants
 1. As for every source, nothing is imported or executed (`metadata_pickle.py`, `unpickling.py`), and an import compares
    all bytes with their CRCs before it writes anything.
 2. A tensor in `values` is a placeholder without memory: nothing reads its values. `copied` reads the tensor's parts.
+3. The parts of a tensor tile it exactly, each has the shape that the metadata says, and no two share bytes of a file.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import mmap
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ckpt_tasks.errors import CkptError, IntegrityError
@@ -26,6 +30,7 @@ from ckpt_tasks.importing.metadata_pickle import Pickled, read_objects
 from ckpt_tasks.importing.source_file import SourceFile
 from ckpt_tasks.importing.sources import torch_value
 from ckpt_tasks.layout.image import STORED_DTYPES
+from ckpt_tasks.layout.tiling import untiled
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 256 << 20
@@ -33,9 +38,13 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class _Part(NamedTuple):
-    """A part of a stored tensor: its first index in the tensor, its file, and its byte range in the file."""
+    """A part of a stored tensor: its first index and its shape in the tensor, its file, and its byte range there.
+
+    The shape is empty until `_tiling` has found it.
+    """
 
     offset: tuple[int, ...]
+    shape: tuple[int, ...]
     file: SourceFile
     begin: int
     end: int
@@ -99,7 +108,7 @@ class DcpDirectory(SourceFile):
         name, parts = self._tensors.get(tensor.data_ptr(), ("", []))
         if not name or tensor.shape != self.values[name].shape:
             return None
-        whole = torch.empty_like(tensor)
+        whole = torch.zeros_like(tensor)
         for part in parts:
             into, values = whole, self._part(name, part)
             for axis, (begin, extent) in enumerate(zip(part.offset, values.shape, strict=True)):
@@ -112,8 +121,9 @@ class DcpDirectory(SourceFile):
         for index, info in metadata["storage_data"].items():
             begin, length = int(info["offset"]), int(info["length"])
             offset = tuple(map(int, index.attributes.get("offset") or ()))
-            part = _Part(offset, self._file(info["relative_path"]), begin, begin + length)
+            part = _Part(offset, (), self._file(info["relative_path"]), begin, begin + length)
             places.setdefault(index["fqn"], []).append(part)
+        _check_apart([part for parts in places.values() for part in parts])
         described = metadata["state_dict_metadata"]
         self.paths = None if metadata["planner_data"] is None else _paths(metadata["planner_data"], len(described))
         sizes = {name: _described(one) for name, one in described.items() if one.name.endswith("TensorStorageMetadata")}
@@ -156,12 +166,12 @@ class DcpDirectory(SourceFile):
 
     def _part(self, name: str, part: _Part) -> torch.Tensor:
         values = torch_value(self._slice(name, part))
-        whole = self.values[name]
-        if isinstance(values, torch.Tensor) and values.dtype == whole.dtype and values.dim() == whole.dim():
-            ends = map(int.__add__, part.offset, values.shape)
-            if all(end <= extent for end, extent in zip(ends, whole.shape, strict=True)):
-                return values
-        raise IntegrityError("a part is not what its metadata says", key=name)
+        if not isinstance(values, torch.Tensor) or (values.dtype, tuple(values.shape)) != (
+            self.values[name].dtype,
+            part.shape,
+        ):
+            raise IntegrityError("a part is not what its metadata says", key=name)
+        return values
 
 
 def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -177,15 +187,26 @@ def _described(described: Pickled) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _tiling(name: str, described: Pickled, parts: list[_Part]) -> list[_Part]:
-    """Return the parts of a tensor that its metadata lists; raise IntegrityError if they do not make up the tensor."""
-    listed = {tuple(one["offsets"]): math.prod(one["sizes"]) for one in described["chunks"]}
-    here = {part.offset or (0,) * len(described["size"]): part for part in parts}
-    if (
-        sum(listed.values()) != math.prod(described["size"])
-        or not {o for o, size in listed.items() if size} <= here.keys()
-    ):
-        raise IntegrityError("its parts do not make up the tensor", key=name)
-    return [part._replace(offset=offset) for offset, part in here.items() if listed.get(offset)]
+    """Return the parts of a tensor with their shapes; raise IntegrityError if they do not tile the tensor exactly."""
+    full = tuple(map(int, described["size"]))
+    chunks = [(tuple(map(int, one["offsets"])), tuple(map(int, one["sizes"]))) for one in described["chunks"]]
+    chunks = [(offset, shape) for offset, shape in chunks if math.prod(shape)]
+    here = {part.offset or (0,) * len(full): part for part in parts}
+    if all(len(offset) == len(shape) == len(full) for offset, shape in chunks) and chunks:
+        columns = (np.array(column, np.int64).reshape(len(chunks), len(full)) for column in zip(*chunks, strict=True))
+        tensor = np.zeros(len(chunks), np.int64)
+        if not len(untiled(tensor, np.tile(np.array(full, np.int64), (len(chunks), 1)), *columns)):
+            with suppress(KeyError):
+                return [here[offset]._replace(offset=offset, shape=shape) for offset, shape in chunks]
+    raise IntegrityError("its parts do not make up the tensor", key=name)
+
+
+def _check_apart(parts: list[_Part]) -> None:
+    """Raise IntegrityError if two parts share bytes of a file: one of them would be another tensor's."""
+    placed = sorted((part.file.name, part.begin, part.end) for part in parts)
+    for (file, _, end), (other, begin, _) in pairwise(placed):
+        if file == other and begin < end:
+            raise IntegrityError(f"two parts share the bytes {begin} to {end} of {file}", key=METADATA)
 
 
 def _paths(paths: Mapping[Any, Any], most: int) -> dict[str, tuple[str | int, ...]]:

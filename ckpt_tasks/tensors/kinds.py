@@ -7,6 +7,7 @@ class must still fit: a named tuple with these fields, or an Enum with these mem
 
 from __future__ import annotations
 
+import io
 import operator
 import sys
 from collections.abc import Callable
@@ -161,6 +162,14 @@ def _build_array(head: Head, parts: dict[str, Any], live: Any) -> Any:
     return np.ndarray(shape, dtype, buffer=parts["bytes"])
 
 
+def _build_buffer(head: Head, parts: dict[str, Any], live: Any) -> io.BytesIO:
+    if parts["bytes"].dtype != np.uint8:
+        raise TypeError("no bytes")
+    made = io.BytesIO(parts["bytes"].tobytes())
+    made.seek(whole(*head))
+    return made
+
+
 def _take_sparse(tensor: torch.Tensor) -> Taken:
     if tensor.requires_grad and not tensor.is_leaf:
         raise UnsupportedStateError("a tensor with an autograd history cannot be stored", hint="Store tensor.detach().")
@@ -301,6 +310,11 @@ KINDS = {
     ),
     "~range": ValueKind(lambda v: ((v.start, v.stop, v.step), {}), lambda h, p, _: range(*h), (range,)),
     "~bytearray": ValueKind(lambda v: ((bytes(v),), {}), lambda h, p, _: bytearray(*h), (bytearray,)),
+    "~buffer": ValueKind(
+        lambda v: ((v.tell(),), {"bytes": np.frombuffer(bytearray(v.getvalue()), np.uint8)}),
+        *(_build_buffer, (io.BytesIO,)),
+        reads=True,
+    ),
     "~text": ValueKind(lambda v: (("".join(v),), {}), lambda h, p, _: np.str_(text(*h)), (np.str_,), key=True),
 }
 _TAGS = {kind: tag for tag, row in KINDS.items() for kind in row.types}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
@@ -10,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -100,3 +109,72 @@ def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
     assert done.status != 0
     assert "CRC" in done.err
     assert not other.exists()
+
+
+Chunk = tuple[int, int, torch.Tensor | str]  # offset, length, and the record that the storage has for it
+HALVES = torch.arange(4.0), torch.arange(4.0, 8.0)
+GOOD: list[Chunk] = [(0, 4, HALVES[0]), (4, 4, HALVES[1])]
+TAMPERED: dict[str, list[Chunk]] = {
+    "chunks that overlap": [(0, 4, HALVES[0]), (2, 4, HALVES[1])],
+    "a part shorter than its chunk": [GOOD[0], (4, 4, torch.ones(3))],
+    "an empty part": [GOOD[0], (4, 4, torch.ones(0))],
+    "a part longer than its chunk": [(0, 4, torch.ones(6)), GOOD[1]],
+    "a part of other dimensions": [GOOD[0], (4, 4, torch.ones(2, 2))],
+    "another tensor's record": [GOOD[0], (4, 4, "other")],
+    "the same record twice": [GOOD[0], (4, 4, "w")],
+    "a negative offset": [GOOD[0], (-4, 4, HALVES[1])],
+    "one chunk listed twice": [GOOD[0], GOOD[0]],
+    "a gap": [GOOD[0], (6, 2, torch.ones(2))],
+}
+
+
+def put(directory: Path, chunks: list[Chunk]) -> None:
+    """Write a DCP directory with a tensor "other" of 4 elements and a tensor "w" of 8, in these chunks."""
+    directory.mkdir()
+    properties = TensorProperties(dtype=torch.float32)
+    records: dict[str, _StorageInfo] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    with (directory / "__0_0.distcp").open("wb") as file:
+        for number, (offset, _, record) in enumerate([(0, 4, torch.full((4,), 9.0)), *chunks]):
+            name = "w" if number else "other"
+            if isinstance(record, torch.Tensor):
+                data = io.BytesIO()
+                torch.save(record, data)
+                info = _StorageInfo("__0_0.distcp", file.tell(), len(data.getvalue()))
+                file.write(data.getvalue())
+                records.setdefault(name, info)
+            storage[MetadataIndex(name, torch.Size([offset]))] = (
+                info if isinstance(record, torch.Tensor) else records[record]
+            )
+    listed = [ChunkStorageMetadata(torch.Size([offset]), torch.Size([length])) for offset, length, _ in chunks]
+    whole = [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+    described = {
+        "other": TensorStorageMetadata(properties, torch.Size([4]), whole),
+        "w": TensorStorageMetadata(properties, torch.Size([8]), listed),
+    }
+    metadata = Metadata(described, planner_data={"w": ("w",), "other": ("other",)}, storage_data=storage)  # type: ignore[arg-type]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_directory_of_chunks_is_taken(tmp_path: Path) -> None:
+    """The control of the next test: two chunks that tile a tensor are its values, for DCP and for an import."""
+    put(tmp_path / "dcp", GOOD)
+    found = {"w": torch.zeros(8)}
+    load(found, checkpoint_id=tmp_path / "dcp")
+    assert found["w"].tolist() == [*range(8)]
+    assert ckpt("import", tmp_path / "dcp", tmp_path / "run").status == 0
+    out = tmp_path / "w.safetensors"
+    assert ckpt("export", tmp_path / "run", out).status == 0
+    (values,) = (one for name, one in load_file(out).items() if name.endswith("w"))
+    assert values.tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_parts_that_do_not_make_up_their_tensor_are_refused(what: str, tmp_path: Path) -> None:
+    """No element comes from memory that was never written, from a neighbour's part or from another tensor."""
+    put(tmp_path / "dcp", TAMPERED[what])
+    done = ckpt("import", tmp_path / "dcp", tmp_path / "run")
+    assert done.status != 0
+    assert "Traceback" not in done.err
+    assert any(word in done.err for word in ("make up the tensor", "not what its metadata says", "share the bytes"))
+    assert not (tmp_path / "run").exists()

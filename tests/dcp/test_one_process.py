@@ -8,14 +8,18 @@ import pickle
 import pickletools
 import warnings
 import zipfile
+from collections import OrderedDict, defaultdict, deque
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
@@ -27,6 +31,7 @@ from ckpt_tasks.errors import ConfigError
 from tests.crash.forked import forked
 from tests.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
+from tests.support.roundtrip import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -209,3 +214,126 @@ def test_ranks_that_save_alone_are_refused(run_dir: Path) -> None:
     with pytest.raises((CheckpointException, ConfigError), match="no common checkpoint"):
         save({"w": torch.ones(1)}, storage_writer=CkptWriter(run_dir, step=1), use_collectives=False)
     assert not run_dir.exists()
+
+
+class Losses(NamedTuple):
+    """A container that training changes in place."""
+
+    tensor: torch.Tensor
+    array: np.ndarray[Any, Any]
+
+
+def test_what_containers_hold_is_copied_before_training_goes_on(run_dir: Path) -> None:
+    """P1: async_save stores the values of its call, in every container that can be stored, and nothing later."""
+    tensors, arrays = [torch.ones(3) for _ in range(4)], [np.ones(3) for _ in range(2)]
+    buffer, grown = io.BytesIO(b"before"), bytearray(b"before")
+    kept = {
+        "named": Losses(tensors[0], arrays[0]),
+        "deque": deque([tensors[1], Losses(tensors[2], arrays[1])], maxlen=5),
+        "ordered": OrderedDict(a=tensors[3]),
+        "counted": defaultdict(list, {"a": [1]}),
+        "buffer": buffer,
+        "bytes": grown,
+    }
+    done = async_save(kept, storage_writer=CkptWriter(run_dir, step=1))
+    for tensor in tensors:
+        tensor += 1  # noqa: PLW2901 (in place)
+    for array in arrays:
+        array += 1  # noqa: PLW2901 (in place)
+    kept["counted"]["a"].append(2)
+    buffer.write(b"AFTER!")
+    grown[:] = b"after!"
+    assert isinstance(done, Future)
+    done.result()
+    found = {**dict.fromkeys(kept), "ordered": {"a": torch.zeros(3)}, "counted": {"a": None}}
+    load(found, storage_reader=CkptReader(run_dir))
+    ones, expected = torch.ones(3), np.ones(3)
+    assert_same(
+        found,
+        {
+            "named": Losses(ones, expected),
+            "deque": deque([ones, Losses(ones, expected)], maxlen=5),
+            "ordered": {"a": ones},  # DCP flattens a dict
+            "counted": {"a": [1]},
+            "buffer": io.BytesIO(b"before"),
+            "bytes": bytearray(b"before"),
+        },
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a writer each", "one writer"])
+def test_saves_under_way_at_once_are_made_one_after_the_other(run_dir: Path, shared: bool) -> None:
+    """Seven calls of async_save in a row: seven checkpoints, each with its own values."""
+    one = CkptWriter(CheckpointConfig(checkpoint_dir=run_dir, max_num_checkpoints=None))
+    weights, under_way = torch.zeros(1 << 16), []
+    for step in range(1, 8):
+        weights.fill_(step)
+        writer = one if shared else CkptWriter(CheckpointConfig(checkpoint_dir=run_dir, max_num_checkpoints=None))
+        under_way.append(async_save({"weights": weights}, storage_writer=writer, checkpoint_id=f"step-{step}"))
+    for done in under_way:
+        assert isinstance(done, Future)
+        done.result()
+    assert [one.step for one in open_run(run_dir).checkpoints()] == [7, 6, 5, 4, 3, 2, 1]
+    for step in range(1, 8):
+        found = {"weights": torch.zeros(1 << 16)}
+        load(found, storage_reader=CkptReader(run_dir, step=step))
+        assert bool((found["weights"] == step).all())
+
+
+def test_a_save_that_fails_in_a_thread_lets_the_next_one_begin(run_dir: Path) -> None:
+    """The turn of a save that was refused is over with it."""
+    bad = async_save({"weights": object()}, storage_writer=CkptWriter(run_dir, step=1))
+    assert isinstance(bad, Future)
+    with pytest.raises(CheckpointException):
+        bad.result()
+    good = async_save({"weights": torch.ones(2)}, storage_writer=CkptWriter(run_dir, step=2))
+    assert isinstance(good, Future)
+    good.result()
+    write(run_dir, {"weights": torch.ones(2)}, 3)
+    assert [one.step for one in open_run(run_dir).checkpoints()] == [3, 2]
+
+
+def test_a_cached_plan_is_that_of_its_planner(run_dir: Path) -> None:
+    """A save without a cache lies between two saves with one: the later full save holds all of the state."""
+    full, alone = {"weights": torch.ones(2), "moments": torch.ones(3)}, {"weights": torch.ones(2)}
+
+    def planner() -> DefaultSavePlanner:
+        return DefaultSavePlanner(enable_plan_caching=True)
+
+    for step, state, plans in (
+        (1, full, planner()),
+        (2, alone, None),
+        (3, full, planner()),
+        (4, alone, planner()),
+        (5, full, planner()),
+    ):
+        save(
+            state,
+            storage_writer=CkptWriter(CheckpointConfig(checkpoint_dir=run_dir, max_num_checkpoints=None), step=step),
+            planner=plans,
+        )
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        load(found, storage_reader=CkptReader(run_dir, step=step))
+        assert same(found, state), step
+        assert CkptReader(run_dir, step=step).read_metadata().state_dict_metadata.keys() == state.keys()
+
+
+def test_planners_are_told_what_they_are_told_by_dcp(run_dir: Path) -> None:
+    """The metadata has DCP's version and says which checkpoint it is; a save tells its planner which one it writes."""
+    told: list[StorageMeta | None] = []
+
+    class Asking(DefaultSavePlanner):
+        def set_up_planner(
+            self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        ) -> None:
+            told.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    save({"a": torch.ones(1)}, storage_writer=CkptWriter(run_dir), checkpoint_id="step-7", planner=Asking())
+    assert told[0] is not None
+    assert (told[0].checkpoint_id, told[0].save_id) == ("step-7", "7")
+    reader = CkptReader(run_dir)
+    reader.reset("step-7")
+    metadata = reader.read_metadata()
+    assert metadata.version == CURRENT_DCP_VERSION
+    assert metadata.storage_meta == StorageMeta("step-7", "7", "7")

@@ -11,6 +11,7 @@ import random
 import shutil
 from collections import Counter, OrderedDict, deque
 from datetime import date, datetime, timedelta, timezone
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_tensors_made_of_others_are_restored_to_what_was_saved(tmp_path: Path) -
         state: dict[str, Any] = {"values": []}
         assert ckpt.restore(state) == 1
     assert [*map(flattened, state["values"])] == [*map(flattened, own)]
+
+
+def test_buffers_are_restored_to_what_was_saved(tmp_path: Path) -> None:
+    """P59: version 6 has the bytes of an `io.BytesIO`, and the position in it."""
+    shutil.copytree(HERE / "v6" / "buffers", tmp_path / "run")
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "run"))) as ckpt:
+        state: dict[str, Any] = {"values": []}
+        assert ckpt.restore(state) == 1
+    assert_same(state["values"], [BytesIO(b"golden"), BytesIO()])
 
 
 def test_a_lookup_table_is_restored_to_what_was_saved(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -69,7 +70,7 @@ VALUES: list[Any] = [
     *(np.array([(1, [1, 2])], [("a", "u1"), ("b", "<f8", (2,))]), np.zeros((0, 2), "U3"), np.array("abc")),
     *(np.array([b"x"]), np.empty(2, "V0"), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(9)[::-2]),
     *(np.array(1.5, "f2"), np.zeros((0, 3), "u8"), np.array([1 + 2j], "c8"), np.broadcast_to([True, False], (3, 2))),
-    np.frombuffer(b"abcd", "i1"),
+    *(np.frombuffer(b"abcd", "i1"), io.BytesIO(b"abc"), [io.BytesIO()]),
 ]
 ODD_TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "coo": lambda: torch.eye(3).to_sparse(),

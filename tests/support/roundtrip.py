@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,8 @@ def assert_same(one: Any, other: Any, path: str = "it") -> None:
         assert not isinstance(one, deque) or one.maxlen == other.maxlen, path
         for n, (a, b) in enumerate(zip(one, other, strict=True)):
             assert_same(a, b, f"{path}/{n}")
+    elif isinstance(one, io.BytesIO):
+        assert (one.getvalue(), one.tell()) == (other.getvalue(), other.tell()), path
     elif hasattr(one, "tobytes"):
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), path
     else:
