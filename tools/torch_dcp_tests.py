@@ -3,8 +3,8 @@
 CHECKOUT is a checkout of PyTorch; only its test/distributed/checkpoint/ is read, and NAMEs are files there (default:
 those that save or load through DCP's API). Each runs twice, in processes in which FileSystemWriter and FileSystemReader
 are DCP's, or ours. It prints how many there are and how many pass with which, then each test that passes with DCP's
-alone and why, and exits with 1 if there is one. With `--cpu` first, copies run that ask for the CPU and gloo wherever a
-test asks for GPUs.
+alone and why, and exits with 1 if there is one, or if no test of a file passes with either (PyTorch's tests need
+expecttest). With `--cpu` first, copies run that ask for the CPU and gloo wherever a test asks for GPUs.
 
 Every save of a test counts as one after a load, and has a step of its own: such tests have directories, and no run.
 """
@@ -62,7 +62,10 @@ _ON_CPU = (
     (r"([\"'])cuda\1", '"cpu"'),
     (r"\bnccl\b", "gloo"),
     (r"torch\.cuda\.(current_device|set_device)\([^()]*\)", 'torch.device("cpu")'),
-    (r"@(skip_if_lt_x_gpu\(\w+\)|requires_nccl\(\))\n", "\n"),
+    (r"@(skip_if_lt_x_gpu\(\w+\)|requires_nccl\(\)|requires_accelerator_dist_backend\([^()]*\))\n", "\n"),
+    (r"device_id=(\w+(\.\w+)*(\([^()]*\))?)", 'device_id=torch.device("cpu")'),
+    (r"min\((\d), (\w+\.)+device_count\(\)\)", r"\1"),
+    (r"\bdevice=(self\.)?rank\b", 'device="cpu"'),
 )
 _WITH = "TORCH_DCP_TESTS_WITH"  # In the processes of the tests: `theirs` or `ours`.
 
@@ -78,6 +81,9 @@ def main(arguments: list[str]) -> int:
         passed = [sum(not why for why in outcomes.values()) for outcomes in (theirs, ours)]
         sys.stdout.write(f"| {name} | {len(theirs)} | {passed[0]} | {passed[1]} |\n")
         sys.stdout.flush()
+        if not passed[0]:
+            why = next(iter(theirs.values()), "the file has no test")
+            worse[name] = f"no test of it passes with DCP's own either: {why}"
         worse |= {
             test: ours.get(test, "did not run") for test, why in theirs.items() if not why and ours.get(test, "-")
         }

@@ -48,6 +48,7 @@ from ckpt_tasks.reading.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.reading.reading import run_of
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
+from ckpt_tasks.system import system
 from ckpt_tasks.tensors.sources import Maker, TensorSource
 from ckpt_tasks.tensors.values import unpack
 
@@ -91,6 +92,7 @@ class CkptReader(StorageReader):
         self._config = config_of(run)
         self._step = self._given = step
         self._id: str | os.PathLike[str] | None = None
+        self.load_id = system().token_hex(16)  # As DCP's own reader has it.
         self._group = group
         self._open: _Open | None = None
         self._read: _Read | None = None
@@ -126,8 +128,7 @@ class CkptReader(StorageReader):
             name: _tensor(rows[value.key]) if _is_tensor(value) else BytesStorageMetadata()
             for name, value in values.items()
         }
-        step = str(checkpoint.step)
-        about = StorageMeta(checkpoint_id=self._id or store.url, save_id=step, load_id=step)
+        about = StorageMeta(self._id or store.url, save_id=str(checkpoint.step), load_id=self.load_id)
         return Metadata(metadata, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -110,7 +110,12 @@ class CkptWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Return what DCP's planners are told: the checkpoint_id, and the step as the id of this save."""
-        return StorageMeta(checkpoint_id=self._id, save_id=None if self._step is None else str(self._step))
+        return StorageMeta(checkpoint_id=self._id, save_id=self.save_id)
+
+    @property
+    def save_id(self) -> str | None:
+        """The step as a text, by which DCP's metadata names a save; None before there is one."""
+        return None if self._step is None else str(self._step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise ConfigError if there is no step or ranks do not save together, StateError if the step is invalid."""

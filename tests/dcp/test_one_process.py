@@ -336,4 +336,4 @@ def test_planners_are_told_what_they_are_told_by_dcp(run_dir: Path) -> None:
     reader.reset("step-7")
     metadata = reader.read_metadata()
     assert metadata.version == CURRENT_DCP_VERSION
-    assert metadata.storage_meta == StorageMeta("step-7", "7", "7")
+    assert metadata.storage_meta == StorageMeta("step-7", "7", reader.load_id)
