@@ -237,13 +237,16 @@ def _held(config: CheckpointConfig, hint: str) -> Iterator[Checkpointer]:
     """Own the run during the block; if another process owns it, raise OwnedError with the hint."""
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 
-    with Checkpointer(config) as ckpt:
-        try:
-            ckpt.acquire()
+    ckpt = Checkpointer(config)
+    try:
+        ckpt.acquire()  # Outside the block: a signal must end a wait for another owner at once.
+        with ckpt:
             yield ckpt
-        except OwnedError as error:
-            error.hint = hint
-            raise
+    except OwnedError as error:
+        error.hint = hint
+        raise
+    finally:
+        ckpt.close()
 
 
 def _say(out: Output, run: Run, checkpoint: Checkpoint, facts: dict[str, Any], text: str) -> None:

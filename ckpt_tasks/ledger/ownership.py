@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import threading
@@ -38,6 +39,7 @@ from ckpt_tasks.ledger.history import Head, History
 from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.system import boot_id, has_ended, now_iso, process_start, system
 
+_log = logging.getLogger("ckpt_tasks")
 NEVER_OWNED = "it has had no owner"
 
 RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; its successor waits longer.
@@ -146,7 +148,7 @@ def acquire(
     owner's clock is unusable, every process waits `timeout_s`. Raises OwnedError if the owner may be alive and
     `take_over` is False.
     """
-    began_s, signs = system().monotonic(), Signs(history, timeout_s)
+    began_s, signs, waits = system().monotonic(), Signs(history, timeout_s), False
     while True:
         head = history.head()
         owner = head.state.owner
@@ -167,6 +169,12 @@ def acquire(
         grace_s = max(RELEASE_GRACE_S, _MISSED * timeout_s * _BEAT)
         patience_s = grace_s if same_run else timeout_s if passing else 0.0
         if (signs.watching and not same_run) or system().monotonic() - began_s < patience_s:
+            if not waits:
+                waits, most_s = True, max(patience_s, timeout_s if signs.watching else 0.0)
+                _log.warning(
+                    "%s is held by process %d on %s: waiting at most %.0f s for its release, or for a sign of life",
+                    *(history.store.url, owner.pid, owner.host, most_s),
+                )
             system().sleep(_POLL_S)
             continue
         if not same_run:

@@ -10,7 +10,9 @@ likely than an outage, so the wait is short; some clients (Google's) search for 
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -30,6 +32,7 @@ from ckpt_tasks.storage.port import SCHEMES, DisturbedStore, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
 from ckpt_tasks.system import Disturbed, system
 
+_log = logging.getLogger("ckpt_tasks")
 GROUP = "ckpt_tasks.places"
 # The limit in seconds for a first answer; None: opening a store sends no request. The command line sets it per command.
 first_answer_s: ContextVar[float | None] = ContextVar("first_answer_s", default=None)
@@ -138,9 +141,7 @@ def stores_below(store: Store) -> dict[str, Store]:
     place = unwrapped(store)
     if isinstance(place, LocalStore):
         with our_errors("", place.root):
-            names = (
-                sorted(entry.name for entry in os.scandir(place.root) if entry.is_dir()) if place.root.is_dir() else []
-            )
+            names = sorted(filter(None, map(_directory, os.scandir(place.root)))) if place.root.is_dir() else []
         return {name: LocalStore(Path(place.root, name)) for name in names if not name.startswith(".")}
     from ckpt_tasks.storage.objects import ObjectStore  # This imports fsspec.
     from ckpt_tasks.storage.retrying import RetryingStore
@@ -152,6 +153,15 @@ def stores_below(store: Store) -> dict[str, Store]:
         with suppress(ConfigError):  # Skip a name that no run can have.
             stores[name] = RetryingStore(place.below(name), deadline_s=_BELOW_S)
     return stores
+
+
+def _directory(entry: os.DirEntry[str]) -> str:
+    """Return the name of an entry that is a directory, else an empty text; pass over a link that leads nowhere."""
+    try:
+        return entry.name if entry.is_dir() else ""
+    except OSError as error:
+        _log.warning("%s is passed over: %s", entry.path, error.strerror)
+        return ""
 
 
 def free_bytes(store: Store) -> int | None:
@@ -178,9 +188,16 @@ def _instead_of(file: str) -> str:
 
 def _check_slashes(name: str) -> None:
     """Raise ConfigError for "s3:/bucket/run", which would otherwise name the directory ./s3:/bucket/run."""
+    if doubled := _DOUBLED.match(name):
+        hint = f"Write {doubled[1]}://{name[doubled.end() :]}, or ./{name} if it is a directory."
+        raise ConfigError(f"{without_secrets(name)!r:.200} is not a place", hint=without_secrets(hint))
     scheme, colon, rest = name.partition(":")
     if not colon or rest.startswith("//"):
         return
+    if len(scheme) > 1 and scheme.isalnum() and rest.startswith("/") and scheme not in ("file", *SCHEMES):
+        known = ", ".join([*SCHEMES, *entry_points(group=GROUP).names])
+        hint = f"A run lies in a directory (./{name}, if it is one) or at URL://: {known}."
+        raise ConfigError(f"{without_secrets(name)!r:.200} is not a place", hint=without_secrets(hint))
     if scheme == "file" or scheme in SCHEMES or entry_points(group=GROUP, name=scheme):
         name, rest = without_secrets(name), without_secrets(rest)
         do = f"Write {scheme}://{rest.lstrip('/')}, or ./{name} if it is a directory."
@@ -189,6 +206,7 @@ def _check_slashes(name: str) -> None:
         raise ConfigError(f"{name!r:.200} is not a place: after {scheme} come :// and a name", hint=do)
 
 
+_DOUBLED = re.compile(rf"({'|'.join(SCHEMES)})//+")
 _PAUSE_S = 0.5
 _HINT = "Check its name, its endpoint, the credentials and the network: ckpt doctor-store tries each request."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.loop import each, failed, slices
 
 _T = TypeVar("_T")
+_SILENT = logging.NullHandler()
 
 
 class OtherRequests:
@@ -18,6 +20,7 @@ class OtherRequests:
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
         self._bucket = bucket
+        logging.getLogger("gcsfs").addHandler(_SILENT)  # Without a handler it prints a traceback for each of its tries.
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
         size_bytes = sum(piece.nbytes for piece in body)

@@ -138,3 +138,16 @@ def test_a_bucket_of_runs(ministack: S3Server, bucket: str, tmp_path: Path, monk
     found = summaries_below(ObjectStore(f"s3://{bucket}/sweep", ministack.storage_options))
     assert [(run.name, run.step, run.state) for run in found] == [(f"run-{n:02}", 4, "ended") for n in range(12)]
     assert 12 * 3 < Counting.count <= 1 + 12 * 4 + 2
+
+
+def test_a_name_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
+    """A link to itself, through a file or to too long a name is named in a line, and the runs beside it are listed."""
+    save_steps(tmp_path / "good", 1)
+    (tmp_path / "file").touch()
+    odd = {"loop": "loop", "through": "file/x", "long": "n" * 300}
+    for name, target in odd.items():
+        (tmp_path / name).symlink_to(target)
+    answer = ckpt("ls", tmp_path, "--json")
+    assert answer.status == 0
+    assert [row["name"] for row in answer.data["runs"]] == ["good"]
+    assert [f"{tmp_path / name} is passed over" in answer.err for name in ("loop", "long")] == [True, True]

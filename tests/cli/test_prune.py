@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
+from tests.ledger.test_heartbeats import held_elsewhere
+from tests.ledger.test_ownership import owner_in
 from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
 from tests.support.owner_child import OwnerChild
 
@@ -133,3 +138,20 @@ def test_a_memory_directory_of_the_runs_own_is_named(run_dir: Path, memory: Path
     assert snapshots(memory) == []
     wrong = ckpt("prune", run_dir, "--memory-dir", memory / "nothing", "--json")
     assert (wrong.status, wrong.data["error"]["type"]) == (1, "ConfigError")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_a_wait_for_another_owner_says_so_and_ends_at_once(fast_dir: Path, sent: signal.Signals) -> None:
+    """The line names the owner that cannot be seen; the verb hears Ctrl-C and SIGTERM, and has changed nothing."""
+    run = fast_dir / f"held-{sent.name}"
+    held_elsewhere(run).write_text("torn")
+    before = owner_in(run)
+    command = [sys.executable, "-m", "ckpt_tasks", "prune", str(run), "--max-num-checkpoints", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.send_signal(sent)
+        status = process.wait(60)
+    assert f"{run} is held by process {before.pid} on elsewhere: waiting at most 120 s" in line
+    assert status in {-sent, 128 + sent}
+    assert owner_in(run) == before

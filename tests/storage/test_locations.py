@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,25 @@ def test_a_location_that_is_none_is_refused(url: Any, options: dict[str, Any]) -
     with pytest.raises(ConfigError) as caught:
         Location(url, **options)
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("hdfs:/x", "s3, "), ("dbfs:/x", "gs, "), ("s3//b/x", "s3://b/x"), ("s3:/b/x", "s3://b/x"), ("gs//b", "gs://b")],
+)
+def test_a_misspelled_url_is_no_directory(name: str, instead: str) -> None:
+    """It is refused with what works, before a directory of that name is made."""
+    with pytest.raises(ConfigError, match="is not a place") as caught:
+        Location(name).open()
+    assert instead in str(caught.value)
+    assert f"./{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["s3/x", "s3b//x", "a:b", "a/b:c/d", "C:/x", "./hdfs:/x", "./s3//x", "x//y"])
+def test_a_directorys_name_may_look_like_a_url(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colon or a double slash elsewhere in a path is part of a name."""
+    monkeypatch.chdir(tmp_path)
+    assert Location(name).open().url == str(tmp_path / name)
 
 
 def test_a_location_is_a_flows_parameter() -> None:
