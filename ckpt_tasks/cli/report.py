@@ -158,13 +158,19 @@ def metrics(
     names. Reads only the ledgers, and asks no training process. deployments/alerts.yaml has an alert for each metric on
     which somebody must act.
     """
-    from threading import Event
+    from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-    from prometheus_client import generate_latest, start_http_server
+    from prometheus_client import generate_latest, make_wsgi_app
+    from prometheus_client.exposition import ThreadingWSGIServer
     from prometheus_client.parser import text_string_to_metric_families as families
 
     from ckpt_tasks.report.prometheus import registry_of
+    from ckpt_tasks.serving.access import Access, guarded
     from ckpt_tasks.storage.locations import Location
+
+    class Quiet(WSGIRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Print no line for a request."""
 
     with output(as_json) as shown:
         if port is not None and (otlp or out is not None):
@@ -172,13 +178,14 @@ def metrics(
         registry = registry_of(Location(directory).open())
         if port is not None:
             try:
-                start_http_server(port, "127.0.0.1", registry)
+                app = guarded(make_wsgi_app(registry), Access("127.0.0.1", port))
+                server = make_server("127.0.0.1", port, app, ThreadingWSGIServer, Quiet)
             except (OSError, OverflowError) as error:
                 raise ConfigError(
                     f"127.0.0.1:{port} cannot be listened at: {error}", hint="Give --port one that is free."
                 ) from error
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
-            Event().wait()
+            server.serve_forever()
         if otlp:
             from ckpt_tasks.report.otel import push
 

@@ -9,7 +9,9 @@ import time
 import webbrowser
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -303,8 +305,10 @@ def serve(
                 f"{host}:{port} cannot be listened at: {error}", hint="--port 0 takes a free one."
             ) from error
         address = f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
-        address += f"?token={token}" if token else ""
+        address += f"?token={quote(token, safe='')}" if token else ""
         out.print(f"Serving {table.root.url} at {address} until Ctrl-C.")
+        if table.root.near and not Path(table.root.url).is_dir():
+            out.print(f"There is no directory {table.root.url} yet: runs appear here when it is made.")
         table.start()
         if show:
             webbrowser.open(address)

@@ -12,6 +12,8 @@ import ipaddress
 from dataclasses import dataclass
 from email.message import Message
 from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import unquote
 
 _NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -39,10 +41,25 @@ class Access:
             kept = SimpleCookie(headers.get("Cookie", "")).get(self.cookie)
         except CookieError:
             kept = None
-        tokens = (given, bearer, kept.value if kept else None)
+        tokens = (given, bearer, unquote(bearer), unquote(kept.value) if kept else None)
         if any(hmac.compare_digest(one.encode(), self.token.encode()) for one in tokens if one):
             return None
         return 401, "this server needs its token: open the address that ckpt serve printed"
+
+
+def guarded(app: Any, access: Access) -> Any:
+    """Return a WSGI application that answers as `app`, but refuses what `access` refuses."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        headers = Message()
+        headers["Host"] = environ.get("HTTP_HOST", "")
+        if refused := access.refusal(headers, None):
+            status, text = refused
+            start_response(f"{status} Refused", [("Content-Type", "text/plain; charset=utf-8")])
+            return [text.encode()]
+        return app(environ, start_response)
+
+    return answer
 
 
 def is_loopback(host: str) -> bool:

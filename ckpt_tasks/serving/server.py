@@ -10,11 +10,12 @@ import json
 import logging
 import math
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -72,6 +73,11 @@ class PageServer(ThreadingHTTPServer):
             raise CheckpointNotFoundError(f"the run {name!r:.200} is gone")
         return self.runs.ask(name, store, lambda run: run.course(), keep=look.summary.state == "running")
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over a client that leaves before its answer; report anything else as the base class does."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     def server_bind(self) -> None:
         """Bind the socket; the standard library would also look up the host's name, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,13 +92,17 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()}
+        try:
+            query = {name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()}
+        except ValueError:
+            self._answer(400, _TEXT, b"the question has more than 20 fields")
+            return
         access = self.server.access
         refused = access.refusal(self.headers, query.get("token"))
         if refused is not None:
             self._answer(refused[0], _TEXT, refused[1].encode())
         elif url.path == "/" and access.token is not None and "token" in query:
-            cookie = f"{access.cookie}={access.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{access.cookie}={quote(access.token, safe='')}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, _TEXT, b"", {"Location": "/", "Set-Cookie": cookie})
         elif url.path in _FILES:
             room, name, kind = _FILES[url.path]
@@ -111,7 +121,7 @@ class _Request(BaseHTTPRequestHandler):
             status, answer = 200, question(self.server, query)
         except KeyError as error:
             status, answer = 404, {"error": f"there is no run {error.args[0]!r:.200}"}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             status, answer = 400, {"error": f"the question makes no sense: {error!s:.200}"}
         except CkptError as error:
             status, answer = 503, {"error": str(error)}
@@ -155,7 +165,7 @@ def _about(server: PageServer, query: Mapping[str, str]) -> dict[str, Any]:
 def _curves(server: PageServer, query: Mapping[str, str]) -> dict[str, Any]:
     name, by = query.get("run", ""), query.get("by", "step")
     names = json.loads(query.get("metrics", "[]"))
-    if not isinstance(names, list) or by not in ("step", "time"):
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names) or by not in ("step", "time"):
         raise ValueError("metrics is a list of names, and by is step or time")
     low, high = float(query.get("low", "-inf")), float(query.get("high", "inf"))
     most = min(_MOST_POINTS, max(2, int(query.get("most", "1000"))))

@@ -8,6 +8,8 @@ import math
 import os
 import shutil
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -217,6 +219,39 @@ def test_a_wrong_question_has_an_answer(asked: Asked) -> None:
     for path in ("most=x", "low=nan", "metrics=%7B%7D", "metrics=[", "by=clock"):
         assert asked.data(f"/api/curves?run=first&{path}", 400)["error"]
     assert asked.data("/api/runs?since=x", 400)["error"]
+    deep = "%5B" * 100_000 + "%5D" * 100_000
+    assert asked.raw(f"/api/curves?run=first&metrics={deep}")[0] in {400, 414}
+    assert asked.data("/api/curves?run=first&metrics=" + "%5B" * 15_000, 400)["error"]
+    for path in ("metrics=[[%22a%22]]", "metrics=[1]"):
+        assert asked.data(f"/api/curves?run=first&{path}", 400)["error"]
+    assert asked.raw("/api/runs?" + "&".join(f"a{n}=1" for n in range(21)))[0] == 400
+
+
+def test_a_client_that_leaves_is_passed_over(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    """A connection that is reset before its answer prints no traceback, and the next one is answered."""
+    asked.rows()
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", asked.port)) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            line.sendall(b"GET /uPlot.js HTTP/1.1\r\nHost: localhost\r\n\r\nGET")
+    assert asked.data("/api/runs?since=-1")["rows"]
+    asked.server.shutdown()
+    asked.server.server_close()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["two words", "caf\u00e9", "a+b/c=%41;d"])
+def test_any_token_lets_its_owner_in(root: Path, token: str) -> None:
+    """The address that is printed, the cookie that it sets and a header of its form all have the token."""
+    with (asked := Asked(root, token=token)).server:
+        quoted = quote(token, safe="")
+        status, headers, _ = asked.raw(f"/?token={quoted}")
+        assert status == 303
+        cookie = headers["Set-Cookie"].partition(";")[0]
+        assert asked.raw("/api/runs", Cookie=cookie)[0] == 200
+        assert asked.raw("/api/runs", Authorization=f"Bearer {quoted}")[0] == 200
+        assert asked.raw("/api/runs", Cookie=cookie + "x")[0] == 401
+        asked.server.shutdown()
 
 
 def test_every_answer_forbids_what_the_page_does_not_need(asked: Asked) -> None:

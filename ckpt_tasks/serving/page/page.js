@@ -54,10 +54,15 @@
 
   // ── what the server says ──
 
+  // An object with no members but the server's: a metric may be called "constructor".
+  function bare(_, value) {
+    return value && typeof value === "object" && !Array.isArray(value) ? Object.assign(Object.create(null), value) : value;
+  }
+
   async function ask(path, parameters = {}) {
     const answer = await fetch(`${path}?${new URLSearchParams(parameters)}`);
     if (answer.status === 401 || answer.status === 421) throw new Error(await answer.text());
-    const body = await answer.json();
+    const body = JSON.parse(await answer.text(), bare);
     if (!answer.ok) throw new Error(body.error || `the server answered ${answer.status}`);
     return body;
   }
