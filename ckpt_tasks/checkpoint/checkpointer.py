@@ -78,6 +78,8 @@ class Checkpointer(HeldRun):
         flow_run_id: str | None = None,
         process_group: ProcessGroup | None = None,
     ):
+        if not isinstance(take_over, bool):
+            raise ConfigError(f"take_over is True or False, not {take_over!r:.80}")
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
         self._interrupt = Interrupt(config.spot_notices)

@@ -140,7 +140,7 @@ def prune(
                 "without --max-num-checkpoints every checkpoint stays, and the other rules say nothing",
                 hint="Add --max-num-checkpoints N, the number of newest ones to keep.",
             )
-        mode = best_mode or (state.best_mode if keep_best or best_metric else "min")
+        mode = best_mode if best_mode is not None else (state.best_mode if keep_best or best_metric else "min")
         config = CheckpointConfig(
             checkpoint_dir=directory,
             max_num_checkpoints=max_num_checkpoints,

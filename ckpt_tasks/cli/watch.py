@@ -49,8 +49,8 @@ def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOpt
     from ckpt_tasks.reading.reading import open_run
 
     with output(as_json) as out, suppress(KeyboardInterrupt):
-        if not every <= _MOST_S:  # This also refuses NaN.
-            raise ConfigError(f"--every {every} is no number of seconds up to {_MOST_S}")
+        if not 0 < every <= _MOST_S:  # This also refuses NaN.
+            raise ConfigError(f"--every {every} is no number of seconds above 0 and up to {_MOST_S}")
         run = open_run(directory)
         course, screen = _Course(run), console()
         if screen.is_terminal and not as_json:

@@ -107,9 +107,9 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     plain values.
     """
     place = Path(os.path.abspath(os.path.expanduser(path)))
-    if not place.exists():
-        raise CheckpointNotFoundError(f"there is no file {place}", hint="Check its name.")
     try:
+        if not place.exists():
+            raise CheckpointNotFoundError(f"there is no file {place}", hint="Check its name.")
         return _directory(place) if place.is_dir() else _file(place)
     except OSError as error:
         raise IntegrityError(f"{place.name} cannot be read: {error.strerror or error}") from error

@@ -305,8 +305,9 @@ def find_named(name: str, *, what: str, kind: str, error: type[CkptError]) -> Ca
     -m`.
     """
     module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
-        raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".')
+    if not (attribute and all(part.isidentifier() for part in module_name.split("."))) or module_name.endswith(".py"):
+        script = " A script of your own comes after --: ckpt verify-resume -- python train.py." if ".py" in name else ""
+        raise error(f"{name!r:.200} names no {what}", hint=f'Write it as "package.module:{kind}".{script}')
     # The path of a console script and of Prefect's engine lacks the working directory.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.insert(0, os.getcwd())
