@@ -12,7 +12,7 @@ from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.rollback import LeftOut, Spikes, can_leave_out, goes_back
-from ckpt_tasks.data.loader import check_dealt
+from ckpt_tasks.data.loader import check_dealt, check_passes
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
@@ -310,6 +310,7 @@ class Checkpointer(HeldRun):
             live = flat(state)
             if not self._unsaved.has_looked:
                 check_dealt(storable(live))
+            check_passes(live)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
