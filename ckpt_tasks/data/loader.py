@@ -166,8 +166,7 @@ class ResumableLoader(Started):
         batches, so that the code after the inner loop runs.
         """
         self._leave_out_peek()
-        self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
-        self._over = False
+        self._asked, self._over = True, False
         try:
             while (epoch := self._begun_epoch()) < count:
                 self._epoch, self._passed, moves = epoch, False, self.sampler.moves

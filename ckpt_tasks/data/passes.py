@@ -211,15 +211,34 @@ def _is_for_statement(here: FrameType | None) -> bool:
 
 def loops_around(frame: FrameType | None) -> list[ast.For | ast.While]:
     """Return the loops around the statement that takes a batch; the last is the loop over the loader."""
+    loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
+    return loops if frame is not None and loops and loops[-1].lineno == frame.f_lineno else []
+
+
+def may_train(block: FrameType | None) -> bool:
+    """Return False if the `with` block that a frame leaves uses its object neither in a loop nor as an argument."""
+    blocks = [node for node in _around(block) if isinstance(node, ast.With)]
+    if block is None or not blocks or block.f_globals.get("__name__", "").startswith("ckpt_tasks."):
+        return True
+    names = {ast.unparse(name) for item in blocks[-1].items for name in (item.optional_vars, item.context_expr) if name}
+    inner = [node for statement in blocks[-1].body for node in ast.walk(statement)]
+    used: list[ast.AST] = [node for node in inner if isinstance(node, ast.For | ast.While)]
+    used += [argument for node in inner if isinstance(node, ast.Call) for argument in (*node.args, *node.keywords)]
+    return any(
+        ast.unparse(n) in names for one in used for n in ast.walk(one) if isinstance(n, ast.Name | ast.Attribute)
+    )
+
+
+def _around(frame: FrameType | None) -> list[ast.stmt]:
+    """Return the statements around the one that a frame is at, the outermost first; none if the source is not there."""
     if frame is None:
         return []
     try:
         source = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
     except (SyntaxError, ValueError):  # The source is not Python.
         return []
-    statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
-    loops = [node for node in statements if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
-    return loops if loops and loops[-1].lineno == frame.f_lineno else []
+    statements = [node for node in ast.walk(source) if isinstance(node, ast.stmt)]
+    return [node for node in statements if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
 
 
 def counts_anew(frame: FrameType | None) -> bool:
