@@ -27,10 +27,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.counting import Steps
 from ckpt_tasks.checkpoint.pausing import hold_within
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.rebinding import refuse_rebound
 from ckpt_tasks.state.unsaved import stands_in_for
 from ckpt_tasks.storage.locations import Location
 
@@ -80,10 +82,12 @@ def resumable(
     after the current step, with a commit. The last step is committed when the epochs are over; after a `break`, steps
     for which no save was due are not saved.
 
-    Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
+    Raises ConfigError for a loader whose order cannot be resumed, for a value that the loop cannot change in place (a
+    number, a text, a tuple of them) or to which it gives a new object, and what `Checkpointer.restore` raises.
     """
     if _DATA in state:
         raise ConfigError(f"the name {_DATA!r} is the loader's", key=_DATA, hint="Give your object another name.")
+    refuse_rebound(state, _caller(inspect.currentframe()))
     numbers = range(epochs) if isinstance(epochs, int) else epochs
     ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
     config = config_of(checkpoint)
@@ -107,10 +111,11 @@ class Epochs(Iterator[int]):
         self._metrics: dict[str, Any] = {}
         self._numbers: Iterator[int] | None = None
         self._epoch = self._passes = 0
+        self._from_start = True  # True if this process has begun the epoch.
         self._saved_here = False  # True from save() to the next batch.
         optimizers = [getattr(value, "optimizer", value) for value in state.values()]
         optimizers = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
-        self._steps = _Steps(ckpt.restore(state), counts_batches=not optimizers)
+        self._steps = Steps(ckpt.restore(state), counts_batches=not optimizers)
         hooks = [one.register_step_post_hook(self._steps.note) for one in optimizers]
         self._left = weakref.finalize(self, _leave, ckpt, self._steps, hooks)
         _open.add(self)
@@ -159,8 +164,9 @@ class Epochs(Iterator[int]):
             left = sampler.epoch == self._epoch and sampler.samples > 0
             epoch = next(self._numbers, None)
             self._end_step(last=epoch is None, left=left)
+            self._steps.end_epoch(whole=self._from_start)
             if epoch is not None:
-                self._epoch, self._passes = epoch, 0
+                self._epoch, self._passes, self._from_start = epoch, 0, sampler.samples == 0
                 return self._range[epoch]
         self._finish(over=True)
         raise StopIteration
@@ -260,32 +266,10 @@ class StepLoader:
         return getattr(self._loader, name)
 
 
-class _Steps:
-    """Counts the batches after which an optimizer has stepped."""
-
-    def __init__(self, number: int, *, counts_batches: bool):
-        self.number = self.saved = number
-        self._counts_batches = counts_batches
-        self.has_stepped = False
-        self.taken = 0  # The number of calls of an optimizer's step().
-
-    @property
-    def unsaved(self) -> bool:
-        return self.number > self.saved
-
-    def note(self, *_: Any) -> None:
-        """Record that an optimizer has stepped; each optimizer calls this as a hook."""
-        self.has_stepped = True
-        self.taken += 1
-
-    def handed_out(self) -> None:
-        self.has_stepped = self.has_stepped or self._counts_batches
-
-    def end(self) -> bool:
-        """End the current step if one has begun."""
-        stepped, self.has_stepped = self.has_stepped, False
-        self.number += stepped
-        return stepped
+def _caller(here: FrameType | None) -> FrameType | None:
+    while here is not None and here.f_globals.get("__name__", "").startswith("ckpt_tasks."):
+        here = here.f_back
+    return here
 
 
 def _is_at_break(here: FrameType | None) -> bool:
@@ -297,7 +281,7 @@ def _is_at_break(here: FrameType | None) -> bool:
 
 
 def _leave(
-    ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
+    ckpt: Checkpointer, steps: Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
 ) -> None:
     """End the Checkpointer like the end of its `with` block, since a loop has no block.
 
@@ -306,6 +290,8 @@ def _leave(
     """
     for hook in hooks:
         hook.remove()
+    if over or error is None:
+        steps.end_run()
     if over:
         ckpt.__exit__(None, None, None)
         return
