@@ -231,6 +231,24 @@ def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pyt
     assert (numbers, caplog.text.count("enumerate begins")) == ([2, 3, 0, 0, 1, 2, 3], 1)
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("two_lines", [False, True])
+def test_a_bar_in_a_variable_is_told_of_its_numbers(
+    two_lines: bool, is_off: bool, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`enumerate` over a progress bar that was made before it begins at 0 in a restored epoch, and is warned of."""
+    with pytest.raises(InterruptedError):
+        left_at_once(cell(run_dir), batches=3)
+    loader, epochs = cell(run_dir)
+    numbers = []
+    for _ in epochs if two_lines else loader.epochs(2):
+        bar = tqdm(loader if two_lines else loader._loader, disable=is_off)
+        for number, _ in enumerate(bar):
+            numbers.append(number)
+    epochs.leave()
+    assert (numbers, caplog.text.count("enumerate begins")) == ([0, 1, 0, 1, 2, 3], 1)
+
+
 @pytest.mark.parametrize(
     ("loader", "says"),
     [
