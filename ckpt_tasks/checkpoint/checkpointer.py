@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -109,7 +109,7 @@ class Checkpointer(HeldRun):
             if steps := self._at.unsaved:
                 _log.warning(_UNSAVED, steps)
             idle = self._resumed and not self._at.has_trained and self._flow_run_id is None
-            if idle and may_train(sys._getframe(1)):
+            if idle and may_train(inspect.currentframe()):
                 _log.warning(_NOTHING_LEFT, self.config.checkpoint_dir, self._at.step)
         self._resumed = self._at.has_trained = False
         try:
@@ -174,8 +174,7 @@ class Checkpointer(HeldRun):
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report)
-        self.last_restore, self._knows_line = report, True
-        self._resumed = self._resumed or (step is None and selection is None)
+        self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._left_out.restored(rollback, chosen.step, groups)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)

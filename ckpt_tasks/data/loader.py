@@ -84,6 +84,13 @@ class ResumableLoader(Started):
         "data": "The order is the same, and its samples are others.",
     }
 
+    _epoch: int | None = None  # The epoch that epochs() has yielded last; None before epochs().
+    _passed = False  # True if that epoch has had its training's pass.
+    _over = True  # True if no loop over epochs() runs.
+    _home: dict[str, Any] | None = None  # The position before a pass outside epochs().
+    _pass: weakref.ref[Pass] | None = None  # The last pass of the training, and the last other pass.
+    _plain: weakref.ref[Pass] | None = None
+
     @checked
     def __init__(
         self,
@@ -140,12 +147,6 @@ class ResumableLoader(Started):
         self._ending: int | None = None  # The epoch whose last batch was yielded, but which has not ended.
         self._ends_again = False
         self._numbered = False  # True if the loop has read `batch`.
-        self._epoch: int | None = None  # The epoch that epochs() has yielded last; None before epochs().
-        self._passed = False  # True if that epoch has had its training's pass.
-        self._over = True  # True if no loop over epochs() runs.
-        self._home: dict[str, Any] | None = None  # The position before a pass outside epochs().
-        self._pass: weakref.ref[Pass] | None = None  # The last pass of the training, and the last other pass.
-        self._plain: weakref.ref[Pass] | None = None
         self._forms: dict[tuple[Any, int], Form] = {}  # By the code and the line of the loop.
         self._asked = False  # True if the loop has read `epoch` or called `epochs`.
 
@@ -269,7 +270,7 @@ class ResumableLoader(Started):
     def _total(self) -> int | None:
         return self.sampler.epoch_batches if isinstance(self.sampler, ResumableSampler) else None
 
-    def check_passes(self) -> None:
+    def _check_passes(self) -> None:
         """Raise ConfigError if a save now, in a pass of `epochs()`, would not go on with the same batches."""
         other, one = self._plain and self._plain(), self._pass and self._pass()
         if other and other.is_open and other.count:
@@ -332,7 +333,7 @@ def check_passes(state: Mapping[str, Any]) -> None:
     """Raise ConfigError if a resume from a save now would not go on with the batches of a loader's loop."""
     for value in objects_of(state):
         if isinstance(value, ResumableLoader):
-            value.check_passes()
+            value._check_passes()
 
 
 def check_dealt(state: Mapping[str, Any]) -> None:

@@ -215,8 +215,9 @@ def loops_around(frame: FrameType | None) -> list[ast.For | ast.While]:
     return loops if frame is not None and loops and loops[-1].lineno == frame.f_lineno else []
 
 
-def may_train(block: FrameType | None) -> bool:
-    """Return False if the `with` block that a frame leaves uses its object neither in a loop nor as an argument."""
+def may_train(leaving: FrameType | None) -> bool:
+    """Return False if the `with` block that calls `leaving` uses its object neither in a loop nor as an argument."""
+    block = leaving and leaving.f_back
     blocks = [node for node in _around(block) if isinstance(node, ast.With)]
     if block is None or not blocks or block.f_globals.get("__name__", "").startswith("ckpt_tasks."):
         return True

@@ -130,13 +130,6 @@ def sliced_from_its_place(epochs: Any, loader: Any, run: Run) -> None:
         run.end()
 
 
-def sliced_beyond_its_end(epochs: Any, loader: Any, run: Run) -> None:
-    for run.epoch in epochs:
-        for x in islice(loader, 100):
-            run.train(x)
-        run.end()
-
-
 def sliced_inside(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         for x in islice(loader, 1, None):
