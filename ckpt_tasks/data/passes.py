@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ckpt_tasks.errors import ConfigError
 
 _BARS = ("tqdm", "ckpt_tasks.checkpoint.")
-_FIXED = tuple(type(iter(one)) for one in ([], (), {}, {}.values(), {}.items(), "", b""))
+_SIZED: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), "", b"")
+_FIXED = tuple(type(iter(one)) for one in _SIZED)
 _PLAIN = (ast.expr_context, ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp)
 _OPERATORS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop)
 _MOST_COUNTS = 100_000  # Try at most so many numbers of a batch in the condition of a `break`.
@@ -187,7 +189,7 @@ def _begins_anew(other: Any, batches: int | None) -> bool:
     if isinstance(other, Pass):
         return other.total != batches
     if type(other) is type(iter(range(0))):
-        return batches is not None and other.__length_hint__() + 1 < batches
+        return batches is not None and length_hint(other) + 1 < batches
     return type(other) in _FIXED or (isinstance(other, _BaseDataLoaderIter) and type(other).__module__[:6] == "torch.")
 
 

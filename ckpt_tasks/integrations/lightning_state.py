@@ -94,7 +94,8 @@ def set_up_as_in(trainer: Trainer) -> None:
 
     With `reload_dataloaders_every_n_epochs`, Lightning asks every n epochs, and would count them from the restored one.
     """
-    every, progress = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop.epoch_progress.current
+    every = getattr(trainer, "reload_dataloaders_every_n_epochs")  # noqa: B009 (Lightning does not declare it)
+    progress = trainer.fit_loop.epoch_progress.current
     epoch = progress.completed
     if every and epoch % every:
         progress.completed -= epoch % every

@@ -206,7 +206,7 @@ def test_an_epoch_that_begins_again(  # noqa: PLR0917
 
     The same for a rank's part of the data.
     """
-    sampler = DistributedSampler(DATA, 2, 0, shuffle=False) if dealt else None
+    sampler: Any = DistributedSampler(DATA, 2, 0, shuffle=False) if dealt else None
     loader = DataLoader(DATA, batch_size=1 if dealt else 2, sampler=sampler)
     more = {"data": ResumableLoader(DATA, batch_size=2)} if beside else {}
     batches: list[Iterator[Any]] = [iter(())]
