@@ -187,7 +187,7 @@ def left_by_its_own_count_from_its_place(epochs: Any, loader: Any, run: Run) -> 
 
 
 def never_left(epochs: Any, loader: Any, run: Run) -> None:
-    limit = None
+    limit: Any = None
     for run.epoch in epochs:
         for number, x in enumerate(loader, 0 if limit else loader.batch):
             run.train(x)
