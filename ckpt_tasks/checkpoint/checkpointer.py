@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,8 @@ from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.rollback import LeftOut, Spikes, can_leave_out, goes_back
-from ckpt_tasks.data.loader import check_dealt
+from ckpt_tasks.data.loader import check_dealt, check_passes
+from ckpt_tasks.data.passes import may_train
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
@@ -20,7 +22,6 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.metrics import FiniteMetrics
 from ckpt_tasks.ledger.steps import StepLog, read_steps_file
-from ckpt_tasks.objects.started import Started
 from ckpt_tasks.objects.switches import note_begun
 from ckpt_tasks.policy.cadence import SavePoint
 from ckpt_tasks.process.gc_pause import gc_paused
@@ -91,7 +92,7 @@ class Checkpointer(HeldRun):
         self._steps = StepLog()
         self._left_out = LeftOut()
         self._unsaved = Unsaved()
-        self._restored: Mapping[str, Any] = {}  # The restored state, kept until the block ends.
+        self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
         self._process.check()
@@ -109,10 +110,10 @@ class Checkpointer(HeldRun):
         if error is None and self._interrupt.pending is None:
             if steps := self._at.unsaved:
                 _log.warning(_UNSAVED, steps)
-            idle = self.last_restore is not None and self._at.step == self.last_restore.step
-            if idle and any(isinstance(value, Started) and value.nothing_left for value in self._restored.values()):
+            idle = self._resumed and not self._at.has_trained and self._flow_run_id is None
+            if idle and may_train(inspect.currentframe()):
                 _log.warning(_NOTHING_LEFT, self.config.checkpoint_dir, self._at.step)
-        self._restored = {}
+        self._resumed = self._at.has_trained = False
         try:
             # After an error or a signal, a retry on this host resumes from memory.
             self._close(keep=error is not None or self._interrupt.pending is not None)
@@ -175,7 +176,7 @@ class Checkpointer(HeldRun):
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report)
-        self.last_restore, self._restored, self._knows_line = report, groups, True
+        self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._left_out.restored(rollback, chosen.step, groups)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
@@ -312,6 +313,7 @@ class Checkpointer(HeldRun):
             live = flat(state)
             if not self._unsaved.has_looked:
                 check_dealt(storable(live))
+            check_passes(live)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.

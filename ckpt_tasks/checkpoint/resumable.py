@@ -10,12 +10,14 @@ Invariants
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,10 +27,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.counting import Steps
 from ckpt_tasks.checkpoint.pausing import hold_within
 from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.rebinding import refuse_rebound
 from ckpt_tasks.state.unsaved import stands_in_for
 from ckpt_tasks.storage.locations import Location
 
@@ -78,10 +82,12 @@ def resumable(
     after the current step, with a commit. The last step is committed when the epochs are over; after a `break`, steps
     for which no save was due are not saved.
 
-    Raises ConfigError for a loader whose order cannot be resumed, and what `Checkpointer.restore` raises.
+    Raises ConfigError for a loader whose order cannot be resumed, for a value that the loop cannot change in place (a
+    number, a text, a tuple of them) or to which it gives a new object, and what `Checkpointer.restore` raises.
     """
     if _DATA in state:
         raise ConfigError(f"the name {_DATA!r} is the loader's", key=_DATA, hint="Give your object another name.")
+    refuse_rebound(state, _caller(inspect.currentframe()))
     numbers = range(epochs) if isinstance(epochs, int) else epochs
     ours = loader if isinstance(loader, ResumableLoader) else _resumable_loader(loader)
     config = config_of(checkpoint)
@@ -104,10 +110,12 @@ class Epochs(Iterator[int]):
         self._loader, self._range, self._state = loader, numbers, state
         self._metrics: dict[str, Any] = {}
         self._numbers: Iterator[int] | None = None
-        self._epoch = 0
+        self._epoch = self._passes = 0
+        self._from_start = True  # True if this process has begun the epoch.
+        self._saved_here = False  # True from save() to the next batch.
         optimizers = [getattr(value, "optimizer", value) for value in state.values()]
         optimizers = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
-        self._steps = _Steps(ckpt.restore(state), counts_batches=not optimizers)
+        self._steps = Steps(ckpt.restore(state), counts_batches=not optimizers)
         hooks = [one.register_step_post_hook(self._steps.note) for one in optimizers]
         self._left = weakref.finalize(self, _leave, ckpt, self._steps, hooks)
         _open.add(self)
@@ -122,27 +130,43 @@ class Epochs(Iterator[int]):
         self._metrics.update(metrics)
 
     def save(self) -> None:
-        """Count the current batch as a step, and commit now. Raises what `Checkpointer.save` raises."""
+        """Count the current batch as a step, and commit now. Raises what `Checkpointer.save` raises.
+
+        A `break` out of the epochs right behind it ends the run: another start has nothing left to train.
+        """
         self._end_step(last=True)
+        self._saved_here = True
 
     def leave(self) -> None:
         """Wait for saves under way and release the run before the epochs are over; later calls do nothing."""
         self._left()
 
+    def __iter__(self) -> Iterator[int]:  # noqa: PYI034 (only the loop refers to the generator: it learns of a break)
+        """Yield the numbers; a `break` right behind `save()` ends the run."""
+        try:
+            yield from iter(partial(next, self, None), None)
+        except GeneratorExit:
+            if _is_at_break(inspect.currentframe()) and self._left.alive and self._saved_here:
+                self._end_here()
+            raise
+
     def __next__(self) -> int:
         if not self._left.alive:
             raise StopIteration
         with self._leaving():
+            sampler = self._loader.sampler
             if self._numbers is None:
                 self._numbers = self._loader.epochs(len(self._range))
                 self.ckpt.__enter__()
                 self._hold_signals(inspect.currentframe())
-            else:
-                self._end_epoch()
+            elif not self._passes and self._steps.has_stepped:
+                raise self._wrong_passes("0 times")
+            left = sampler.epoch == self._epoch and sampler.samples > 0
             epoch = next(self._numbers, None)
-            self._end_step(last=epoch is None)
+            self._end_step(last=epoch is None, left=left)
+            self._steps.end_epoch(whole=self._from_start)
             if epoch is not None:
-                self._epoch = epoch
+                self._epoch, self._passes, self._from_start = epoch, 0, sampler.samples == 0
                 return self._range[epoch]
         self._finish(over=True)
         raise StopIteration
@@ -155,39 +179,62 @@ class Epochs(Iterator[int]):
             hold_within(self.ckpt, loop.f_code)
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches of an epoch. Raises ConfigError outside the loop over the epochs."""
+        """Return the batches of an epoch. Raises ConfigError outside the loop over the epochs."""
         if self._numbers is None:
             raise ConfigError(
                 "the epochs have not begun", hint="Write `for epoch in epochs:` around the loader's loop."
             )
-        for batch in self._loader:
-            self._steps.handed_out()
-            yield batch
-            if not self._loader.is_ending:  # The last step of an epoch ends with the epoch.
-                with self._leaving():
-                    self._end_step()
+        one = iter(self._loader)
+        self._passes += 1
+        if one.is_plain:
+            one.on_next = partial(self._check_plain, self._steps.taken)
+        else:
+            one.on_next, one.on_batch = self._next_batch, self._handed_out
+        return one
 
-    def _end_epoch(self) -> None:
-        """Begin the next epoch in the data; raise ConfigError if the loop did not iterate the loader once."""
-        self._loader.end_epoch()
-        times = self._loader.epoch - self._epoch
-        if times > 1 or (not times and self._steps.has_stepped):
-            raise ConfigError(
-                f"epoch {self._epoch} iterated the loader {times} times",
-                key="loader",
-                hint="Write one loop in each epoch, over the loader that resumable() returned.",
-            )
+    def _next_batch(self) -> None:
+        if not self._loader.is_ending:  # The last step of an epoch ends with the epoch.
+            with self._leaving():
+                self._end_step()
 
-    def _end_step(self, *, last: bool = False) -> None:
-        """Report the step that has just ended, if any; if `last`, also commit steps for which no save was due."""
-        steps, epoch = self._steps, self._loader.epoch
+    def _handed_out(self) -> None:
+        self._saved_here = False
+        self._steps.handed_out()
+
+    def _check_plain(self, taken: int) -> None:
+        if self._steps.taken > taken:
+            with self._leaving():
+                raise self._wrong_passes(f"{self._passes} times, and trained in more than the first pass")
+
+    def _wrong_passes(self, times: str) -> ConfigError:
+        return ConfigError(
+            f"epoch {self._epoch} iterated the loader {times}",
+            key="loader",
+            hint="Train in one loop in each epoch, the first one over the loader that resumable() returned. Other "
+            "passes are for measuring: a resume begins them anew.",
+        )
+
+    def _end_step(self, *, last: bool = False, left: bool = False) -> None:
+        """Report the step that has just ended, if any.
+
+        If `last`, also commit steps for which no save was due, and the end of an epoch that the loop has `left`.
+        """
+        steps, epoch = self._steps, self._loader.sampler.epoch
         stepped = steps.end()
-        if not stepped and not (last and steps.unsaved):
+        if not stepped and not (last and (steps.unsaved or left)):
             return
         metrics, self._metrics = self._metrics, {}
         report = self.ckpt.save if last else self.ckpt.step
         if report(steps.number, self._state, metrics=metrics, epoch=epoch):
             steps.saved = steps.number
+
+    def _end_here(self) -> None:
+        """Commit that all epochs have ended, for a loop that a `break` leaves behind its `save()`."""
+        sampler, epoch = self._loader.sampler, self._loader.sampler.epoch
+        self._loader.end_epoch()
+        for number in range(sampler.epoch, len(self._range)):
+            sampler.end_epoch(number)
+        self.ckpt.save(self._steps.number, self._state, epoch=epoch)
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -219,34 +266,22 @@ class StepLoader:
         return getattr(self._loader, name)
 
 
-class _Steps:
-    """Counts the batches after which an optimizer has stepped."""
+def _caller(here: FrameType | None) -> FrameType | None:
+    while here is not None and here.f_globals.get("__name__", "").startswith("ckpt_tasks."):
+        here = here.f_back
+    return here
 
-    def __init__(self, number: int, *, counts_batches: bool):
-        self.number = self.saved = number
-        self._counts_batches = counts_batches
-        self.has_stepped = False
 
-    @property
-    def unsaved(self) -> bool:
-        return self.number > self.saved
-
-    def note(self, *_: Any) -> None:
-        """Record that an optimizer has stepped; each optimizer calls this as a hook."""
-        self.has_stepped = True
-
-    def handed_out(self) -> None:
-        self.has_stepped = self.has_stepped or self._counts_batches
-
-    def end(self) -> bool:
-        """End the current step if one has begun."""
-        stepped, self.has_stepped = self.has_stepped, False
-        self.number += stepped
-        return stepped
+def _is_at_break(here: FrameType | None) -> bool:
+    """Return True if a loop closes this generator by `break` or `return`, and not by an exception."""
+    loop = here and here.f_back
+    while loop is not None and loop.f_code.co_flags & inspect.CO_GENERATOR:
+        loop = loop.f_back  # This frame is a progress bar's.
+    return loop is not None and loop.f_code.co_code[loop.f_lasti] == dis.opmap["POP_TOP"]
 
 
 def _leave(
-    ckpt: Checkpointer, steps: _Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
+    ckpt: Checkpointer, steps: Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
 ) -> None:
     """End the Checkpointer like the end of its `with` block, since a loop has no block.
 
@@ -255,6 +290,8 @@ def _leave(
     """
     for hook in hooks:
         hook.remove()
+    if over or error is None:
+        steps.end_run()
     if over:
         ckpt.__exit__(None, None, None)
         return

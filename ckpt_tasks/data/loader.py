@@ -12,11 +12,9 @@ Invariants, in addition to the sampler's:
 
 from __future__ import annotations
 
-import ast
 import inspect
-import linecache
 import logging
-import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FrameType
@@ -28,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.data.drawing import own_random_numbers
+from ckpt_tasks.data.passes import Form, Pass, check_form, counts_anew, form_of, loop_frame
 from ckpt_tasks.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.errors import ConfigError
@@ -44,8 +43,6 @@ _TOO_MANY = (
     "range(N) begins anew, and the restored position is in epoch %d (the first one is 0): the loop trains as many "
     "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
 )
-# Match no loop with a `break` or a `return`: it may end early.
-_WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:\n(?!(?:.*\n)* +(?:break|return)\b)")
 _FROM_NOUGHT = (
     "enumerate begins at 0, and the restored epoch goes on with batch %d: write enumerate(loader, loader.batch), or a "
     "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
@@ -86,6 +83,13 @@ class ResumableLoader(Started):
         _STEP: "The epoch goes on behind the samples that the run has trained.",
         "data": "The order is the same, and its samples are others.",
     }
+
+    _epoch: int | None = None  # The epoch that epochs() has yielded last; None before epochs().
+    _passed = False  # True if that epoch has had its training's pass.
+    _over = True  # True if no loop over epochs() runs.
+    _home: dict[str, Any] | None = None  # The position before a pass outside epochs().
+    _pass: weakref.ref[Pass] | None = None  # The last pass of the training, and the last other pass.
+    _plain: weakref.ref[Pass] | None = None
 
     @checked
     def __init__(
@@ -143,32 +147,62 @@ class ResumableLoader(Started):
         self._ending: int | None = None  # The epoch whose last batch was yielded, but which has not ended.
         self._ends_again = False
         self._numbered = False  # True if the loop has read `batch`.
+        self._forms: dict[tuple[Any, int], Form] = {}  # By the code and the line of the loop.
         self._asked = False  # True if the loop has read `epoch` or called `epochs`.
 
     @property
     def epoch(self) -> int:
         """The number of epochs of which the loader has yielded all batches."""
         self._asked = True
+        self._epoch = None if self._over else self._epoch  # The loop counts its epochs by this number from now on.
         return self.sampler.epoch
 
     @checked
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that remain of `count`; the loop then iterates over the loader for each.
 
-        After a restore at the last batch of an epoch, yields this epoch once more, without batches, so that the code
-        after the inner loop runs.
+        The first pass over the loader in an epoch is the training's, and moves the position. Any other pass yields the
+        epoch from its begin, and moves nothing. An epoch ends where the loop asks for the next one, even if it has left
+        the loader before its end. After a restore at the last batch of an epoch, yields this epoch once more, without
+        batches, so that the code after the inner loop runs.
         """
-        self._asked, self.nothing_left = True, self._restored and self.sampler.epoch >= count
-        if self._restored and self._ending is not None and self._ending < count:
-            self._ends_again = True
-            yield self._ending
-        yield from range(self.sampler.epoch, count)
+        self._leave_out_peek()
+        self._asked, self._over = True, False
+        try:
+            while (epoch := self._begun_epoch()) < count:
+                self._epoch, self._passed, moves = epoch, False, self.sampler.moves
+                yield epoch
+                if (
+                    not self._restored or self.sampler.moves == moves
+                ):  # Else a restore or a skip has moved the position.
+                    self._ends_again, self._ending = False, None
+                    self.sampler.end_epoch(epoch)
+        finally:
+            self._over = True
+
+    def _begun_epoch(self) -> int:
+        self._ends_again = self._restored and self._ending is not None
+        return self._ending if self._ends_again and self._ending is not None else self.sampler.epoch
+
+    def _leave_out_peek(self) -> None:
+        """Go back before a pass that has taken some batches of an epoch before the loop over the epochs."""
+        if self._home and not self._restored and self._home["epoch"] == self.sampler.epoch:
+            self.load_state_dict(self._home)
+        elif not self._restored:
+            self.sampler.begin_epoch()
+        self._home = None
 
     @property
     def batch(self) -> int:
-        """The number of the next batch in its epoch, from 0 on: ``enumerate(loader, loader.batch)``."""
+        """The number of the next batch in its epoch, from 0 on: ``enumerate(loader, loader.batch)``.
+
+        Before a pass, it is the number of the first batch of that pass.
+        """
         self._numbered = True
-        return self.sampler.batch
+        if self._ends_again:
+            return self._total() or 0
+        last = self._pass and self._pass()
+        return self.sampler.batch if self._restored or (last and last.is_open) else 0
 
     @property
     def is_ending(self) -> bool:
@@ -193,22 +227,61 @@ class ResumableLoader(Started):
         self._take_place()
         return self.sampler.epoch_batches
 
-    def __iter__(self) -> Iterator[Any]:
-        """Begin a new epoch, or continue the restored epoch."""
+    def __iter__(self) -> Pass:
+        """Begin a new epoch, or continue the restored epoch; in an epoch of `epochs()`, only the first pass does."""
         self._take_place()
+        if self._epoch is not None and self._passed:
+            other = Pass(self.sampler.whole(self._loader, self._epoch), is_plain=True)
+            self._plain = weakref.ref(other)
+            return other
+        self._passed = True
         if self._ends_again:
             self._ends_again, self._ending = False, None
-            return iter(())
+            return Pass(iter(()), behind=0 if self._numbered else self._total() or 0)
+        if self._epoch is None and self._home is None:
+            self._home = self.state_dict()
         if not self._restored:
             self.sampler.begin_epoch()
-        else:
-            loops = _loops_around(inspect.currentframe())
-            if self.sampler.epoch and not self._asked and _counts_anew(loops):
-                _log.warning(_TOO_MANY, self.sampler.epoch)
-            if self.sampler.samples and not self._numbered and loops and _numbers_from_nought(loops[-1]):
-                _log.warning(_FROM_NOUGHT, self.batch)
         self._ending = None
-        return self._hand_out(self.sampler.iterate(self._loader))
+        behind = self.sampler.batch if self._restored and not self._numbered else 0
+        batches = self._hand_out(self.sampler.iterate(self._loader))
+        one = Pass(batches, self._look, behind=behind, total=self._total())
+        self._pass = weakref.ref(one)
+        return one
+
+    def _look(self, one: Pass, caller: FrameType | None) -> int | None:
+        """Warn of a loop that begins anew in a restored epoch; return how many batches an islice() leaves of it."""
+        behind = self.sampler.batch if self._restored and self.sampler.samples else 0
+        loop = loop_frame(caller)
+        where = loop and (loop.f_code, loop.f_lineno)
+        if where is None or (self._epoch is None and not self._restored):
+            return None
+        if where not in self._forms or behind:
+            self._forms[where] = form_of(one, caller, self._total())
+        one.form = form = self._forms[where]
+        if self._restored and self.sampler.epoch and not self._asked and counts_anew(loop):
+            _log.warning(_TOO_MANY, self.sampler.epoch)
+        if not behind or self._numbered:
+            return None
+        if form.from_nought:
+            _log.warning(_FROM_NOUGHT, behind)
+        return None if form.most is None or self._epoch is None else max(0, form.most - behind)
+
+    def _total(self) -> int | None:
+        return self.sampler.epoch_batches if isinstance(self.sampler, ResumableSampler) else None
+
+    def _check_passes(self) -> None:
+        """Raise ConfigError if a save now, in a pass of `epochs()`, would not go on with the same batches."""
+        other, one = self._plain and self._plain(), self._pass and self._pass()
+        if other and other.is_open and other.count:
+            raise ConfigError(
+                f"a save in a second pass over the loader: the first one of epoch {self._epoch} is the training's, and "
+                "a resume begins any other pass anew",
+                key="loader",
+                hint="Train in the first pass of each epoch, and measure behind it or over a DataLoader of its own.",
+            )
+        if self._epoch is not None and one and one.is_open and one.form and not self.is_ending:
+            check_form(one.form, numbered=self._numbered, here=inspect.currentframe())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the yielded batches."""
@@ -225,12 +298,13 @@ class ResumableLoader(Started):
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._ends_again = self._asked = False
-        self._restored, self.found_s = True, None
+        self._restored, self._passed, self._home, self.found_s = True, False, None, None
+        self._epoch = None if self._over else self._epoch
 
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched batches."""
         self.sampler.skip_batches(count)
-        self._restored = True  # The next `iter` continues after the skipped batches.
+        self._restored, self._passed = True, False  # The next `iter` continues after the skipped batches.
 
     def _take_place(self) -> None:
         """Take rank and world size of the process group, which frameworks start after the loader is made."""
@@ -243,7 +317,7 @@ class ResumableLoader(Started):
         while True:
             for batch in batches:
                 if self._restored:
-                    self._restored, self.found_s = False, system().monotonic() - began_s
+                    self._restored, self._passed, self.found_s = False, True, system().monotonic() - began_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
@@ -253,6 +327,13 @@ class ResumableLoader(Started):
                 break
             moves, batches = self.sampler.moves, self.sampler.iterate(self._loader)
         self._ending = None
+
+
+def check_passes(state: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a resume from a save now would not go on with the batches of a loader's loop."""
+    for value in objects_of(state):
+        if isinstance(value, ResumableLoader):
+            value._check_passes()
 
 
 def check_dealt(state: Mapping[str, Any]) -> None:
@@ -276,37 +357,6 @@ def check_dealt(state: Mapping[str, Any]) -> None:
                     hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
                     "data parallelism: rank=0, world_size=1 where there is none.",
                 )
-
-
-def _loops_around(iterating: FrameType | None) -> list[ast.For | ast.While]:
-    """Return the loops around the statement that calls iter(loader); the last is the loop over the loader."""
-    caller = iterating and iterating.f_back
-    while caller is not None and caller.f_globals.get("__name__", "").startswith(("tqdm", "ckpt_tasks.checkpoint.")):
-        caller = caller.f_back
-    if caller is None:
-        return []
-    try:
-        source = ast.parse("".join(linecache.getlines(caller.f_code.co_filename, caller.f_globals)))
-    except (SyntaxError, ValueError):  # The source is not Python.
-        return []
-    statements = [node for node in ast.walk(source) if isinstance(node, ast.For | ast.While)]
-    loops = [node for node in statements if node.lineno <= caller.f_lineno <= (node.end_lineno or 0)]
-    return loops if loops and loops[-1].lineno == caller.f_lineno else []
-
-
-def _counts_anew(loops: list[ast.For | ast.While]) -> bool:
-    """Return True if all loops around the loop over the loader are over range(N): a restore does not shorten them."""
-    return len(loops) > 1 and all(_WHOLE_RANGE.match(ast.unparse(loop)) for loop in loops[:-1])
-
-
-def _numbers_from_nought(loop: ast.For | ast.While) -> bool:
-    """Return True if a loop numbers its items by `enumerate` from 0 on."""
-    calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
-    return any(
-        ast.unparse(call.func) == "enumerate" and len(call.args) + len(call.keywords) == 1
-        for call in calls
-        if isinstance(loop, ast.For)
-    )
 
 
 class _Batches(Dataset[Any]):

@@ -154,6 +154,20 @@ class ResumableSampler(Position, Sampler[list[int]]):
         finally:
             loader.generator = theirs
 
+    def whole(self, loader: DataLoader[Any], epoch: int) -> Iterator[Any]:
+        """Yield the loader's batches of a whole epoch, and leave the position as it is."""
+        position, self._epoch, self._samples = (self._epoch, self._samples), epoch, 0
+        try:
+            return self.iterate(loader)
+        finally:
+            self._epoch, self._samples = position
+
+    def end_epoch(self, epoch: int) -> None:
+        """Move the position to the start of the epoch after `epoch`, if it is in `epoch`; end a running pass."""
+        if self._epoch == epoch:
+            self._to_next_epoch()
+            self.moves += 1
+
     def begin_epoch(self) -> None:
         """Move the position to the start of the next epoch, if it is not at the start of an epoch."""
         if self._samples:

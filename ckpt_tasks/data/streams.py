@@ -76,6 +76,18 @@ class StreamPosition(Position):
         items: Iterator[_Item] = iter(self._loader)
         return self._hand_out(items, checks=len(self._places) if start else 0)
 
+    def whole(self, _: Any, epoch: int) -> Iterator[Any]:
+        """Yield the batches of a whole epoch, and leave the position as it is."""
+        batches = copy.copy(self._batches)
+        batches.start, batches._epoch = None, torch.tensor(epoch)
+        return (item.batch for item in self._make(batches) if _check(item))
+
+    def end_epoch(self, epoch: int) -> None:
+        """Move the position to the start of the epoch after `epoch`, if it is in `epoch`; end a running pass."""
+        if self._epoch == epoch:
+            self._to_epoch(epoch + 1)
+            self.moves += 1
+
     def begin_epoch(self) -> None:
         """Move the position to the start of the next epoch, if it is not at the start of an epoch."""
         if self._samples:

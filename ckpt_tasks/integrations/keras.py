@@ -128,7 +128,6 @@ class CkptCallback(keras.callbacks.Callback):
                 key="steps_per_execution",
                 hint="Compile the model with steps_per_execution=1, or with the value of before.",
             )
-        self._position.nothing_left = sampler.epoch >= self.params["epochs"]
         model._initial_epoch = sampler.epoch
         self._streams, self._train_function = current_streams(), model.train_function
         model.train_function = _SKIP[BACKEND](together)

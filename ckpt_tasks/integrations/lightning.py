@@ -149,9 +149,8 @@ class CkptCallback(Callback):
         self._end(trainer, None)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If no step remained to train: warn, and put averages of weights into the module, since Lightning does not."""
+        """If no step remained to train, put averages of weights into the module, since Lightning does not."""
         if self._streams is not None:
-            self._lightning.nothing_left = True
             for callback in _callbacks(trainer):
                 if isinstance(callback, WeightAveraging):
                     callback.on_train_end(trainer, pl_module)

@@ -89,6 +89,22 @@ def set_up_again(trainer: Trainer) -> None:
         trainer.fit_loop._combined_loader = None
 
 
+def set_up_as_in(trainer: Trainer) -> None:
+    """Let a restored trainer ask for its loaders as in the epoch in which the run has asked for them last.
+
+    With `reload_dataloaders_every_n_epochs`, Lightning asks every n epochs, and would count them from the restored one.
+    """
+    every = getattr(trainer, "reload_dataloaders_every_n_epochs")  # noqa: B009 (Lightning does not declare it)
+    progress = trainer.fit_loop.epoch_progress.current
+    epoch = progress.completed
+    if every and epoch % every:
+        progress.completed -= epoch % every
+        try:
+            trainer.fit_loop.setup_data()
+        finally:
+            progress.completed = epoch
+
+
 def _stateful(trainer: Trainer) -> list[Any]:
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
@@ -192,6 +208,7 @@ class LightningState(Started):
         connector.restore_precision_plugin_state()
         connector.restore_loops()
         set_up_again(trainer)
+        set_up_as_in(trainer)
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]

@@ -34,8 +34,6 @@ class Started:
     """
 
     effects: ClassVar[Mapping[str, str]] = {}
-    # True if this start has no steps left to train; the end of a Checkpointer's block then warns.
-    nothing_left = False
     # The seconds from a restore to the first batch, for an object that yields batches.
     found_s: float | None = None
 

@@ -24,7 +24,7 @@ class StatefulPart:
         self._target = target
         self._name = name
         self._tree = tree
-        self._live = target.state_dict()
+        self._live = _state_before(target)
         self._value: Any = None
         self.guard: Guard | None = Guard(target, name, self._live)
 
@@ -51,6 +51,21 @@ class StatefulPart:
         if issubclass(type(self._target), DataLoader):
             _set_epoch(self._target, self._value)
             self._target.state_dict()  # This call makes the iterator that the next iter() returns.
+
+
+def _state_before(target: Any) -> Any:
+    """Return the state of an object before its restore, and put back the attributes that asking for it has set.
+
+    Some loaders begin an iterator in state_dict(), which would yield the first batch whatever is loaded later.
+    """
+    attributes = getattr(target, "__dict__", {})
+    before = dict(attributes)
+    try:
+        return target.state_dict()
+    finally:
+        for name in attributes.keys() - before.keys():
+            del attributes[name]
+        attributes.update(before)
 
 
 def _set_epoch(loader: DataLoader[Any], state: Mapping[str, Any]) -> None:

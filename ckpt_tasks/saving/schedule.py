@@ -32,6 +32,7 @@ class Position:
     def __init__(self) -> None:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self.has_trained = False  # True if a step was reported behind the restored one.
         self._since: SavePoint | None = None  # The point at which the current step began.
 
     @property
@@ -60,6 +61,7 @@ class Position:
 
     def stepped(self, now: SavePoint) -> None:
         """Record that training has completed a step."""
+        self.has_trained |= now.step > self.step
         self.step = now.step
         if self._resume is not None:
             self._resume.stepped()

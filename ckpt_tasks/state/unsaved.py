@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -27,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.objects.kinds import kind_of, may_draw
 from ckpt_tasks.objects.modules import Gradients
@@ -43,6 +45,9 @@ _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow n
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
+_BEGIN = re.compile(
+    "start|begin|skip|consumed|offset|position|resume|index|step"
+)  # In the name of a place to begin at.
 # random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
@@ -210,7 +215,9 @@ def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restore
         return
     for value in iterators:
         batches = value._index_sampler
-        in_order = type(batches) is samplers.BatchSampler and type(batches.sampler) is samplers.SequentialSampler
+        in_order = type(batches) is samplers.BatchSampler and (
+            type(batches.sampler) is samplers.SequentialSampler or _deals_out(batches.sampler, shuffled=False)
+        )
         # A Subset may be the rest of the epoch; torchdata's iterators keep a position.
         if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
             continue
@@ -290,7 +297,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
         inner = [own, getattr(own, "sampler", None)]
         inner += [getattr(vars(loader).get("batch_sampler"), "sampler", None)] if nested else []
         for one in inner:
-            if isinstance(one, _DRAWING):
+            if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True):
                 drawing[loader] = one
     if new := _new(drawing):
         one = drawing[new[0]]
@@ -299,6 +306,17 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
             "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
         )
+
+
+def _deals_out(sampler: Any, *, shuffled: bool) -> bool:
+    """Return True if a sampler without a position gives each rank its part, in order or `shuffled`.
+
+    A class with an __iter__ of its own may begin in the middle of an epoch, if it has a number to begin at.
+    """
+    if hasattr(sampler, "state_dict") or not (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
+        return False
+    own = type(sampler).__iter__ is not DistributedSampler.__iter__
+    return bool(getattr(sampler, "shuffle", True)) is shuffled and not (own and any(map(_BEGIN.search, vars(sampler))))
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -248,3 +248,45 @@ def test_a_directory_of_another_run_whose_description_is_damaged(run_dir: Path) 
     with _open(run_dir, run_key="two") as ckpt, pytest.raises(RunMismatchError, match="'one'"):
         ckpt.restore(state)
     assert state["seen"] == [0.0]
+
+
+def train_steps(ckpt: Checkpointer, state: dict[str, Any], steps: range) -> None:
+    for step in steps:
+        ckpt.step(step, state)
+
+
+@pytest.mark.parametrize("form", ["steps", "epochs", "function", "best"])
+def test_a_start_that_trains_nothing_is_told(form: str, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another fold in the directory of an ended run is named at the end of its block, whatever the state holds.
+
+    A start that trains is not named, even if it goes back at its end; nor is a block that only restores and reads.
+    """
+    state = {"weight": torch.zeros(2), "step": 0}
+    config = CheckpointConfig(checkpoint_dir=run_dir, step_interval=1, memory_dir=None)
+
+    def fold(steps: int) -> list[str]:
+        caplog.clear()
+        with Checkpointer(config) as ckpt:
+            done = ckpt.restore(state)
+            if form == "function":
+                train_steps(ckpt, state, range(done + 1, steps + 1))
+            for epoch in range(done // 2, steps // 2) if form == "epochs" else range(0):
+                for step in range(2 * epoch, 2 * epoch + 2):
+                    ckpt.step(step + 1, state)
+            for step in range(done, steps) if form in ("steps", "best") else range(0):
+                ckpt.step(step + 1, state)
+            if form == "best":
+                ckpt.restore(state)
+        return [told for told in caplog.messages if "Nothing was left to train" in told]
+
+    assert fold(4) == []
+    assert len(fold(4)) == 1
+    assert fold(6) == []
+    with Checkpointer(config) as ckpt:
+        ckpt.restore(state)
+        assert [name for name in state if name] == ["weight", "step"]
+    with Checkpointer(config) as ckpt:
+        ckpt.restore(state, only=["weight"])
+        for step in range(ckpt.position, 6):
+            ckpt.step(step + 1, state)
+    assert caplog.messages == []

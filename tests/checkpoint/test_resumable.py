@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
 
-from ckpt_tasks import CheckpointConfig, ResumableLoader, open_run, resumable
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, open_run, resumable
 from ckpt_tasks.copying.compare import compare_checkpoints
 from ckpt_tasks.errors import ConfigError
 from tests.support.children import Child
@@ -162,18 +164,52 @@ def test_an_epoch_that_a_break_leaves_is_over(run_dir: Path) -> None:
     assert with_a_break == batches
 
 
-def test_a_loop_that_saves_before_it_breaks_loses_nothing(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`save` counts the batch that the loop is at, and the next start goes on behind it."""
-    for first in (0, 1):
+def test_a_loop_that_leaves_the_run_behind_its_save_loses_nothing(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`save` counts the batch that the loop is at; after `leave`, or an exception, the next start goes on behind it."""
+    for first in (0, 1, 2):
         loader, epochs = resumable(str(run_dir), DataLoader(TensorDataset(torch.arange(4.0))), 1)
-        for _ in epochs:
-            for number, (x,) in enumerate(loader, loader.batch):
-                assert (number, x.item()) == (first, first)
-                epochs.save()
+        with suppress(InterruptedError):
+            for _ in epochs:
+                for number, (x,) in enumerate(loader, loader.batch):
+                    assert (number, x.item()) == (first, first)
+                    epochs.save()
+                    if first == 1:
+                        raise InterruptedError
+                    break
+                epochs.leave()
                 break
-            break
         epochs.leave()
-    assert (last(run_dir).step, caplog.text) == (2, "")
+    assert (last(run_dir).step, caplog.text) == (3, "")
+
+
+@pytest.mark.parametrize("form", ["break", "bar", "return"])
+def test_a_loop_that_a_break_leaves_behind_its_save_has_ended(
+    form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An early stop is the end of the run: the same command trains nothing and says so, and more epochs train on."""
+
+    def train(epochs_in_all: int, stop: int | None) -> int:
+        loop, steps = cell(run_dir, epochs_in_all), 0
+        for _ in tqdm(loop.epochs, disable=True) if form == "bar" else loop.epochs:
+            for _ in loop.loader:
+                steps += 1
+                if steps == stop:
+                    break
+            if steps == stop:
+                loop.epochs.save()
+                if form == "return":
+                    return steps
+                break
+        return steps
+
+    assert (train(3, 6), caplog.text) == (6, "")
+    gc.collect()
+    assert train(3, None) == 0
+    assert "Nothing was left to train" in caplog.text
+    assert last(run_dir).step == 6
+    assert train(4, None) == 4
 
 
 def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,6 +226,25 @@ def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pyt
         for number, _ in enumerate(loop.loader):
             numbers.append(number)
     assert (numbers, caplog.text.count("enumerate begins")) == ([2, 3, 0, 0, 1, 2, 3], 1)
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("two_lines", [False, True])
+def test_a_bar_in_a_variable_is_told_of_its_numbers(
+    two_lines: bool, is_off: bool, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`enumerate` over a progress bar that was made before it begins at 0 in a restored epoch, and is warned of."""
+    one: Any = ResumableLoader(TensorDataset(torch.arange(4.0)))
+    one.load_state_dict(one.state_dict() | {"samples": 2})
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run_dir)) as ckpt:
+        ckpt.save(2, {"data": one})
+    loader, epochs = resumable(str(run_dir), one, 2) if two_lines else (one, one.epochs(2))
+    numbers = []
+    for _ in epochs:
+        bar = tqdm(loader, disable=is_off)
+        for number, _ in enumerate(bar):
+            numbers.append(number)
+    assert (numbers, caplog.text.count("enumerate begins")) == ([0, 1, 0, 1, 2, 3], 1)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +305,17 @@ def cell(run: Path, epochs: int | range = 2) -> Loop:
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_an_epoch_over_another_loader_is_refused(times: int, run_dir: Path) -> None:
-    """Batches from the loader as it was before, or two passes in an epoch, would begin elsewhere after a resume."""
+    """Batches from the loader as it was before, or two passes that train, would begin elsewhere after a resume."""
     data: Any = DataLoader(TensorDataset(torch.arange(4.0)))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     loader, epochs = resumable(str(run_dir), data, 2, optimizer=optimizer)
-    assert next(epochs) == 0
-    for one in (data, *[loader] * times):
-        for _ in one:
-            optimizer.step()
-    with pytest.raises(ConfigError, match=f"epoch 0 iterated the loader {times} times"):
+
+    def train() -> None:
+        assert next(epochs) == 0
+        for one in (data, *[loader] * times):
+            for _ in one:
+                optimizer.step()
         next(epochs)
+
+    with pytest.raises(ConfigError, match=f"epoch 0 iterated the loader {times} times"):
+        train()

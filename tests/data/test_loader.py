@@ -262,6 +262,54 @@ def test_a_start_with_nothing_left_to_train_is_told(tmp_path: Path, caplog: pyte
         assert fold(name, [2, 3], interval) == []
 
 
+@pytest.mark.parametrize("batches", [1, 3])
+def test_batches_taken_before_and_behind_the_epochs_move_nothing(batches: int) -> None:
+    """A look at some batches before the loop, and a pass behind it, leave every epoch to the loop, restored or not."""
+    whole = trained(loader(), 18)
+    for at, position in ((0, {}), (2, {"samples": 8}), (6, {"epoch": 1})):
+        one = loader()
+        one.load_state_dict(loader().state_dict() | position)
+        assert [batch.tolist() for batch in islice(one, batches)] == whole[at : at + batches][: 6 - at or None]
+        assert [batch.tolist() for _ in one.epochs(3) for batch in one] == whole[at:]
+        assert [batch.tolist() for batch in one] == whole[12:]
+        assert (one.state_dict()["epoch"], [*one.epochs(4)]) == (3, [3])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_is_saved_in_a_second_pass_is_refused(stream: bool, tmp_path: Path) -> None:
+    """Only the first pass of an epoch goes on where it was: a save in another one raises, one behind it does not."""
+    data: Any = Rows() if stream else [*range(8)]
+    one = ResumableLoader(data, 2)
+    state, step = {"data": one}, 0
+    with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / "run", memory_dir=None)) as ckpt:
+        for _ in one.epochs(1):
+            for _ in one:
+                assert [batch.tolist() for batch in one] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+                ckpt.save(step := step + 1, state)
+            for _ in one:
+                with pytest.raises(ConfigError, match="second pass"):
+                    ckpt.save(step, state)
+            ckpt.save(step, state)
+
+
+class Rows(IterableDataset[int]):
+    """A stream with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 8:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
 class Endless(IterableDataset[int]):
     """It has no length."""
 

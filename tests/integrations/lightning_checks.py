@@ -85,6 +85,39 @@ def fit(
     return net
 
 
+class Reloading(Ids):
+    """Has other data in each epoch in which Lightning asks for its loader."""
+
+    def train_dataloader(self) -> Any:
+        rows = torch.arange(6.0)[:, None] + 100 * self.current_epoch
+        return ResumableLoader(TensorDataset(rows), batch_size=2, shuffle=True)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 4, 6, 8, 10])
+def test_lightning_reloads_its_loaders_in_the_same_epochs(every: int, stop: int, tmp_path: Path) -> None:
+    """With `reload_dataloaders_every_n_epochs` every epoch of 3 steps has the same data as without a stop."""
+
+    def train(name: str, stop: int | None) -> list[int]:
+        lightning.seed_everything(1, verbose=False)
+        config = CheckpointConfig(checkpoint_dir=tmp_path / name, step_interval=1, memory_dir=None)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            callbacks=[CkptCallback(config)],
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=False,
+            max_epochs=5,
+            reload_dataloaders_every_n_epochs=every,
+        )
+        with suppress(Stop), warnings.catch_warnings(action="ignore"):
+            trainer.fit(net := Reloading(stop, "ConstantLR"))
+        return [*chain.from_iterable(net.seen)]
+
+    assert train("killed", stop) + train("killed", None) == train("whole", None)
+
+
 # Batch size and accumulation of the first start and of the second one.
 SIZES = [((4, 1), (8, 1)), ((8, 1), (4, 2)), ((2, 3), (2, 2))]
 ALL_SIZES = product(product((2, 3, 8), (1, 2, 3)), repeat=2)

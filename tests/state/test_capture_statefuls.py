@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
+from torchdata import nodes
 
 from ckpt_tasks.errors import StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.objects.modules import Gradients
@@ -210,6 +212,39 @@ def test_when_one_raises_nothing_has_changed(failing: str) -> None:
     assert fingerprint(target) == before
     restore(saved, target)
     assert target["step"] == 1
+
+
+class Begins:
+    """Begins to iterate when it is asked for its state, as the Loader of torchdata.nodes does."""
+
+    def __init__(self) -> None:
+        self.next_state: int | None = None
+        self.begun: Iterator[int] | None = None
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun = self.begun or self.items(self.next_state or 0)
+        return self.begun
+
+    def items(self, at: int) -> Iterator[int]:
+        for self.at in range(at, 6):
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        iter(self)
+        return {"at": self.at + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next_state = state["at"]
+
+
+@pytest.mark.parametrize("make", [Begins, lambda: nodes.Loader(nodes.IterableWrapper(range(6)))])
+def test_an_object_that_begins_when_it_is_asked_goes_on_where_it_was(make: Callable[[], Any]) -> None:
+    """A restore asks a loader for its state before it sets it: what the asking has begun is put back."""
+    before, after = make(), make()
+    assert [*islice(before, 3)] == [0, 1, 2]
+    restore(save({"data": before}), {"data": after})
+    assert [*after] == [3, 4, 5]
 
 
 def test_an_object_that_restores_in_place_is_put_back_too() -> None:

@@ -18,7 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -137,6 +139,32 @@ def test_an_optimizer_whose_parameters_are_elsewhere(
     assert said == [True] * (held == "nowhere")
 
 
+class PartOf(Sampler[int]):
+    """A sampler of the user's that shuffles a rank's part."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank, self.seed = 2, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class FromAStart(DistributedSampler[Any]):
+    """One that the loop tells where to begin."""
+
+    start_index = 0
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.start_index = 2
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.start_index, None)
+
+
 CHANCES = WeightedRandomSampler([1.0] * 8, 8)
 
 
@@ -147,6 +175,10 @@ CHANCES = WeightedRandomSampler([1.0] * 8, 8)
         ("SubsetRandomSampler", SubsetRandomSampler(range(4)), 2),
         ("WeightedRandomSampler", BatchSampler(CHANCES, 2, False), 0),
         ("shuffle=True", BatchSampler(RandomSampler(DATA), 2, False), None),
+        ("DistributedSampler", DistributedSampler(DATA, 2, 0), 2),
+        ("PartOf", PartOf(), 2),
+        ("", DistributedSampler(DATA, 2, 0, shuffle=False), 2),
+        ("", FromAStart(DATA, 2, 0), 2),
         ("", BatchSampler(SequentialSampler(DATA), 2, False), 0),
         ("", ResumableSampler(8, 2), 0),
         ("", None, 2),
@@ -163,14 +195,19 @@ def test_every_sampler_that_draws(
     assert [f"A DataLoader with {said} keeps no position" in text for text in caplog.messages] == [True] * bool(said)
 
 
+@pytest.mark.parametrize("dealt", [False, True])
 @pytest.mark.parametrize(
     ("stop", "begin", "beside"), [(3, 0, False), (3, 3, False), (4, 0, False), (3, 0, True), (4, 0, True)]
 )
-def test_an_epoch_that_begins_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: int, begin: int, beside: bool
+def test_an_epoch_that_begins_again(  # noqa: PLR0917
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: int, begin: int, beside: bool, dealt: bool
 ) -> None:
-    """P22: a plain loader that starts an epoch again is warned of; one that skips, evaluates, or ended it, is not."""
-    loader = DataLoader(DATA, batch_size=2)
+    """P22: a plain loader that starts an epoch again is warned of; one that skips, evaluates, or ended it, is not.
+
+    The same for a rank's part of the data.
+    """
+    sampler: Any = DistributedSampler(DATA, 2, 0, shuffle=False) if dealt else None
+    loader = DataLoader(DATA, batch_size=1 if dealt else 2, sampler=sampler)
     more = {"data": ResumableLoader(DATA, batch_size=2)} if beside else {}
     batches: list[Iterator[Any]] = [iter(())]
 

@@ -1,0 +1,399 @@
+"""The forms of a loop, each killed at every batch: it trains what a plain loop over the same batches trains."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, resumable
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.testing import MemoryStore, located
+
+EPOCHS, BATCHES, SIZE = 2, 4, 2
+Place = tuple[int, int | None]  # Of a kill: (epoch, batch), before the batch is trained; None: at the epoch's end.
+PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+def data_of(seed: int, batches: int = BATCHES, workers: int = 0) -> ResumableLoader:
+    data: Any = [*range(100 * seed, 100 * seed + batches * SIZE)]
+    return ResumableLoader(data, SIZE, shuffle=True, seed=seed, num_workers=workers)
+
+
+class Plain:
+    """The same batches as a plain loop gets them; `each_pass`: every pass is another epoch."""
+
+    batch = 0
+
+    def __init__(self, loader: ResumableLoader, *, each_pass: bool = False):
+        self.order = [[*loader] for _ in range(2 * EPOCHS)]
+        self.epoch, self.each_pass = -1, each_pass
+
+    def __len__(self) -> int:
+        return len(self.order[0])
+
+    def epochs(self) -> Iterator[int]:
+        for self.epoch in range(EPOCHS):
+            yield self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += self.each_pass
+        return iter(self.order[self.epoch])
+
+
+class Run:
+    """One training over its starts: what each step trained, and what each other pass has seen."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.trained: dict[int, tuple[Any, ...]] = {}
+        self.measured: dict[int, list[Any]] = {}
+        self.epoch = self.calls = 0
+        self.kill: Place | None = None
+        self.other = other
+        self.step: Callable[[], int] = lambda: self.calls
+        self.report: Callable[[], Any] = lambda: None
+
+    def train(self, x: torch.Tensor, more: Any = None, number: int | None = None) -> None:
+        """Train a batch as a step; `number`: its number in its epoch, as the loop counts."""
+        if self.kill and self.kill == (self.epoch, [one.tolist() for one in PLAIN.order[self.epoch]].index(x.tolist())):
+            raise Killed
+        now = (x.tolist(), more.tolist() if isinstance(more, torch.Tensor) else more, number)
+        assert self.trained.setdefault(self.step() + 1, now) == now
+        self.calls += 1
+        self.report()
+
+    def measure(self, loader: Iterable[Any]) -> None:
+        now = [x.tolist() for x in loader]
+        assert self.measured.setdefault(self.epoch, now) == now
+
+    def end(self) -> None:
+        """Be where the loop's epoch ends."""
+        if self.kill == (self.epoch, None):
+            raise Killed
+
+
+PLAIN = Plain(data_of(1))
+
+
+def in_order(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in loader:
+            run.train(x)
+        run.end()
+
+
+def enumerated(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            run.train(x, number=number)
+        run.end()
+
+
+def with_bars(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in tqdm(epochs, disable=True):
+        bar = tqdm(loader, initial=loader.batch, disable=True)
+        for number, x in enumerate(bar, loader.batch):
+            run.train(x, number=number)
+        run.end()
+
+
+def sliced(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in islice(loader, 3):
+            run.train(x)
+        run.end()
+
+
+def sliced_in_a_variable(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        batches = tqdm(islice(tqdm(loader, disable=True), 3), disable=True)
+        for x in batches:
+            run.train(x)
+        run.end()
+
+
+def sliced_from_its_place(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in islice(loader, 3 - loader.batch):
+            run.train(x)
+        run.end()
+
+
+def sliced_inside(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in islice(loader, 1, None):
+            run.train(x)
+        run.end()
+
+
+def left_above_the_step(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            if number == 2:
+                break
+            run.train(x, number=number)
+        run.end()
+
+
+def left_below_the_step(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            run.train(x, number=number)
+            if number == 2:
+                break
+        run.end()
+
+
+def left_by_numbers_from_nought(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader):
+            if number == 2:
+                break
+            run.train(x)
+        run.end()
+
+
+def left_by_its_own_count(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        done = 0
+        for x in loader:
+            if done >= 2:
+                break
+            run.train(x)
+            done += 1  # noqa: SIM113 (the form that is tested)
+        run.end()
+
+
+def left_by_its_own_count_from_its_place(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        done = loader.batch
+        for x in loader:
+            if done >= 2:
+                break
+            run.train(x)
+            done += 1
+        run.end()
+
+
+def never_left(epochs: Any, loader: Any, run: Run) -> None:
+    limit: Any = None
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, 0 if limit else loader.batch):
+            run.train(x)
+            if (limit and number > limit) or number == len(loader) - 1:
+                break
+        run.end()
+
+
+def passing_over(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            if number == 1:
+                continue
+            run.train(x, number=number)
+        run.end()
+
+
+def measured_behind(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in loader:
+            run.train(x)
+        run.measure(loader)
+        run.end()
+
+
+def measured_inside(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            if number % 2:
+                run.measure(loader)
+            run.train(x)
+        next(iter(loader))
+        run.end()
+
+
+def by_next(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        batches = iter(loader)
+        while (x := next(batches, None)) is not None:
+            run.train(x)
+        run.end()
+
+
+def by_next_from_its_place(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        begin, batches = loader.batch, iter(loader)
+        for _ in range(begin, len(loader)):
+            run.train(next(batches))
+        run.end()
+
+
+def by_next_of_its_length(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            run.train(next(batches))
+        run.end()
+
+
+def zipped_with_numbers(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in zip(count(loader.batch), loader, strict=False):
+            run.train(x, number=number)
+        run.end()
+
+
+def zipped_with_as_many(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x, more in zip(loader, run.other, strict=False):
+            run.train(x, more)
+        run.end()
+
+
+def zipped_with_an_endless_one(epochs: Any, loader: Any, run: Run) -> None:
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from run.other
+
+    others = endless()
+    for run.epoch in epochs:
+        for x, more in zip(loader, others, strict=False):
+            run.train(x, more)
+        run.end()
+
+
+zipped_with_fewer = zipped_with_a_list = zipped_with_a_plain_loader = zipped_with_as_many
+FORMS = {
+    name: form
+    for name, form in [*globals().items()]
+    if getattr(form, "__code__", None) and form.__code__.co_varnames[:3] == ("epochs", "loader", "run")
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "zipped_with_as_many": lambda: data_of(2),
+    "zipped_with_an_endless_one": lambda: data_of(2, BATCHES - 1),
+    "zipped_with_fewer": lambda: data_of(2, BATCHES - 1),
+    "zipped_with_a_list": lambda: [torch.tensor([n]) for n in range(BATCHES)],
+    "zipped_with_a_plain_loader": lambda: DataLoader(range(BATCHES * SIZE), SIZE),  # type: ignore[arg-type]
+}
+BEHIND = {"left_below_the_step"}  # A Checkpointer has saved the step before the loop leaves the epoch behind it.
+REFUSED = {
+    *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count"),
+    *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Let the searches for objects, one at each start, pass over those that are there already."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+KINDS = ("loader.epochs", "resumable")
+
+
+def start(kind: str, form: str, run: Run, config: Any, workers: int = 0, kill: Place | None = None) -> None:  # noqa: PLR0917
+    """Start the program, which goes on from what is saved, or ends at `kill`."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    loader, run.other, run.kill = data_of(1, workers=workers), OTHERS.get(form, lambda: None)(), kill
+    state: dict[str, Any] = {"optimizer": optimizer}
+    state |= {"other": run.other} if isinstance(run.other, ResumableLoader) else {}
+    if kind == "resumable":
+        ours, epochs = resumable(config, loader, EPOCHS, **state)
+        run.step, run.report = lambda: epochs.step, optimizer.step
+        try:
+            FORMS[form](epochs, ours, run)
+        finally:
+            epochs.leave()
+        return
+    state["data"] = loader
+    with Checkpointer(config) as ckpt:
+        ckpt.restore(state)
+        run.step, run.report = lambda: ckpt.position, lambda: ckpt.step(ckpt.position + 1, state)
+        FORMS[form](loader.epochs(EPOCHS), loader, run)
+
+
+def plain(form: str) -> Run:
+    """Return what the form trains in a loop without us."""
+    other = OTHERS.get(form, lambda: None)()
+    run = Run(Plain(other, each_pass=True) if isinstance(other, ResumableLoader) else other)
+    FORMS[form](PLAIN.epochs(), PLAIN, run)
+    return run
+
+
+def check(kind: str, form: str, workers: int, kills: list[Place]) -> None:
+    """Kill the form at each place in turn, go on, and start the ended run once more: it trains as the plain loop."""
+    run, expected, config = Run(), plain(form), located_config()
+    for kill in kills:
+        with suppress(Killed), by_length_refused(form):
+            start(kind, form, run, config, workers, kill)
+    with by_length_refused(form) as refused:
+        start(kind, form, run, config, workers)
+    if refused:
+        assert run.trained.items() <= expected.trained.items()
+        return
+    assert (run.trained, run.measured) == (expected.trained, expected.measured)
+    calls = run.calls
+    with by_length_refused(form):
+        start(kind, form, run, config, workers)
+    assert run.calls == calls, "the run has ended"
+
+
+def located_config() -> CheckpointConfig:
+    return CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=1, memory_dir=None)
+
+
+@contextmanager
+def by_length_refused(form: str) -> Iterator[list[str]]:
+    """Let range(len(loader)) be refused in a restored epoch, with an error that says what to write."""
+    refused: list[str] = []
+    if form != "by_next_of_its_length":
+        yield refused
+        return
+    try:
+        yield refused
+    except StopIteration as error:
+        refused.append(str(error))
+    assert all("range(loader.batch, len(loader))" in told for told in refused)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed at each batch and each end of an epoch it trains what a plain loop trains, or its first save raises."""
+    if form in REFUSED or (form in BEHIND and kind != "resumable"):
+        with pytest.raises(ConfigError, match=r"a resume would train other samples|it would not leave it"):
+            start(kind, form, Run(), located_config())
+        return
+    check(kind, form, 0, [])
+    check(kind, form, 0, PLACES)
+    assert "enumerate begins" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["sliced", "measured_inside"])
+def test_workers_change_no_form(form: str, kind: str) -> None:
+    """With batches that two workers have read ahead, a loop goes on as the plain loop does."""
+    check(kind, form, 2, [(1, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED | BEHIND])
+def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:
+    """Killed once, at any place, and with batches that two workers have read ahead, every form goes on as the plain."""
+    for place in PLACES:
+        check(kind, form, workers, [place])
