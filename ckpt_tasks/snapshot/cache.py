@@ -102,6 +102,17 @@ class SnapshotCache:
         self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
         self._said = False  # True once the warning "snapshots end with this process" was logged.
 
+    @property
+    def reached(self) -> int | None:
+        """The last step that the process before this one has completed; None if this host does not know."""
+        memory = self.left or self.memory
+        return memory.reached if isinstance(memory, MemoryDirectory) else None
+
+    def note_step(self, step: int) -> None:
+        """Note the last completed step for the next process of this host."""
+        if isinstance(self.memory, MemoryDirectory):
+            self.memory.note_step(step)
+
     def check(self) -> None:
         """Raise ConfigError if other users can access our directory in the configured memory directory."""
         if self._memory_dir not in (None, "auto"):

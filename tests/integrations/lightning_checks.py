@@ -167,4 +167,4 @@ def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pyt
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1
     assert "Nothing was left to train: the run in" in warned[0]
-    assert "The run goes on at step 12, restored from" in caplog.text
+    assert "Resumed from step 12 of" in caplog.text
