@@ -31,11 +31,11 @@ from ckpt_tasks.snapshot.memory import (
     PrivateMemory,
     SlotFiles,
     SnapshotMemory,
-    default_directory,
     private_root,
     sweep,
 )
 from ckpt_tasks.snapshot.rank_snapshot import Part, RankSnapshot
+from ckpt_tasks.snapshot.room import default_directory
 from ckpt_tasks.snapshot.slot import MappedTensors, SlotStore
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.tensors.placements import ALONE, World

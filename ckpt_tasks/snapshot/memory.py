@@ -40,14 +40,11 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
-from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import system
 
 SLOTS = ("a", "b")
 ORIGIN_NAME = "origin"  # In a copy of another host's snapshot: the digest of its seal, and the host.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
-_ROOM = 1.05  # Free memory must be this many times the size of the images.
 _DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
 _LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
@@ -308,7 +305,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
 
     def is_doomed(path: Path, lock: int) -> bool:
         is_old = time.time() - os.fstat(lock).st_mtime > left_s
-        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0)))
+        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0")))
 
     for path in set(root.iterdir()) - _HELD:  # Opening and closing our own lock file would release the lock.
         with suppress(OSError):
@@ -320,15 +317,6 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
                         shutil.rmtree(path, ignore_errors=True)
             finally:
                 close_descriptor(lock)
-
-
-def default_directory(size_bytes: int) -> Path | None:
-    """Return /dev/shm if it, the machine and the container have room for two snapshots of this size, else None."""
-    if not _SHARED_MEMORY.is_dir():
-        return None
-    status = os.statvfs(_SHARED_MEMORY)
-    free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
-    return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
 def _lock(lock: int) -> None:
