@@ -1,5 +1,7 @@
 """Settings that training switches: requires_grad of parameters, modes of modules, and PEFT's choice of adapters.
 
+PEFT's choice is which adapters are active, whether they are disabled, and their scaling.
+
 After a resume, a loop does not repeat the switches of earlier steps. So an optimizer's tree has the changes since
 training began; the program makes all other settings before the restore. If a whole module is in eval(), the save
 happens during an evaluation, so its modes are not saved.
@@ -16,7 +18,8 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
-_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules that name the active adapters.
+# Attributes of PEFT's modules: names of the active adapters, True if all are disabled, and factors by adapter.
+_CHOICES = ("active_adapter", "_active_adapter", "_disable_adapters", "scaling")
 # Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for adapters.
 Modes = dict[str, Any]
 
@@ -63,7 +66,7 @@ def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved
             one.training = modes.get(name, modes[""]) is True
             for choice in _CHOICES:
                 if (key := f"{name}:{choice}") in modes and choice in vars(one):
-                    setattr(one, choice, modes[key])
+                    setattr(one, choice, _copied(modes[key]))
 
 
 def are_switches(flags: Any, modes: Any) -> bool:
@@ -76,13 +79,20 @@ def _are_modes(modes: Any) -> bool:
     if not isinstance(modes, Mapping) or type(modes.get("")) is not bool:
         return False
     return all(
-        _are_names(value) if name.endswith(tuple(f":{choice}" for choice in _CHOICES)) else type(value) is bool
+        _is_choice(value) if name.endswith(tuple(f":{choice}" for choice in _CHOICES)) else type(value) is bool
         for name, value in modes.items()
     )
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and {*map(type, value)} <= {str})
+def _is_choice(value: Any) -> bool:
+    """Return True for a value of PEFT's: other modules have attributes of these names, such as a number `scaling`."""
+    if isinstance(value, dict):
+        return {*map(type, value)} <= {str} and {*map(type, value.values())} <= {int, float}
+    return isinstance(value, (str, bool)) or (isinstance(value, list) and {*map(type, value)} <= {str})
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list)) else value
 
 
 def _modes(module: nn.Module) -> Modes:
@@ -94,7 +104,7 @@ def _modes(module: nn.Module) -> Modes:
             modes[name] = one.training
         if not attributes.keys().isdisjoint(_CHOICES):
             chosen = {f"{name}:{key}": attributes[key] for key in _CHOICES if key in attributes}
-            modes |= {key: value for key, value in chosen.items() if _are_names(value)}
+            modes |= {key: _copied(value) for key, value in chosen.items() if _is_choice(value)}
     return modes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -29,6 +31,8 @@ from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks
 from ckpt_tasks.tensors.kinds import build
 from tests.golden.kinds import OF_TORCHAO, flattened, wrapped
+
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1}
 
 
 class Stop(Exception):  # noqa: N818 (no error)
@@ -73,9 +77,157 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")  # type: ignore[no-untyped-call]
 
 
+class Weighted(Trainer):  # type: ignore[misc]  # Trainer ships no types
+    """A Trainer that keeps a coefficient in files of its own; `place` says in which of the ways that people write."""
+
+    coef, place, loader = 1.0, "_get_output_dir", "_load_optimizer_and_scheduler"
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.coef *= 0.7
+        return self.coef * super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        root = self._get_output_dir(trial=trial) if self.place == "_get_output_dir" else self.args.output_dir
+        Path(root, f"checkpoint-{self.state.global_step}", "coef.json").write_text(json.dumps(self.coef))
+
+    def read(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.coef = json.loads(Path(checkpoint, "coef.json").read_text())
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(checkpoint, model)
+        if self.loader == "_load_from_checkpoint":
+            self.read(checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.loader == "_load_optimizer_and_scheduler":
+            self.read(checkpoint)
+
+
+class Behind(CkptMixin, Weighted):
+    """The mixin before somebody else's class."""
+
+
+class Before(CkptTrainer):
+    """A class of a user's own over CkptTrainer, with the same methods."""
+
+    coef, place, loader = 1.0, "args", "_load_from_checkpoint"
+    read = Weighted.read
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.coef *= 0.7
+        return self.coef * super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        name = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", "coef.json")
+        name.write_text(json.dumps(self.coef))
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(checkpoint, model)
+        self.read(checkpoint)
+
+
+class ElsewhereSaved(CkptTrainer):
+    """A right class that reads weights in its own way: Trainer's files, which a run does not have."""
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        raise FileNotFoundError(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "loader"),
+    [
+        (Behind, "_get_output_dir", "_load_optimizer_and_scheduler"),
+        (Behind, "args", "_load_from_checkpoint"),
+        (Before, "args", "_load_from_checkpoint"),
+        (ElsewhereSaved, "", ""),
+    ],
+)
+def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, loader: str, tmp_path: Path) -> None:
+    """A class that overrides Trainer's saving and loading resumes with its own values; no file is left in output_dir.
+
+    An override that only reads, for files of Trainer's own, is not called: the run has what it would read.
+    """
+
+    def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        set_seed(1)
+        net = torch.nn.Linear(4, 4)
+        rows = [{"x": torch.randn(4)} for _ in range(24)]
+        args = TrainingArguments(
+            str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=True, learning_rate=0.1, logging_steps=1, remove_unused_columns=False,
+        )  # fmt: skip
+        recording = Recording(stop)
+        trainer = kind(
+            model=Squares(net),
+            args=args,
+            train_dataset=rows,
+            callbacks=[recording],
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
+        )
+        trainer.place, trainer.loader = place, loader
+        kept = trained(trainer, recording)
+        assert type(trainer) is kind
+        assert trainer.args.output_dir == str(tmp_path / "out")
+        return kept
+
+    check_stops(train, 2, 5)
+    assert not [*tmp_path.glob("out/*")]
+
+
+class Squares(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.net(x) - 1).square().mean()}
+
+
 @pytest.mark.filterwarnings("ignore")  # of TRL
-def test_generations_that_are_used_again_are_state(tmp_path: Path) -> None:
-    """TRL's GRPO, stopped while generations are reused, goes on with the same ones: losses and weights are equal."""
+def test_the_sums_of_orpo_are_state(tmp_path: Path) -> None:
+    """TRL's ORPO, stopped between two of its logs, logs the means over all of their steps."""
+    pytest.importorskip("trl")
+    orpo = pytest.importorskip("trl.experimental.orpo")
+
+    class Orpo(CkptMixin, orpo.ORPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        set_seed(1)
+        shape = GPT2Config(vocab_size=10, n_positions=32, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)
+        args = orpo.ORPOConfig(
+            str(tmp_path / "out"), max_steps=8, max_length=12, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=True, bf16=False, learning_rate=0.01, logging_steps=3, per_device_train_batch_size=2,
+        )  # fmt: skip
+        recording = Recording(stop)
+        rows = [{"prompt": f"{a} ", "chosen": f"{b} {a}", "rejected": f"{a} {a}"} for a in "abcd" for b in "efgh"]
+        trainer = Orpo(
+            GPT2LMHeadModel(shape),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            callbacks=[recording],
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
+        )
+        return trained(trainer, recording)
+
+    check_stops(train, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL
+@pytest.mark.parametrize(
+    "more",
+    [{"steps_per_generation": 4}, {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1}],
+)
+def test_generations_that_are_used_again_are_state(more: dict[str, Any], tmp_path: Path) -> None:
+    """TRL's GRPO, stopped while generations are reused, goes on with the same ones: losses and weights are equal.
+
+    So does its adaptive entropy, which TRL keeps in a file of its own.
+    """
     trl = pytest.importorskip("trl")
 
     class Grpo(CkptMixin, trl.GRPOTrainer):  # type: ignore[misc, name-defined]
@@ -88,7 +240,7 @@ def test_generations_that_are_used_again_are_state(tmp_path: Path) -> None:
             "per_device_train_batch_size": 2,
             "num_generations": 2,
             "logging_steps": 1,
-            "steps_per_generation": 4,
+            **more,
         }
         args = trl.GRPOConfig(
             str(tmp_path / "out"), max_steps=8, max_completion_length=4, save_strategy="no", report_to=[],
@@ -189,6 +341,47 @@ def test_adalora_in_a_trainer_takes_the_same_ranks_away(tmp_path: Path) -> None:
         return trained(trainer, recording)
 
     check_stops(train, 3, 6, 9)
+
+
+@pytest.mark.parametrize("switch", ["disable", "scale"])
+def test_an_adapter_that_training_disables_or_scales_stays_so(switch: str, tmp_path: Path) -> None:
+    """A loop that disables PEFT's adapters from step 4 to 6, or scales them at step 4, goes on so, bit for bit."""
+    peft = pytest.importorskip("peft")
+
+    def train(run: str, last: int, back: int = 0) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+        model = peft.get_peft_model(net, config)
+        net[2].requires_grad_(True)
+        trains = [p for p in model.parameters() if p.requires_grad]
+        state: dict[str, Any] = {"optimizer": torch.optim.AdamW(trains, 0.05), "model": model}
+        config = CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None, max_num_checkpoints=None)
+        with Checkpointer(config) as ckpt:
+            for step in range(ckpt.restore(state) + 1, last + 1):
+                if step == 4 and switch == "disable":
+                    model.base_model.disable_adapter_layers()
+                elif step == 4:
+                    model.base_model.model[0].scale_layer(0.5)
+                elif step == 6 and switch == "disable":
+                    model.base_model.enable_adapter_layers()
+                model(torch.randn(16, 4)).square().mean().backward()
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+                ckpt.save(step, state)
+            if back:
+                ckpt.restore(state, step=back)
+            layer = model.base_model.model[0]
+            assert (layer.disable_adapters, layer.scaling["default"]) == (
+                (switch == "disable" and 4 <= (back or last) < 6),
+                2 if switch == "scale" and (back or last) >= 4 else 4,
+            )
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = train("whole", 8)
+    legs = [train("run", last) for last in (3, 4, 5, 7, 8)]
+    assert all(map(torch.equal, whole, legs[-1]))
+    train("whole", 8, back=2)
 
 
 def test_an_adapter_that_training_chooses_stays_chosen(tmp_path: Path) -> None:
