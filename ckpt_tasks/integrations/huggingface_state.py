@@ -105,6 +105,12 @@ class TrainerProgress(Started):
         self._started: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
 
+    def covered(self) -> list[Any]:
+        """Return the parts of the trainer whose state is saved here or in other groups, or that need none."""
+        trainer = self._trainer
+        own = [trainer.accelerator, trainer.lr_scheduler, trainer.callback_handler, *trainer.callback_handler.callbacks]
+        return [*own, *self._samplers, *trainer.accelerator._dataloaders]
+
     def begin(self, loader: Any, epoch_steps: int) -> None:
         """Record the arguments with which this training starts; `loader`: training draws batches from it."""
         trainer, args = self._trainer, self._trainer.args

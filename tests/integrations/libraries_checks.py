@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ class Recording(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         kept = {name: value for name, value in logs.items() if "time" not in name and "per_second" not in name}
         self.logs.append((state.global_step, kept))
+
+
+@pytest.fixture(autouse=True)
+def _no_trainer_is_left() -> Iterator[None]:
+    """A trainer of an earlier test, which only the collector frees, would be warned of."""
+    yield
+    gc.collect()
 
 
 def trained(trainer: Any, recording: Recording) -> tuple[list[Any], list[torch.Tensor]]:
@@ -176,6 +184,49 @@ def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, l
 
     check_stops(train, 2, 5)
     assert not [*tmp_path.glob("out/*")]
+
+
+class Forgetful(CkptTrainer):
+    """Trains what is in no module, or draws from a generator of its script."""
+
+    forgets, generator = "", torch.Generator()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optimizer is None:
+            self.hidden = [torch.nn.Linear(4, 1)]
+            more = self.hidden[0].parameters() if self.forgets == "parameters" else ()
+            self.optimizer = torch.optim.SGD([*self.model.parameters(), *more], 0.1)
+        return self.optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.forgets == "generator":
+            torch.rand(1, generator=self.generator)
+        return super().compute_loss(model, inputs, *args, **kwargs) + self.hidden[0](inputs["x"]).mean()
+
+
+@pytest.mark.parametrize(
+    ("forgets", "says"),
+    [("", ""), ("parameters", "2 parameters that are not in the state"), ("generator", "noise (Generator) is not in")],
+)
+def test_what_a_state_forgets_is_told_under_a_trainer(
+    forgets: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checks of a plain loop are made; Trainer's own loaders, samplers and schedule are none of them."""
+    noise = Forgetful.generator = torch.Generator()
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=True, remove_unused_columns=False, eval_strategy="steps", eval_steps=3,
+    )  # fmt: skip
+    rows = [{"x": torch.randn(4)} for _ in range(24)]
+    config = CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1)
+    net = Squares(torch.nn.Linear(4, 4))
+    trainer = Forgetful(model=net, args=args, train_dataset=rows, eval_dataset=rows[:4], checkpoint=config)
+    trainer.forgets = forgets
+    with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trainer.train()
+    assert noise is trainer.generator
+    assert len(caplog.messages) == bool(says)
+    assert says in "".join(caplog.messages)
 
 
 class Squares(torch.nn.Module):
