@@ -172,7 +172,7 @@ class Checkpointer(HeldRun):
         )
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
-        self._log_restored(chosen, report, cached)
+        self._log_restored(chosen, report, cached, groups)
         self.last_restore, self._restored, self._knows_line = report, groups, True
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._left_out.restored(rollback, chosen.step, groups)

@@ -22,6 +22,7 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here
+from ckpt_tasks.objects.started import Started
 from ckpt_tasks.policy.cadence import FIRST_INTERVAL_S
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
@@ -335,13 +336,16 @@ class HeldRun:
     def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
-        if self._own().committer is not None and self._own().owner.epoch > 1:
+        earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
+        if self._own().committer is not None and earlier:
             soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
             _log.warning("An earlier process held this run and committed nothing: training begins at step 0%s", soon)
         if self._ranks.first:
             self._start.begun(self._cache.reached)
 
-    def _log_restored(self, chosen: Checkpoint, report: RestoreReport, snapshot: HostSnapshot | None) -> None:
+    def _log_restored(
+        self, chosen: Checkpoint, report: RestoreReport, snapshot: HostSnapshot | None, state: Groups
+    ) -> None:
         """Tell where training resumes, and warn of settings that differ from the run's.
 
         A fork applies its own parameters later, so there is no warning of them.
@@ -350,7 +354,8 @@ class HeldRun:
             self._start.restored(chosen, snapshot, self._cache.reached)
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
-            _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
+            is_tried = any(isinstance(value, Started) and value.is_tried for value in state.values())
+            self._start.replaced(_REPLACED % (chosen.step, "\n  ".join(report.replaced)), is_tried=is_tried)
 
     def _wait_idle(self) -> None:
         """Wait until saves under way have succeeded or failed; raise only the loss of the run."""

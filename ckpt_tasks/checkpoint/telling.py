@@ -20,8 +20,9 @@ class Start:
 
     def __init__(self, url: str):
         self._url = printable(url)
-        self._is_told = False
+        self.is_told = False
         self._is_new = True
+        self._warning = ""
 
     def begun(self, reached: int | None) -> None:
         """Tell that the run has no checkpoint; an earlier process had completed `reached` steps (None: unknown)."""
@@ -35,19 +36,29 @@ class Start:
         line = f"Resumed from step {chosen.step} of {self._url}, {saved}, from {place}"
         self._tell(line + _again(chosen.step, reached))
 
+    def replaced(self, warning: str, *, is_tried: bool) -> None:
+        """Warn of settings that a restore has replaced; if the start is only tried, do so at its first commit."""
+        if is_tried:
+            self._warning = warning
+        else:
+            _log.warning("%s", warning)
+
     def committed(self, checkpoint: Checkpoint) -> None:
-        """Tell where the first checkpoint of a new run is."""
+        """Tell where the first checkpoint of a new run is, and what waited for a commit."""
+        warning, self._warning = self._warning, ""
+        if warning:
+            _log.warning("%s", warning)
         if self._is_new:
             self._is_new = False
             tell(f"Step {checkpoint.step} is saved in {self._url}")
 
     def _tell(self, line: str) -> None:
         """Tell the line, but only log it after the first: a later restore of this process is no start."""
-        if self._is_told:
+        if self.is_told:
             _log.info("%s", line)
         else:
             tell(line)
-        self._is_told = True
+        self.is_told = True
 
 
 def _again(step: int, reached: int | None) -> str:

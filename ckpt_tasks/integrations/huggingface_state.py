@@ -95,6 +95,7 @@ class TrainerProgress(Started):
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.is_tried = bool(trainer.args.auto_find_batch_size)
         self._adapters = AdapterConfigs(trainer.accelerator.unwrap_model(trainer.model))
         self._given: dict[str, Any] | None = None
         self._epoch = self._first_step = 0

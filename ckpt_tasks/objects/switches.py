@@ -25,6 +25,8 @@ Modes = dict[str, Any]
 
 # By id() of each parameter: True if it required a gradient when this training began.
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
+_begun_options: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+_SCALARS = (bool, int, float, str)
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
@@ -33,8 +35,17 @@ def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)
+            begun_options(value, anew=anew)
         elif isinstance(value, nn.Module) and (anew or unwrapped(value) not in _begun_modes):
             _begun_modes[unwrapped(value)] = _modes(value)
+
+
+def begun_options(optimizer: Optimizer, *, anew: bool = False) -> list[dict[str, Any]]:
+    """Return the plain options of each param group when training began; a loop may set a learning rate by hand."""
+    if anew or optimizer not in _begun_options:
+        groups = optimizer.param_groups
+        _begun_options[optimizer] = [{k: v for k, v in one.items() if type(v) in _SCALARS} for one in groups]
+    return _begun_options[optimizer]
 
 
 def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
