@@ -86,7 +86,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.filterwarnings("ignore")  # of TRL
 @pytest.mark.parametrize(
     "more",
-    [{"steps_per_generation": 4}, {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1}],
+    [{"steps_per_generation": 4}, ADAPTIVE],
 )
 def test_generations_that_are_used_again_are_state(more: dict[str, Any], tmp_path: Path) -> None:
     """TRL's GRPO, stopped while generations are reused, goes on with the same ones: losses and weights are equal.
