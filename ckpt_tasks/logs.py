@@ -45,6 +45,15 @@ def write_line(line: str) -> None:
         sys.stderr.flush()
 
 
+def tell(line: str) -> None:
+    """Log a line at INFO; if the program has set no logging, write the line to stderr."""
+    log = logging.getLogger("ckpt_tasks")
+    if log.hasHandlers():
+        log.info("%s", line)
+    elif max(log.level, log.manager.disable) <= logging.INFO:
+        write_line(f"ckpt: {line}")
+
+
 @contextmanager
 def shown_meanwhile(text: str, stream: IO[str]) -> Iterator[None]:
     """Show a text while the block runs, if the stream is a terminal. Unlike rich's status, capture no output."""

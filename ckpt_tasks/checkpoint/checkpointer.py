@@ -175,7 +175,7 @@ class Checkpointer(HeldRun):
         )
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
-        self._log_restored(chosen, report)
+        self._log_restored(chosen, report, cached, groups)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._left_out.restored(rollback, chosen.step, groups)
@@ -238,6 +238,7 @@ class Checkpointer(HeldRun):
         self._check_step(step, metrics, saving=taken)
         self._steps.add(step, {} if metrics is None else metrics)
         self._at.stepped(now)
+        self._cache.note_step(step)
         self._left_out.at(step, state)
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
@@ -274,6 +275,7 @@ class Checkpointer(HeldRun):
         now = point(step, epoch)
         _, ending = self._due(now, metrics)
         self._at.stepped(now)
+        self._cache.note_step(step)
         self._left_out.at(step, state)
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()

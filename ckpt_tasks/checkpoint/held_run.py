@@ -15,17 +15,19 @@ from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.compiled import CompiledCode
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.rollback import checked_skip
+from ckpt_tasks.checkpoint.telling import Start
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import History
 from ckpt_tasks.ledger.ownership import left_here
+from ckpt_tasks.objects.started import Started
 from ckpt_tasks.policy.cadence import FIRST_INTERVAL_S
 from ckpt_tasks.policy.retention import Verdict
 from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.reading.restore import RestoreReport
+from ckpt_tasks.reading.restore import HostSnapshot, RestoreReport
 from ckpt_tasks.saving.ending import end_with_interpreter
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.saving.saver import Saver
@@ -88,6 +90,9 @@ class HeldRun:
         self._compiled = CompiledCode(self._history.store) if config.compile_cache else None
         if self._compiled is not None:
             self._saver.listeners.add(Listener(committed=self._compiled.committed))
+        self._start = Start(self._history.store.url)
+        if self._ranks.first:
+            self._saver.listeners.add(Listener(committed=self._start.committed))
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # True if other processes can have committed nothing that this one has not restored.
         self._knows_state = False  # True if all ranks have captured a state.
@@ -331,16 +336,26 @@ class HeldRun:
     def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
-        if self._own().committer is not None and self._own().owner.epoch > 1:
+        earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
+        if self._own().committer is not None and earlier:
             soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
             _log.warning("An earlier process held this run and committed nothing: training begins at step 0%s", soon)
+        if self._ranks.first:
+            self._start.begun(self._cache.reached)
 
-    def _log_restored(self, chosen: Checkpoint, report: RestoreReport) -> None:
-        """Warn of settings that differ from the run's, except in a fork, which applies its parameters later."""
-        _log.info("The run goes on at step %d, restored from %s", chosen.step, report.source)
+    def _log_restored(
+        self, chosen: Checkpoint, report: RestoreReport, snapshot: HostSnapshot | None, state: Groups
+    ) -> None:
+        """Tell where training resumes, and warn of settings that differ from the run's.
+
+        A fork applies its own parameters later, so there is no warning of them.
+        """
+        if self._ranks.first:
+            self._start.restored(chosen, snapshot, self._cache.reached)
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
-            _log.warning(_REPLACED, chosen.step, "\n  ".join(report.replaced))
+            is_tried = any(isinstance(value, Started) and value.is_tried for value in state.values())
+            self._start.replaced(_REPLACED % (chosen.step, "\n  ".join(report.replaced)), is_tried=is_tried)
 
     def _wait_idle(self) -> None:
         """Wait until saves under way have succeeded or failed; raise only the loss of the run."""

@@ -52,12 +52,20 @@ def way_of(stream: Any) -> str | None:
     stages = getattr(stream, "pipeline", []) if library == "webdataset" else []
     if library == "streaming":
         return "Its position is its StreamingDataLoader's: put that loader into the state, and iterate it."
-    if any("shuffle" in f"{type(one).__name__} {getattr(one, 'f', None)}" for one in stages):
+    if any(_shuffles(one) for one in stages):
         return (
             "Its shuffles count epochs by themselves, or are seeded by the clock. Make the pipeline in the __iter__ of "
             "a class of your own, with the epoch as its seed."
         )
     return None
+
+
+def _shuffles(stage: Any) -> bool:
+    """Return True if a stage of a WebDataset shuffles: `WebDataset(shardshuffle=False)` has a buffer of no shards."""
+    if "shuffle" not in f"{type(stage).__name__} {getattr(stage, 'f', None)}":
+        return False
+    sizes = [getattr(stage, "bufsize", None), *(getattr(stage, "args", None) or ())[:1]]
+    return not any(size is not None and size <= 1 for size in sizes)
 
 
 def return_state(stream: Any, state: Any) -> None:

@@ -20,7 +20,8 @@ from ckpt_tasks.policy.space import Forecast
 from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.reading.room import forecast_run
 from ckpt_tasks.report.words import drill_words, verification_words
-from ckpt_tasks.snapshot.memory import SLOTS, default_directory
+from ckpt_tasks.snapshot.memory import SLOTS
+from ckpt_tasks.snapshot.room import default_directory
 from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
@@ -127,10 +128,13 @@ def _held_bytes(url: str) -> int:
 
 
 def holds(path: Path, expected: bytes) -> bool:
-    """Return True if a file of this user has exactly these bytes; other users' files in /dev/shm are not trusted."""
+    """Return True if a file of this user begins with exactly these bytes, as a text that zeros may follow.
+
+    Other users' files in /dev/shm are not trusted.
+    """
     try:
         with open(path, "rb", opener=_open_regular) as file:
-            return file.read(len(expected) + 1) == expected
+            return file.read(len(expected) + 1).rstrip(b"\0") == expected
     except OSError:
         return False
 

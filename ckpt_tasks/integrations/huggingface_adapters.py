@@ -57,8 +57,12 @@ class AdaLoraRanks:
     """
 
     def __init__(self, model: Any):
-        self._allocator = model.base_model.rankallocator
+        self._model, self._allocator = model.base_model, model.base_model.rankallocator
         self._parameters = dict(model.base_model.model.named_parameters())
+
+    def covered(self) -> list[Any]:
+        """Return the module whose ranks these are."""
+        return [self._model]
 
     def state_dict(self) -> dict[str, Any]:
         """Return AdaLoRA's averages by parameter, and the LoRA ranks that are in use."""

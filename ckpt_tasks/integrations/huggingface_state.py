@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from accelerate.utils import send_to_device
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
@@ -36,7 +43,9 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-_OF_TRL = ("_step", "_buffered_inputs", "_metrics", "_total_train_tokens")
+_OF_TRL = ("_step", "_buffered_inputs", "_total_train_tokens")
+_SUMS_OF_TRL = ("_metrics", "_stored_metrics")  # By mode ("train", "eval") and name.
+_LOADERS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler")
 _LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
 _ORDER = "The epoch goes on in another order: some of its samples come twice, others not at all."
 _ARGUMENTS = ("num_train_epochs", "max_steps", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16")
@@ -86,6 +95,7 @@ class TrainerProgress(Started):
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.is_tried = bool(trainer.args.auto_find_batch_size)
         self._adapters = AdapterConfigs(trainer.accelerator.unwrap_model(trainer.model))
         self._given: dict[str, Any] | None = None
         self._epoch = self._first_step = 0
@@ -95,6 +105,12 @@ class TrainerProgress(Started):
         self._to_begin: dict[str, Any] = {}  # The streams and samplers with which the resumed epoch begins.
         self._started: dict[str, Any] = {}
         self.logged: dict[str, Any] = {}
+
+    def covered(self) -> list[Any]:
+        """Return the parts of the trainer whose state is saved here or in other groups, or that need none."""
+        trainer = self._trainer
+        own = [trainer.accelerator, trainer.lr_scheduler, trainer.callback_handler, *trainer.callback_handler.callbacks]
+        return [*own, *self._samplers, *trainer.accelerator._dataloaders]
 
     def begin(self, loader: Any, epoch_steps: int) -> None:
         """Record the arguments with which this training starts; `loader`: training draws batches from it."""
@@ -144,7 +160,11 @@ class TrainerProgress(Started):
             "reused": _reused(trainer),
         }
         # Each rank has its own losses since the last log, and its own evaluation times.
-        return {"of_ranks": gather_of_ranks(own), "started": self._started, **self._adapters.state_dict()}
+        of_ranks = gather_of_ranks(own)
+        if any(_is_overridden(trainer, name) for name in _LOADERS):
+            files = gather_of_ranks(_own_files(trainer))
+            of_ranks = [{**one, "files": files[rank]} for rank, one in enumerate(of_ranks)]
+        return {"of_ranks": of_ranks, "started": self._started, **self._adapters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._given = state
@@ -223,11 +243,22 @@ class TrainerProgress(Started):
         self._trainer._tr_loss.fill_(given["loss"])
         self._trainer.current_flos = given["flos"]
         for name, value in given.get("reused", {}).items():
-            if name == "_metrics":
+            if name in _SUMS_OF_TRL:
                 for mode, metrics in value.items():
                     vars(self._trainer)[name][mode].update(metrics)
             else:
                 setattr(self._trainer, name, send_to_device(value, self._trainer.args.device))
+
+    def load_files(self, loader: str) -> None:
+        """Call a class's own override of a loader of Trainer with the files that its own saving has written."""
+        assert self._given is not None
+        files = {name: value for one in self._given["of_ranks"] for name, value in one.get("files", {}).items()}
+        if files and _is_overridden(self._trainer, loader):
+            with _own_parts(self._trainer) as place:
+                for name, value in files.items():
+                    (place / name).parent.mkdir(parents=True, exist_ok=True)
+                    (place / name).write_bytes(value.numpy().tobytes())
+                getattr(self._trainer, loader)(str(place))
 
     def _own(self) -> dict[str, Any]:
         assert self._given is not None
@@ -254,13 +285,62 @@ class TrainerProgress(Started):
 
 def _reused(trainer: Any) -> dict[str, Any]:
     """Return what TRL's trainers keep between steps: sums of metrics, tokens, reused generations with their count."""
-    own = {name: vars(trainer)[name] for name in _OF_TRL if name in vars(trainer)}
-    if not isinstance(own.get("_metrics"), dict) or "train" not in own["_metrics"]:
+    sums = {name: vars(trainer)[name] for name in _SUMS_OF_TRL if isinstance(vars(trainer).get(name), dict)}
+    if not sums:
         return {}
+    own = {name: vars(trainer)[name] for name in _OF_TRL if name in vars(trainer)}
     if "_buffered_inputs" in own:
         every = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
         own["_buffered_inputs"] = send_to_device(own["_buffered_inputs"], "cpu") if own["_step"] % every else None
-    return {**own, "_metrics": {mode: dict(values) for mode, values in own["_metrics"].items()}}
+    return {**own, **{name: {mode: dict(of) for mode, of in value.items()} for name, value in sums.items()}}
+
+
+class _Base(Trainer):  # type: ignore[misc]  # Trainer ships no types
+    """Trainer without its own files, for `super()` in an override: our checkpoint has Trainer's part already."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.save_model(os.path.join(self._get_output_dir(trial=trial), _folder(self)), _internal_call=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None: ...
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
+
+
+@contextmanager
+def _own_parts(trainer: Any) -> Iterator[Path]:
+    """Yield a temporary directory as Trainer's checkpoint directory; in the block overrides write and read only it.
+
+    The trainer's class gets `_Base` behind the classes that override Trainer's methods: its `super()` calls end there.
+    """
+    kind, output_dir = type(trainer), trainer.args.output_dir
+    with TemporaryDirectory(prefix="ckpt-tasks-") as place:
+        quiet = {"create_model_card": lambda self, *args, **kwargs: None, "__module__": kind.__module__}
+        trainer.__class__ = type(kind.__name__, (kind, _Base), quiet)
+        trainer.args.output_dir = place
+        try:
+            yield Path(place, _folder(trainer))
+        finally:
+            trainer.__class__, trainer.args.output_dir = kind, output_dir
+
+
+def _own_files(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the files that the class's own overrides write into a checkpoint directory, as bytes by name."""
+    with _own_parts(trainer) as place:
+        trainer._save_checkpoint(trainer.model, None)
+        paths = sorted(path for path in place.rglob("*") if path.is_file())
+        return {str(path.relative_to(place)): torch.from_numpy(np.fromfile(path, dtype=np.uint8)) for path in paths}
+
+
+def _folder(trainer: Any) -> str:
+    return f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
+def _is_overridden(trainer: Any, name: str) -> bool:
+    """Return True if a class below Trainer, of a user or of another library, has its own method of this name."""
+    return getattr(type(trainer), name) is not getattr(Trainer, name)
 
 
 def samplers_of(loader: Any) -> Iterator[Any]:

@@ -137,6 +137,12 @@ class LightningState(Started):
             "seed": os.environ.get("PL_GLOBAL_SEED"),
         }
 
+    def covered(self) -> list[Any]:
+        """Return the trainer, the module's callbacks and schedules: their state is in the dump."""
+        trainer: Any = self._trainer
+        schedules = [one.scheduler for one in trainer.lr_scheduler_configs]
+        return [trainer, trainer.datamodule, *trainer.callbacks, *schedules]
+
     def begin(self) -> None:
         """Use the dump from now on: the restore is complete, or the run had no checkpoint."""
         self._begun = True

@@ -9,12 +9,14 @@ it (hooks, extra state, an overridden method), and then under a guard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
@@ -23,7 +25,7 @@ from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.names import EXTRA, bare_name, module_state, tied_names, unwrapped
 from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.tensors.copies import Copies
-from ckpt_tasks.tensors.sources import Maker
+from ckpt_tasks.tensors.sources import Maker, Stored
 from ckpt_tasks.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
 from ckpt_tasks.tensors.values import pack, unpack
 
@@ -211,6 +213,34 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_sparse(value: Any) -> TypeGuard[Typed]:
     return type(value) is Typed and value.tag == "~sparse"
+
+
+class Materialized:
+    """The lazy parameters and buffers of modules that a restore has given the shapes of a checkpoint."""
+
+    def __init__(self) -> None:
+        self._done: list[Any] = []
+
+    def add(self, module: nn.Module, tree: Mapping[str, Any], stored: Stored, kept: Collection[str]) -> None:
+        """Materialize the tensors of a module that the tree has; they have no values yet."""
+        inner = unwrapped(module)
+        for name, live in (*inner.named_parameters(), *inner.named_buffers()):
+            ref = tree.get(bare_name(name)) if is_lazy(live) and bare_name(name) not in kept else None
+            if type(ref) is TensorRef:
+                cast(Any, live).materialize(stored[ref.key][1])
+                self._done.append(live)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Make the tensors lazy again if the block raises: the restore has failed."""
+        try:
+            yield
+        except BaseException:
+            for live in self._done:
+                is_parameter = isinstance(live, nn.Parameter)
+                live.data = live.data.new_empty(0)
+                live.__class__ = UninitializedParameter if is_parameter else UninitializedBuffer
+            raise
 
 
 def takes_part(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.parts import Guard
 from ckpt_tasks.objects.replaced import replaced_options
-from ckpt_tasks.objects.switches import are_switches, begun_flags, restore_modes, switched_modes
+from ckpt_tasks.objects.switches import are_switches, begun_flags, begun_options, restore_modes, switched_modes
 from ckpt_tasks.tensors.copies import Copies
 from ckpt_tasks.tensors.placements import is_sharded
 from ckpt_tasks.tensors.sources import HeldTensors, Maker
@@ -54,8 +54,9 @@ def capture_optimizer(
     `names` maps id() of a parameter to its name; `modules` has the modules of the state by group. The tree has `state`
     (by parameter), `shared` (entries without a parameter), `param_groups` (options, and the names in `params`), `other`
     (additions of a subclass), `shapes` (of parameters outside the state's modules), and `on_cpu` (names of entries on
-    the CPU whose parameters are on a device). If training has frozen or unfrozen parameters, or switched modes of
-    modules, the tree also has `requires_grad` and `modes`. Raises UnsupportedStateError for an optimizer whose
+    the CPU whose parameters are on a device). If the loop has changed options itself, `begun` has their first values.
+    If training has frozen or unfrozen parameters, or switched modes of modules, the tree also has `requires_grad` and
+    `modes`. Raises UnsupportedStateError for an optimizer whose
     state_dict is not in torch's format.
     """
     state = _state_dict(optimizer, group)
@@ -72,9 +73,21 @@ def capture_optimizer(
         **pack_optimizer(state, numbers, group, tensors),
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
+        **({"begun": pack(moved, f"{group}/begun", tensors)} if any(moved := _moved(optimizer)) else {}),
         **({"requires_grad": changed} if changed else {}),
         **({"modes": modes} if modes else {}),
     }
+
+
+def _moved(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return, for each param group, what the options had been that the loop itself has changed, such as its rate."""
+    pairs = zip(begun_options(optimizer), optimizer.param_groups, strict=False)
+    return [
+        {key: value for key, value in begun.items() if key in now and now[key] != value}
+        if "initial_lr" not in now  # A schedule has its own state.
+        else {}
+        for begun, now in pairs
+    ]
 
 
 def pack_optimizer(
@@ -141,7 +154,7 @@ class OptimizerPart:
             differences.differ(self._group, f"another kind of optimizer: {lists}")
         if not any(self._optimizer.state.values()):  # Do not index the state: that creates entries.
             options = [group["options"] for group in self._tree["param_groups"]]
-            replaced_options(self._group, self._optimizer, options, differences)
+            replaced_options(self._group, self._optimizer, options, differences, self._tree.get("begun", []))
         for name, (n, parameter) in here.items():
             if there.get(name, n) != n:
                 differences.differ(f"{self._group}/{name}", f"in param group {n} here, {there[name]} in the checkpoint")
@@ -355,6 +368,7 @@ def _checked(tree: Any, group: str) -> dict[str, Any]:
         entries = [dict(entry) for entry in parts[0].values()]
         known = {name for members, _ in groups for name in members}
         sound = len(groups) > 0 and len(entries) <= len(known) and known >= parts[0].keys() and "on_cpu" in tree
+        sound = sound and all(isinstance(one, Mapping) for one in tree.get("begun", []))
         sound = sound and are_switches(tree.get("requires_grad", {}), tree.get("modes", {}))
     except (KeyError, TypeError, ValueError, AttributeError):
         sound = False

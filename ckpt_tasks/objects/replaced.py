@@ -27,18 +27,27 @@ _POSITIONS = frozenset({
 
 
 def replaced_options(
-    name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], differences: Differences
+    name: str,
+    optimizer: Optimizer,
+    saved: Sequence[Mapping[str, Any]],
+    differences: Differences,
+    begun: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Record the options of a new optimizer's param groups that have other values in the checkpoint."""
+    """Record the options of a new optimizer's param groups that have other values in the checkpoint.
+
+    `begun`: the first values of options that the run's loop has changed itself; such a program has not changed them.
+    """
     notes: list[dict[str, tuple[Any, Any]]] = []
     counted = _counted(optimizer)
-    for own, there in zip(optimizer.param_groups, saved, strict=False):
+    firsts = begun or [{}] * len(saved)
+    for own, there, first in zip(optimizer.param_groups, saved, firsts, strict=False):
         # A later schedule starts from the current rate, except a schedule that sets one of these two options.
         here = own if there.keys() & {"max_lr", "base_momentum"} else {"initial_lr": own.get("lr"), **own}
         left_out = counted | _MOVED | ({"lr"} if "initial_lr" in there else set())
         left_out |= _CYCLED if there.keys() & {"base_momentum", "max_momentum"} else set()
         shared = sorted((here.keys() & there.keys()) - left_out)
         note = {key: (here[key], there[key]) for key in shared if _differ(here[key], there[key])}
+        note = {key: pair for key, pair in note.items() if pair[0] != first.get(key)}
         if "lr" in note and _is_lowered(optimizer, len(notes), *note["lr"]):
             del note["lr"]
         notes.append(note)

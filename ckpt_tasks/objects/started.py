@@ -34,6 +34,8 @@ class Started:
     """
 
     effects: ClassVar[Mapping[str, str]] = {}
+    # True if the start may fail before its first step, and be made again with other arguments: the next commit warns.
+    is_tried = False
     # The seconds from a restore to the first batch, for an object that yields batches.
     found_s: float | None = None
 

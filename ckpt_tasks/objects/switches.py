@@ -1,5 +1,7 @@
 """Settings that training switches: requires_grad of parameters, modes of modules, and PEFT's choice of adapters.
 
+PEFT's choice is which adapters are active, whether they are disabled, and their scaling.
+
 After a resume, a loop does not repeat the switches of earlier steps. So an optimizer's tree has the changes since
 training began; the program makes all other settings before the restore. If a whole module is in eval(), the save
 happens during an evaluation, so its modes are not saved.
@@ -16,12 +18,15 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.objects.names import bare_name, unwrapped
 
-_CHOICES = ("active_adapter", "_active_adapter")  # Attributes of PEFT's modules that name the active adapters.
+# Attributes of PEFT's modules: names of the active adapters, True if all are disabled, and factors by adapter.
+_CHOICES = ("active_adapter", "_active_adapter", "_disable_adapters", "scaling")
 # Keys: "" for the mode of the whole module, a name for a submodule in another mode, "name:attribute" for adapters.
 Modes = dict[str, Any]
 
 # By id() of each parameter: True if it required a gradient when this training began.
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
+_begun_options: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+_SCALARS = (bool, int, float, str)
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
@@ -30,8 +35,17 @@ def note_begun(objects: Iterable[Any], *, anew: bool) -> None:
     for value in objects:
         if isinstance(value, Optimizer):
             begun_flags(value, anew=anew)
+            begun_options(value, anew=anew)
         elif isinstance(value, nn.Module) and (anew or unwrapped(value) not in _begun_modes):
             _begun_modes[unwrapped(value)] = _modes(value)
+
+
+def begun_options(optimizer: Optimizer, *, anew: bool = False) -> list[dict[str, Any]]:
+    """Return the plain options of each param group when training began; a loop may set a learning rate by hand."""
+    if anew or optimizer not in _begun_options:
+        groups = optimizer.param_groups
+        _begun_options[optimizer] = [{k: v for k, v in one.items() if type(v) in _SCALARS} for one in groups]
+    return _begun_options[optimizer]
 
 
 def begun_flags(optimizer: Optimizer, *, anew: bool = False) -> dict[int, bool]:
@@ -63,7 +77,7 @@ def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved
             one.training = modes.get(name, modes[""]) is True
             for choice in _CHOICES:
                 if (key := f"{name}:{choice}") in modes and choice in vars(one):
-                    setattr(one, choice, modes[key])
+                    setattr(one, choice, _copied(modes[key]))
 
 
 def are_switches(flags: Any, modes: Any) -> bool:
@@ -76,13 +90,20 @@ def _are_modes(modes: Any) -> bool:
     if not isinstance(modes, Mapping) or type(modes.get("")) is not bool:
         return False
     return all(
-        _are_names(value) if name.endswith(tuple(f":{choice}" for choice in _CHOICES)) else type(value) is bool
+        _is_choice(value) if name.endswith(tuple(f":{choice}" for choice in _CHOICES)) else type(value) is bool
         for name, value in modes.items()
     )
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and {*map(type, value)} <= {str})
+def _is_choice(value: Any) -> bool:
+    """Return True for a value of PEFT's: other modules have attributes of these names, such as a number `scaling`."""
+    if isinstance(value, dict):
+        return {*map(type, value)} <= {str} and {*map(type, value.values())} <= {int, float}
+    return isinstance(value, (str, bool)) or (isinstance(value, list) and {*map(type, value)} <= {str})
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list)) else value
 
 
 def _modes(module: nn.Module) -> Modes:
@@ -94,7 +115,7 @@ def _modes(module: nn.Module) -> Modes:
             modes[name] = one.training
         if not attributes.keys().isdisjoint(_CHOICES):
             chosen = {f"{name}:{key}": attributes[key] for key in _CHOICES if key in attributes}
-            modes |= {key: value for key, value in chosen.items() if _are_names(value)}
+            modes |= {key: _copied(value) for key, value in chosen.items() if _is_choice(value)}
     return modes
 
 

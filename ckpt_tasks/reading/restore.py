@@ -227,14 +227,15 @@ def restore_one(
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     with _naming(checkpoint.step):
         plan = _plan(opened, checkpoint, state, world_size, partial=partial, selection=selection)
-    wanted = opened.index.of_tensors(plan.keys).rows
-    names = {row.object for row in wanted} if partial or selection is not None else None
-    headers = [record for record in opened.manifest.objects if names is None or record.name in names]
-    for record in headers if snapshot is not None else headers[rank::world_size]:
-        _check_header(store, record, opened.index)
-    stored = StoredTensors if store.near else DownloadedTensors
-    source = snapshot.tensors(store, wanted) if snapshot is not None else stored(store, wanted, together)
-    verify_s, copy_s = _apply(plan, source, together, checkpoint.step)
+    with plan.lazy.undone():
+        wanted = opened.index.of_tensors(plan.keys).rows
+        names = {row.object for row in wanted} if partial or selection is not None else None
+        headers = [record for record in opened.manifest.objects if names is None or record.name in names]
+        for record in headers if snapshot is not None else headers[rank::world_size]:
+            _check_header(store, record, opened.index)
+        stored = StoredTensors if store.near else DownloadedTensors
+        source = snapshot.tensors(store, wanted) if snapshot is not None else stored(store, wanted, together)
+        verify_s, copy_s = _apply(plan, source, together, checkpoint.step)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         _derive_streams(opened.manifest.groups[RNG], rank)

@@ -31,11 +31,11 @@ from ckpt_tasks.snapshot.memory import (
     PrivateMemory,
     SlotFiles,
     SnapshotMemory,
-    default_directory,
     private_root,
     sweep,
 )
 from ckpt_tasks.snapshot.rank_snapshot import Part, RankSnapshot
+from ckpt_tasks.snapshot.room import default_directory
 from ckpt_tasks.snapshot.slot import MappedTensors, SlotStore
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.tensors.placements import ALONE, World
@@ -101,6 +101,17 @@ class SnapshotCache:
         self._run_key = ""
         self.left: MemoryDirectory | None = None  # No longer in use, but a restart may need its snapshots.
         self._said = False  # True once the warning "snapshots end with this process" was logged.
+
+    @property
+    def reached(self) -> int | None:
+        """The last step that the process before this one has completed; None if this host does not know."""
+        memory = self.left or self.memory
+        return memory.reached if isinstance(memory, MemoryDirectory) else None
+
+    def note_step(self, step: int) -> None:
+        """Note the last completed step for the next process of this host."""
+        if isinstance(self.memory, MemoryDirectory):
+            self.memory.note_step(step)
 
     def check(self) -> None:
         """Raise ConfigError if other users can access our directory in the configured memory directory."""

@@ -3,7 +3,8 @@
 A memory directory (`/dev/shm` if it has room) holds two slots, `a` and `b`, each with the images of one snapshot and
 its index, manifest and seal. Layout, below `<memory directory>/ckpt-tasks-<uid>/<run>/`::
 
-    lock                           held by the one process that uses the slots; its text is the run directory
+    lock                           held by the one process that uses the slots; its text is the run directory, and at
+                                   byte 4096 it has the last completed step in 8 bytes
     a/model-00000-of-00001-0.safetensors …   the images
     a/index.arrow, a/manifest.json           as on storage
     a/origin                       in a copy of another host's snapshot: which host
@@ -39,17 +40,15 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
-from ckpt_tasks.snapshot.room import available_bytes
 from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import system
 
 SLOTS = ("a", "b")
 ORIGIN_NAME = "origin"  # In a copy of another host's snapshot: the digest of its seal, and the host.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
-_ROOM = 1.05  # Free memory must be this many times the size of the images.
 _DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
 _LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
+_ABOUT_BYTES, _STEP_BYTES = 4096, 8  # The parts of a lock file.
 _HELD: set[Path] = set()  # The directories that this process holds: lockf does not exclude within a process.
 _FILLED: set[Path] = set()  # Slots that this process has filled (or its parent, before a fork): threads may read them.
 
@@ -183,7 +182,8 @@ class SlotFiles:
 class MemoryDirectory(SlotFiles):
     """The slots of one run in a memory directory; raises StoreError if another process holds them.
 
-    `about` is written into the lock file; it names the run of the slots.
+    `about` is written into the lock file; it names the run of the slots. `reached` is the last step that the process
+    before this one has completed; None if it has noted no step.
     """
 
     _is_ours = True
@@ -203,7 +203,10 @@ class MemoryDirectory(SlotFiles):
         except OSError as error:
             close_descriptor(lock)
             raise StoreError(f"another process holds the memory directory {self.path}") from error
-        os.pwrite(lock, os.fsencode(about), 0)  # The directory's own name is only a hash.
+        os.pwrite(lock, os.fsencode(about)[:_ABOUT_BYTES], 0)  # The directory's own name is only a hash.
+        noted = os.pread(lock, _STEP_BYTES, _ABOUT_BYTES)
+        self.reached = int.from_bytes(noted) if len(noted) == _STEP_BYTES else None
+        self._lock_fd = lock
         _HELD.add(self.path)
         self._lock = os.fstat(lock)
         self._unlock = finalize_here(self, _unlock, self.path, lock)
@@ -215,6 +218,12 @@ class MemoryDirectory(SlotFiles):
             return os.path.samestat(os.lstat(self.path / "lock"), self._lock)
         except OSError:
             return False
+
+    def note_step(self, step: int) -> None:
+        """Note the last completed step for the next process; do nothing if that is impossible."""
+        if self.path in _HELD:  # Otherwise another file may have the descriptor's number.
+            with suppress(OSError):
+                os.pwrite(self._lock_fd, step.to_bytes(_STEP_BYTES), _ABOUT_BYTES)
 
     def take(self, slot: str, sizes: Mapping[str, int], fill: Fill | None = None) -> dict[str, memoryview]:
         """Unseal the slot and map its files, with all pages allocated; the old contents are lost.
@@ -296,7 +305,7 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
 
     def is_doomed(path: Path, lock: int) -> bool:
         is_old = time.time() - os.fstat(lock).st_mtime > left_s
-        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, 4096, 0)))
+        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0")))
 
     for path in set(root.iterdir()) - _HELD:  # Opening and closing our own lock file would release the lock.
         with suppress(OSError):
@@ -308,15 +317,6 @@ def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT
                         shutil.rmtree(path, ignore_errors=True)
             finally:
                 close_descriptor(lock)
-
-
-def default_directory(size_bytes: int) -> Path | None:
-    """Return /dev/shm if it, the machine and the container have room for two snapshots of this size, else None."""
-    if not _SHARED_MEMORY.is_dir():
-        return None
-    status = os.statvfs(_SHARED_MEMORY)
-    free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
-    return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * len(SLOTS) else None
 
 
 def _lock(lock: int) -> None:

@@ -218,9 +218,18 @@ def storable(state: Mapping[str, Any]) -> Groups:
     """Flatten a state, and check that a restore would find all tensors of its modules by name.
 
     Raises UnsupportedStateError as `flat` does, also for modules in FullyShardedDataParallel, whose parameters are
-    flat, and for modules with a LookupTable that is not a group of the state.
+    flat, for a ZeroRedundancyOptimizer, and for modules with a LookupTable that is not a group of the state.
     """
     groups = flat(state)
+    zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    for name, value in groups.items() if zero else ():
+        if isinstance(value, zero):
+            raise UnsupportedStateError(
+                "a ZeroRedundancyOptimizer cannot be stored: each rank has the state of other whole parameters",
+                key=name,
+                hint="Shard with torch.distributed.fsdp.fully_shard(model), which shards the optimizer's state too, or "
+                "take the optimizer that it wraps.",
+            )
     fsdp1: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     named = {id(value) for value in groups.values()}
     for name, module in groups.modules.items():

@@ -19,6 +19,7 @@ from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError
 from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of, may_draw
+from ckpt_tasks.objects.modules import Materialized
 from ckpt_tasks.objects.parts import Guard, RestorePart, Saved
 from ckpt_tasks.objects.plain import PlainPart
 from ckpt_tasks.process.gc_pause import gc_paused
@@ -34,7 +35,7 @@ class RestorePlan:
 
     `keys` are the full keys of the tensors that it needs; `chosen` says what a loose restore takes and leaves.
     `replaced` has a text for each setting of a new optimizer or schedule that the restore will replace, and for each
-    changed argument of the run's start.
+    changed argument of the run's start. `lazy`: the tensors of lazy modules, which have shapes from the plan on.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RestorePlan:
         replaced: tuple[str, ...] = (),
         *,
         draws: bool,
+        lazy: Materialized,
     ):
         self.keys = keys
         self.replaced = replaced
@@ -53,6 +55,7 @@ class RestorePlan:
         self._parts = dict(parts)
         self._copies = copies
         self._draws = draws
+        self.lazy = lazy
 
     def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
         """Restore the planned groups, with tensors from `source`.
@@ -64,7 +67,7 @@ class RestorePlan:
         fit or are damaged; the state is unchanged then. A plan can be applied only once.
         """
         parts, self._parts = self._parts, {}  # Free the parts and their new values at the end.
-        with _preserved(self._draws), gc_paused():
+        with self.lazy.undone(), _preserved(self._draws), gc_paused():
             # All parts use one maker: groups that shared memory in the save share memory again.
             make = Maker(source)
             for part in parts.values():
@@ -157,8 +160,11 @@ def plan_restore(
         for name, group in wanted.items()
     }
     keys = frozenset(key for name, some in trees.items() for tree in some for key in needed_keys(name, tree, tensors))
-    copies = Copies()
-    with _preserved(draws), gc_paused():
+    copies, lazy = Copies(), Materialized()
+    with lazy.undone(), _preserved(draws), gc_paused():
+        for name, module in state.modules.items():
+            if name in wanted and wanted[name].kind == "module":
+                lazy.add(module, trees[name][0], tensors, chosen.kept.get(name, ()))
         try:
             parts = _parts(state, chosen, trees, differences, copies, home=home)
         except UnsupportedStateError as error:
@@ -169,8 +175,8 @@ def plan_restore(
         for part in parts.values():
             if isinstance(part, PlainPart):
                 part.compare_rest(differences)
-    differences.raise_any()
-    return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws)
+        differences.raise_any()
+    return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws, lazy=lazy)
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:

@@ -1,8 +1,9 @@
 """Warnings of objects that a state leaves out, at the first save after a step, once for each object.
 
 The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, tables and averages
-only in the variables of the loop that saves, since others in the process may belong to other code. If the state has an
-object of an unknown class, which may hold such objects, only loaders that draw numbers cause a warning. A scaler or
+only in the variables of the loop that saves, since others in the process may belong to other code; a trainer's loop is
+the code that calls the trainer. If the state has an object of an unknown class, which may hold such objects, only
+loaders that draw numbers cause a warning. A scaler or
 generator causes a warning only if it has changed by the next save: a generator that only made or split the data is not
 part of training.
 """
@@ -16,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
@@ -34,6 +35,7 @@ from ckpt_tasks.objects.kinds import kind_of, may_draw
 from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.names import named_parameters
 from ckpt_tasks.objects.optimizers import is_ordinary
+from ckpt_tasks.objects.started import Started
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
@@ -52,8 +54,21 @@ _BEGIN = re.compile(
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
 _ANY_NUMBER = ("generator", "table")
-_OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.")
+_OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.", "ckpt_tasks.integrations.")
+# The loop that saves is above the frames of these modules.
+_NOT_LOOPS = (
+    *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.", "ckpt_tasks.integrations.", "contextlib", "tqdm."),
+    *("accelerate.", "lightning.", "pytorch_lightning.", "torch.", "transformers.", "trl."),
+)
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
+
+
+@runtime_checkable
+class Covering(Protocol):
+    """An object of a state that saves the state of others, as those of a trainer."""
+
+    def covered(self) -> list[Any]:
+        """Return the objects that are saved through this one, or that need no state."""
 
 
 class Unsaved:
@@ -80,17 +95,20 @@ class Unsaved:
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
-        parts = [*objects_of(state)]
+        covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
+        parts = [*objects_of(state), *covered]
         parts += [module for value in state.modules.values() for module in value.modules()]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(_may_hold_others, state.values()))
-        _warn_of_drawing(loaders, nested=alone)
+        by_trainer = any(isinstance(value, Covering) and isinstance(value, Started) for value in state.values())
+        _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
             _warn_of_optimizers(state, optimizers)
-            _warn_of_schedules(state, schedules)
-            _warn_of_ranks(state)
+            _warn_of_schedules(state, [one for one in schedules if not any(one is known for known in covered)])
+            _warn_of_ranks(state, {*map(id, covered)})
             _warn_of_parameters(state)
-            _warn_of_begun_again(state, iterators, step, restored_step)
+            if not by_trainer:  # A trainer has its own position in the data.
+                _warn_of_begun_again(state, iterators, step, restored_step)
             with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
@@ -123,7 +141,7 @@ def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterat
 def _variables() -> Iterator[tuple[str, Any]]:
     """Yield the variables of the loop that saves: of the calling file and of its functions on the stack."""
     frame = inspect.currentframe()
-    while frame and str(frame.f_globals.get("__name__")).startswith(("ckpt_tasks.checkpoint.", "ckpt_tasks.state.")):
+    while frame and str(frame.f_globals.get("__name__")).startswith(_NOT_LOOPS):
         frame = frame.f_back
     file = frame.f_code.co_filename if frame else ""
     yield from [*frame.f_globals.items()] if frame else []
@@ -245,10 +263,11 @@ def _warn_of_schedules(state: Groups, schedules: list[LRScheduler]) -> None:
         )
 
 
-def _warn_of_ranks(state: Groups) -> None:
+def _warn_of_ranks(state: Groups, covered: set[int]) -> None:
     """Warn of PEFT's AdaLoRA models: their state lacks the averages by which they reduce the ranks of matrices."""
     for name, module in state.modules.items():
-        if _new(one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model"):
+        adaptive = (one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model")
+        if _new(one for one in adaptive if id(one) not in covered):
             _log.warning(
                 "The rank allocator of %s is not in the state: after a resume AdaLoRA takes other ranks away. Save it "
                 "too: state={..., 'ranks': AdaLoraRanks(model)}, from ckpt_tasks.integrations.huggingface",

@@ -225,7 +225,8 @@ def test_a_lock_is_not_read_as_a_whole(run_dir: Path) -> None:
         assert holds(lock, url)
         os.truncate(lock, 4 << 30)
         tracemalloc.start()
-        assert not holds(lock, url)
+        assert holds(lock, url)  # Zeros follow the text.
+        assert not holds(lock, url[:-1])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()
         lock.unlink()

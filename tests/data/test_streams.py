@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from itertools import count, product
@@ -200,6 +201,29 @@ def test_a_stream_that_is_read_otherwise_each_time_is_refused_at_its_start() -> 
         next(iter(second))
     with pytest.raises(StateMismatchError, match="replayed is 4 in the checkpoint and 6 here"):
         ResumableLoader(Numbers(), 6, replay=True).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # WebDataset leaves its tars to the collector.
+@pytest.mark.filterwarnings("ignore:WebDataset.shardshuffle:UserWarning")
+def test_a_webdataset_is_taken_unless_it_shuffles(tmp_path: Path) -> None:
+    """WebDataset in order resumes at its next sample, with `shardshuffle=False` too; a shuffle is refused."""
+    webdataset = pytest.importorskip("webdataset")
+    for shard in range(2):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
+            for number in range(shard * 12, shard * 12 + 12):
+                tar.write({"__key__": f"{number:03}", "a.txt": str(number)})
+
+    def tars(**options: Any) -> Any:
+        urls = sorted(map(str, tmp_path.glob("*.tar")))
+        return webdataset.WebDataset(urls, **options).decode().map(lambda sample: {"a": int(sample["a.txt"])})
+
+    whole = batches_of(ResumableLoader(Numbers(), 4, replay=True), EPOCHS)
+    for options in ({"shardshuffle": False}, {"shardshuffle": 0}, {}):
+        assert resumed(lambda options=options: tars(**options), whole, 7, replay=True) == whole[7:]
+    for stream in (tars(shardshuffle=2), tars(shardshuffle=2, detshuffle=True), tars(shardshuffle=False).shuffle(9)):
+        with pytest.raises(ConfigError, match="Its shuffles count epochs"):
+            ResumableLoader(stream, replay=True)
+    gc.collect()
 
 
 def test_what_cannot_go_on_is_refused_before_training() -> None:

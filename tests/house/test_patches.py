@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.sources import files, parse, walk
 
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
-PLACES = {"snapshot.cache.default_directory", "snapshot.memory._SHARED_MEMORY", "snapshot.room.open"}
+PLACES = {"snapshot.cache.default_directory", "snapshot.room._SHARED_MEMORY", "snapshot.room.open"}
 # The time that a slow machine needs to reach the ranks' store.
 MACHINE = {"checkpoint.agreement.find_exchange"}
 # A gang whose fork server, which takes seconds to import torch, stays for the next one of the process.

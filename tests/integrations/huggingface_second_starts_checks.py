@@ -190,6 +190,26 @@ def test_what_differs_is_said(
             assert first + seen == whole(tmp_path)[: len(first + seen)]
 
 
+def test_sizes_that_never_train_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`auto_find_batch_size` tries sizes that do not fit: only what differs in the size that trains is told, once."""
+    args = {"per_device_train_batch_size": 16, "auto_find_batch_size": True, "save_strategy": "no", "use_cpu": True}
+    for epochs, differs in ((2, []), (2, []), (3, ["num_train_epochs: 2 → 3."])):
+        caplog.clear()
+        set_seed(1)
+        options: Any = {**args, "num_train_epochs": epochs, "report_to": [], "disable_tqdm": True}
+        trainer = CkptTrainer(
+            model=Net(4),
+            args=TrainingArguments(str(tmp_path / "out"), remove_unused_columns=False, **options),
+            train_dataset=rows(),
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1),
+        )
+        with caplog.at_level(logging.WARNING, "ckpt_tasks"):
+            trainer.train()
+        told = [line for message in caplog.messages for line in message.splitlines() if " → " in line]
+        assert [line.strip()[:24] for line in told if "was → is" not in line] == differs
+        assert not said(caplog, "An earlier process")
+
+
 def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [message for message in caplog.messages if text in message]
 

@@ -12,6 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -200,4 +201,52 @@ def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pyt
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == 1
     assert "Nothing was left to train: the run in" in warned[0]
-    assert "The run goes on at step 12, restored from" in caplog.text
+    assert "Resumed from step 12 of" in caplog.text
+
+
+class Forgetful(Ids):
+    """Trains what is in no module, or draws from a generator of its script."""
+
+    generator = torch.Generator()
+
+    def __init__(self, forgets: str):
+        super().__init__(None, "ConstantLR")
+        self.forgets, self.hidden = forgets, [torch.nn.Linear(1, 1)]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.forgets == "generator":
+            torch.rand(1, generator=self.generator)
+        return super().training_step(batch, index) + self.hidden[0](batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        more = self.hidden[0].parameters() if self.forgets == "parameters" else ()
+        optimizer = torch.optim.SGD([*self.parameters(), *more], 0.001)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize(
+    ("forgets", "says"),
+    [("", ""), ("parameters", "2 parameters that are not in the state"), ("generator", "noise (Generator) is not in")],
+)
+def test_what_a_state_forgets_is_told_under_lightning(
+    forgets: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checks of a plain loop are made; an average, schedules and a validation of Lightning's are none of them."""
+    noise = Forgetful.generator = torch.Generator()
+    config = CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        callbacks=[CkptCallback(config), EMAWeightAveraging()],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        logger=False,
+        max_epochs=1,
+    )
+    rows = TensorDataset(torch.arange(24.0)[:, None])
+    with warnings.catch_warnings(action="ignore"), caplog.at_level(logging.WARNING, "ckpt_tasks"):
+        trainer.fit(Forgetful(forgets), ResumableLoader(rows, 4, shuffle=True))
+    assert len(caplog.messages) == bool(says)
+    assert says in "".join(caplog.messages)
+    assert noise is Forgetful.generator

@@ -23,6 +23,7 @@ NEEDS = {
 FILES = [
     ("finetuning", "finetuning", ""),
     ("libraries", "finetuning", ""),
+    ("trainers", "finetuning", ""),
     ("optimizers", "finetuning", ""),
     ("huggingface", "huggingface", ""),
     ("huggingface_second_starts", "huggingface", ""),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import StateMismatchError
 from tests.support.roundtrip import restore, same_module, save
 
@@ -56,3 +58,24 @@ def test_an_added_param_group_gets_a_hint() -> None:
     other.add_param_group({"params": [*head.parameters()]})
     with pytest.raises(StateMismatchError, match=r"add_param_group\(\) others after it"):
         restore(save({"model": model, "optimizer": one}), {"model": model, "optimizer": other})
+
+
+def test_a_training_of_lazy_modules_resumes_exactly(tmp_path: Path) -> None:
+    """Modules without shapes, and the optimizer of their parameters, resume with the values of an unbroken run."""
+
+    def train(run: str, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.5), nn.LazyLinear(1))
+        state = {"optimizer": torch.optim.Adam(model.parameters()), "model": model}
+        losses = []
+        with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
+            for step in range(ckpt.restore(state) + 1, steps + 1):
+                loss = model(torch.randn(16, 5)).square().mean()
+                state["optimizer"].zero_grad()
+                loss.backward()
+                state["optimizer"].step()
+                ckpt.save(step, state)
+                losses.append(loss.item())
+        return losses
+
+    assert train("broken", 3) + train("broken", 6) == train("whole", 6)

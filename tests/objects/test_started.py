@@ -48,10 +48,8 @@ def test_what_differs_is_said(
     with Checkpointer(config) as ckpt, caplog.at_level(logging.INFO, "ckpt_tasks"):
         ckpt.save(3, {"loop": Loop(was)})
         assert ckpt.restore({"loop": Loop(now)}) == 3
-        assert ckpt.last_restore is not None
-        source = ckpt.last_restore.source
     texts = {record.levelname: record.getMessage() for record in caplog.records}
-    assert texts["INFO"] == f"The run goes on at step 3, restored from {source}"
+    assert f" of {tmp_path}/run, " in texts["INFO"]
     assert texts.get("WARNING", "").splitlines()[1:-1] == lines
 
 

@@ -117,3 +117,27 @@ def test_modes_that_are_none_are_refused(modes: Any) -> None:
     tree = capture_optimizer(torch.optim.SGD(net.parameters()), "one", {}, TensorSet(None))
     with pytest.raises(IntegrityError, match="malformed"):
         OptimizerPart(torch.optim.SGD(net.parameters()), "one", tree | {"modes": modes}, {}, Copies())
+
+
+def by_hand(run: Location, until: int, rate: float, *, sets: bool = True) -> list[float]:
+    """Train from where the run is; the loop sets the learning rate of each step itself, as nanoGPT does."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=rate)
+    state: dict[str, Any] = {"net": net, "optimizer": optimizer}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run, memory_dir=None)) as ckpt:
+        for step in range(ckpt.restore(state) + 1, until + 1):
+            if sets:
+                optimizer.param_groups[0]["lr"] = 0.1 / step
+            ckpt.save(step, state)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_a_rate_that_the_loop_sets_is_no_other_setting(caplog: pytest.LogCaptureFixture) -> None:
+    """A resume of the same program is quiet; one that is made with another rate is told, and what is restored."""
+    run = located(MemoryStore())
+    rates = [by_hand(run, until, 0.1, sets=until < 6) for until in (2, 4, 6)]
+    assert rates == [[0.1 / 2], [0.1 / 4], [0.1 / 4]]
+    assert by_hand(run, 7, 0.1 / 4, sets=False) == [0.1 / 4]  # the restored rate itself
+    assert not caplog.records
+    assert by_hand(run, 8, 0.3, sets=False) == [0.1 / 4]
+    assert "optimizer lr: 0.025 → 0.3. 0.025 is restored." in caplog.text

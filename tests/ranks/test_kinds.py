@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt_tasks import ByRank, Checkpointer
@@ -123,6 +124,10 @@ def in_fsdp1(rank: int, size: int) -> Any:
     return FullyShardedDataParallel(build("plain", size), device_id=torch.device("cpu"))
 
 
+def in_zero(rank: int, size: int) -> Any:
+    return ZeroRedundancyOptimizer(build("ddp", size).parameters(), torch.optim.AdamW)
+
+
 def on_meta(rank: int, size: int) -> Any:
     with torch.device("meta"):
         return torch.nn.Linear(3, 3)
@@ -145,6 +150,7 @@ def in_a_pipeline(rank: int, size: int) -> Any:
 REFUSED: dict[Callable[[int, int], Any], str] = {
     in_a_pipeline: "rank 1 and rank 0 have different values",
     in_fsdp1: r"FullyShardedDataParallel \(FSDP1\).*fully_shard\(model\)",
+    in_zero: r"a ZeroRedundancyOptimizer cannot be stored.*at x.*fully_shard\(model\)",
     on_meta: "at x/weight",
     cut_oddly: "at x",
     of_one_rank: "a DTensor of one rank alone cannot be stored .at x/seen",
@@ -154,7 +160,7 @@ REFUSED: dict[Callable[[int, int], Any], str] = {
 def refused(rank: int, size: int, root: str, make: Callable[[int, int], Any]) -> list[tuple[str, str]]:
     state = {"x": make(rank, size)}
     with Checkpointer(config(root)) as ckpt:
-        calls = (ckpt.restore, partial(ckpt.save, 1)) if make is in_fsdp1 else (partial(ckpt.save, 1),)
+        calls = (ckpt.restore, partial(ckpt.save, 1)) if make in (in_fsdp1, in_zero) else (partial(ckpt.save, 1),)
         return [attempt(call, state) for call in calls]
 
 

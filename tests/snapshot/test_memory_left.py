@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.doctor.host import holds as is_of
+from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
 from tests.support.children import Child
 
 
@@ -82,3 +84,20 @@ def test_the_memory_of_a_process_that_lives_stays(tmp_path: Path) -> None:
                 assert held < left(memory)
             (tmp_path / "away").rename(tmp_path / "own")
     assert len(held) == 2
+
+
+def test_the_last_step_is_noted_beside_the_name_of_the_run(tmp_path: Path) -> None:
+    """The next process reads the last step of a memory directory; a sweep and the doctor still read the run's name."""
+    (root := private_root(tmp_path)).joinpath("other").mkdir()
+    memory = MemoryDirectory(root, "run", "/runs/first")
+    assert memory.reached is None
+    memory.note_step(17)
+    memory.close(keep=True)
+    memory.note_step(18)  # The descriptor's number may be another file's by now.
+    seen: list[tuple[str, str]] = []
+    sweep(root, lambda name, url: bool(seen.append((name, url))), left_s=-1)
+    assert ("run", "/runs/first") in seen
+    assert is_of(root / "run/lock", b"/runs/first")
+    after = MemoryDirectory(root, "run", "/runs/first")
+    assert after.reached == 17
+    after.close(keep=False)

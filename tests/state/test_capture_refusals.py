@@ -99,8 +99,8 @@ def test_a_parameter_subclass_that_holds_its_data_is_fine() -> None:
     restore(save({"model": fresh}), {"model": module})
 
 
-def test_a_lazy_module_is_refused_until_it_has_values() -> None:
-    """P8: what has no shape yet is refused on both sides; nothing is applied; after a forward pass all comes back."""
+def test_a_lazy_module_takes_the_shapes_of_the_checkpoint() -> None:
+    """P8: a save refuses a tensor without a shape; a restore gives it shape and values, or leaves it lazy."""
     saved_norm, saved_linear = nn.LazyBatchNorm1d(), nn.Linear(2, 2)
     with pytest.raises(UnsupportedStateError, match="not initialised") as caught:
         capture({"linear": saved_linear, "norm": saved_norm})
@@ -109,12 +109,19 @@ def test_a_lazy_module_is_refused_until_it_has_values() -> None:
     saved = save({"linear": saved_linear, "norm": saved_norm})
     linear, norm = nn.Linear(2, 2), nn.LazyBatchNorm1d()
     before = linear.weight.detach().clone()
-    with pytest.raises(UnsupportedStateError, match="Run one forward pass first"):
-        restore(saved, {"linear": linear, "norm": norm})
-    assert same_bits(linear.weight, before)
-    norm(torch.randn(4, 2))
+    for fails in ({"linear": linear, "norm": norm, "extra": 0}, {"norm": norm, "linear": nn.Linear(2, 3)}):
+        with pytest.raises(StateMismatchError):
+            restore(saved, fails)
+        assert same_bits(linear.weight, before)
+        assert {type(value) for value in (norm.weight, norm.running_mean)} == {
+            nn.UninitializedParameter,
+            nn.UninitializedBuffer,
+        }
     restore(saved, {"linear": linear, "norm": norm})
     same_module(saved_linear, linear)
+    same_module(saved_norm, norm)
+    batch = torch.randn(4, 2)
+    assert same_bits(norm(batch), saved_norm(batch))
     same_module(saved_norm, norm)
 
 

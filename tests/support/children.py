@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -93,5 +94,7 @@ def _run(main: Callable[[Sequence[str]], None], arguments: list[str], output: Pa
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    assert logging.lastResort is not None
+    logging.getLogger("ckpt_tasks").addHandler(logging.lastResort)  # Warnings on stderr as ever; no line of a start.
     main(arguments)
     sys.stdout.flush()

@@ -1,0 +1,69 @@
+"""Tell the person who starts a training from which step it resumes, and where its first checkpoint is."""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.logs import tell
+from ckpt_tasks.reading.restore import HostSnapshot
+from ckpt_tasks.report.words import age, printable, when
+
+_log = logging.getLogger("ckpt_tasks")
+
+
+class Start:
+    """The lines of one start: one where training begins, one for the first commit of a new run.
+
+    It holds no Checkpointer: a saver keeps it as a listener, and a dropped Checkpointer must be collected.
+    """
+
+    def __init__(self, url: str):
+        self._url = printable(url)
+        self.is_told = False
+        self._is_new = True
+        self._warning = ""
+
+    def begun(self, reached: int | None) -> None:
+        """Tell that the run has no checkpoint; an earlier process had completed `reached` steps (None: unknown)."""
+        self._tell(f"Training begins at step 0: {self._url} has no checkpoint{_again(0, reached)}")
+
+    def restored(self, chosen: Checkpoint, snapshot: HostSnapshot | None, reached: int | None) -> None:
+        """Tell which checkpoint was restored, and from where (`snapshot` None: from storage)."""
+        self._is_new = chosen.n < 0  # The storage has no checkpoint yet.
+        place = snapshot.place.removeprefix("in ") if snapshot is not None else "storage"
+        saved = f"saved {when(chosen.saved_at)} ({age(chosen.saved_at)})"
+        line = f"Resumed from step {chosen.step} of {self._url}, {saved}, from {place}"
+        self._tell(line + _again(chosen.step, reached))
+
+    def replaced(self, warning: str, *, is_tried: bool) -> None:
+        """Warn of settings that a restore has replaced; if the start is only tried, do so at its first commit."""
+        if is_tried:
+            self._warning = warning
+        else:
+            _log.warning("%s", warning)
+
+    def committed(self, checkpoint: Checkpoint) -> None:
+        """Tell where the first checkpoint of a new run is, and what waited for a commit."""
+        warning, self._warning = self._warning, ""
+        if warning:
+            _log.warning("%s", warning)
+        if self._is_new:
+            self._is_new = False
+            tell(f"Step {checkpoint.step} is saved in {self._url}")
+
+    def _tell(self, line: str) -> None:
+        """Tell the line, but only log it after the first: a later restore of this process is no start."""
+        if self.is_told:
+            _log.info("%s", line)
+        else:
+            tell(line)
+        self.is_told = True
+
+
+def _again(step: int, reached: int | None) -> str:
+    """Return words for the steps between a checkpoint and the last completed step of the earlier process."""
+    lost = 0 if reached is None else reached - step
+    if lost > 0:
+        return f"; the {lost} steps after it are trained again" if lost > 1 else "; one step after it is trained again"
+    return "; no step is lost" if lost == 0 and reached is not None else ""
