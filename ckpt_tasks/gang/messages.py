@@ -68,7 +68,7 @@ class Done(Message):
     """From a rank: it has carried out the order; `stopped` is the signal that has ended the order early.
 
     `busy` is the share of the order's time in which the rank's main thread has computed instead of waiting. `source` is
-    the source of a restore.
+    the source of a restore, `measured` are the metrics of an evaluation.
     """
 
     position: int
@@ -78,6 +78,7 @@ class Done(Message):
     stopped: int | None = None
     busy: float = 0.0
     source: str = ""
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

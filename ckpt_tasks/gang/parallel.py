@@ -1,7 +1,8 @@
-"""Check that a program trains one model on all ranks together, and not the same model once on each rank."""
+"""A rank's session: its program trains one model together with those of the other ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.state.groups import ByRank, objects_of
+
+
+class RankSession(LocalSession):
+    """The session of one rank of several, in its process."""
+
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Measure a checkpoint in all ranks; a signal ends this at once, since nothing is left to commit."""
+        self.hold_signals(False)
+        return super().evaluate(checkpoint, suite)
 
 
 def check_parallel(program: Any, ranks: int) -> None:

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import Any, Self
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
-from ckpt_tasks.format.records import Checkpoint, read_checkpoint
+from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
     HOST,
@@ -186,6 +187,14 @@ class GangSession:
         self._order("save", step=step)
         self.clean = not self._gang.has_more()
 
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Measure a checkpoint with a fresh program on all ranks together; if no gang runs, start a gang first."""
+        if not self._gang.ranks:
+            self._start()
+        self._order("evaluate", checkpoint=checkpoint_item(checkpoint), suite=suite)
+        self.clean = False
+        return self._done[0].measured
+
     def discard(self) -> None:
         """Kill the gang; the next restore starts a new gang."""
         self.clean = False
@@ -257,7 +266,7 @@ class GangSession:
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
         """Receive messages until `done` has each rank's answer; `moved_s` has the time of each rank's last progress."""
-        stopping, deadline_s = False, self.config.flush_timeout_s
+        stopping, deadline_s = False, math.inf if name == "evaluate" else self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
                 self._gang.tell(self._gang.ranks, Stop())

@@ -19,14 +19,16 @@ from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.reading.reading import Run
 from ckpt_tasks.session.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.session.parameters import params_before
 from ckpt_tasks.session.session import Progress, watcher
-from ckpt_tasks.state.groups import objects_of
-from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
+from ckpt_tasks.state.groups import flat, objects_of
+from ckpt_tasks.tensors.streams import OwnStreams, preserved_rng, seed_streams
 
 _PACE_STEPS = 20
+END_SUITE = "quick"  # The evaluation at the end of a training uses this suite.
 _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
@@ -95,6 +97,21 @@ def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
     seed = params.get("seed")
     seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
     return build_program(name, params)
+
+
+def measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
+    """Restore a checkpoint's modules into a fresh program (its whole state if it has none), and evaluate it.
+
+    Uses separate random streams, which begin in the same state in every process. They belong to the process, so only
+    one thread may call this at a time. Raises ProgramError for a program without `evaluate`.
+    """
+    with OwnStreams().inside():
+        fresh = build_from_seed(program, params)
+        if not callable(getattr(fresh, "evaluate", None)):
+            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
+        modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
+        run.restore(checkpoint, modules or fresh.state, partial=True)
+        return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
 
 
 class StateSession:
@@ -231,6 +248,11 @@ class LocalSession(StateSession):
             if watch:
                 commit = self.ckpt.last_commit
                 watch(Progress(step=step, metrics=metrics, step_s=step_s, amount=amount, unit=unit, commit=commit))
+
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Discard the live state, which leaves room for a fresh program, and measure a checkpoint with that."""
+        self.discard()
+        return measure(self.ckpt.run, checkpoint, self._name, self._params, suite)
 
     def discard(self) -> None:
         """Drop the program; the next restore builds a new one."""

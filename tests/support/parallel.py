@@ -133,3 +133,22 @@ class Unbuilt(Parallel):
     def __init__(self, *, kind: str = "ddp", plan: Sequence[tuple[int, int, str]] = (), folder: str = ""):
         super().__init__(kind=kind, plan=plan, folder=folder)
         self._interfere(self._plan.get(0, ""))
+
+
+class Reducing(Parallel):
+    """The same, which can only be built among ranks, and whose `evaluate` adds up over them; `broken` names a rank that
+    fails there, while the others wait for it.
+    """
+
+    recorded_params = (*Parallel.recorded_params, "broken")
+
+    def __init__(self, *, broken: int | None = None, **options: Any):
+        super().__init__(**options)
+        self._size, self._broken = dist.get_world_size(), broken
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        if self._rank == self._broken:
+            raise RuntimeError("injected in evaluate")
+        total = torch.tensor([1.0 + self._rank])
+        dist.all_reduce(total)
+        return {**super().evaluate(suite), "total": total.item()}
