@@ -2,7 +2,8 @@
 
 Every rank is a process with the same command line. Before rank 0 restores, trains, saves or evaluates, it posts an
 order, which the other ranks carry out, too. Each rank has its own Checkpointer, as in a torchrun script. After a
-signal, the ranks agree on the last step. If a rank fails, every process ends, and the launcher starts all of them again.
+signal, the ranks agree on the last step. If a rank fails, every process ends, and the launcher starts all of them
+again.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
         timeout=timedelta(seconds=_JOIN_S),
         wait_for_workers=False,
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=begin.size)
+    own = dist.PrefixStore(begin.secret, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=begin.size)
 
 
 def _interface_of(address: str) -> str | None:

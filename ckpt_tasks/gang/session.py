@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from secrets import token_hex
 from socket import gethostname
 from types import TracebackType
 from typing import Any, Self
@@ -216,7 +217,7 @@ class GangSession:
             self._interrupt.deliver()
 
     def _start(self) -> None:
-        self._gang.start(self._begin)
+        self._gang.start(replace(self._begin, secret=token_hex()))
         self._owner_pid = self._gang.ranks[0].pid
 
     def _order(self, name: str, **arguments: Any) -> None:

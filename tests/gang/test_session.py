@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
+from ckpt_tasks.gang.messages import Begin
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.session import Progress, watcher
-from tests.support.agents import MARK, config_of, kept, left, main, train, trained
+from ckpt_tasks.system import host_name
+from tests.support.agents import MARK, PARALLEL, config_of, kept, left, main, train, trained
 from tests.support.children import Child
 
 TOTAL = 18
@@ -132,6 +136,35 @@ def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     assert owner.released
     assert len(pids) == 2
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+class _Ported(Gang):
+    """An engine that remembers where rank 0 listens."""
+
+    port = 0
+
+    def start(self, begin: Begin) -> int:
+        self.port = super().start(begin)
+        return self.port
+
+
+def test_another_program_of_the_host_does_not_hit_upon_the_keys_of_a_gang(run_dir: Path) -> None:
+    """All keys of a gang's store are below a prefix, which only its ranks have; the next gang has another prefix."""
+    c10d: Any = dist
+    seen = set()
+    gang = _Ported()
+    with GangSession(config_of(run_dir), PARALLEL, ranks=2, engine=gang) as session:
+        for until in (3, 6):
+            session.restore()
+            stranger = c10d.TCPStore("127.0.0.1", gang.port, is_master=False, wait_for_workers=False)
+            [prefix] = {key.partition("/")[0] for key in stranger.list_keys() if not key.startswith("init/")}
+            for name in ("name", f"processes/{host_name()}"):
+                stranger.set(f"ckpt-tasks/1/{name}", b"\xff\xfe")
+            session.run(until)
+            session.save(until)
+            seen.add(prefix)
+            session.discard()
+    assert ([len(prefix) for prefix in seen], trained(run_dir)[0]) == ([64, 64], 6)
 
 
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
