@@ -35,8 +35,9 @@ from ckpt_tasks.orchestration.embedded import begin_embedded_server, start_embed
 from ckpt_tasks.orchestration.endings import CrashError
 from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, recorded_evaluation
 from ckpt_tasks.orchestration.starts import flow_run_to_go_on
+from ckpt_tasks.reading.opening import ranks_of
 from ckpt_tasks.reading.reading import run_of
-from ckpt_tasks.report.words import when
+from ckpt_tasks.report.words import ranks_words, when
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
 from ckpt_tasks.session.local import END_SUITE, find_program
 from ckpt_tasks.session.parameters import effective_params
@@ -212,6 +213,9 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
     if start < training.steps:
         on = f", on {training.ranks} ranks" if training.ranks > 1 else ""
         out.print(f"Run {run_key}: {f'goes on from step {start}' if start else 'from the beginning'}{on}.")
+        run = run_of(training.config) if start else None
+        if run is not None and (was := ranks_of(run.history.store, run.find(start))) != training.ranks:
+            out.print(ranks_words(start, was, training.ranks), soft_wrap=True)
         return None
     out.print(f"Run {run_key} is complete: step {start} of {training.steps} is committed.")
     run = run_of(training.config)

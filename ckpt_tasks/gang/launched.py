@@ -151,7 +151,6 @@ class _Leading(RankSession):
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
         super().__init__(ckpt, program, params)
-        self.ranks = orders.size
         self._orders = orders
 
     def restore(self) -> int:

@@ -37,7 +37,7 @@ class Begin(Message):
     """The first message to a rank: what it trains, and where all `size` ranks connect (port 0: not known yet).
 
     The rank's host has `local_size` of the ranks, from `first_rank` on. All keys in their store begin with `secret`,
-    which differs for each gang: other programs of the host do not hit upon them.
+    which differs for each gang: other programs of the host do not hit upon them. `command` is the agent's command line.
     """
 
     size: int
@@ -50,6 +50,7 @@ class Begin(Message):
     params: Mapping[str, Any]
     flow_run_id: str | None
     secret: str = field(default="", repr=False)
+    command: list[str] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

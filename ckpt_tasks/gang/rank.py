@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -88,6 +89,7 @@ class _Rank:
         signal.signal(signal.SIGTERM, raise_stopped)
         [begin, *more] = self._channel.receive()
         assert isinstance(begin, Begin)
+        sys.orig_argv[:] = begin.command  # Checkpoints name the command that has started all this.
         watcher.set(self._watch)
         logging.getLogger().addHandler(_Forward(self._rank, self._channel))
         _log.setLevel(logging.INFO if self._rank == 0 else logging.WARNING)

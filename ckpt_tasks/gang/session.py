@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ from ckpt_tasks.gang.messages import (
     write_config,
 )
 from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.gang.reporting import GangRows, endings_of, table_of
+from ckpt_tasks.gang.reporting import GangRows, endings_of, hung_words, table_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.metrics import GoingBack
@@ -94,6 +95,7 @@ class GangSession:
             program=program,
             params=dict(params or {}),
             flow_run_id=flow_run_id,
+            command=sys.orig_argv,
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
@@ -252,7 +254,7 @@ class GangSession:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0, error.began)
             self.clean = False
-            self._rows.ended(error)
+            self._rows.ended(error, self.position)
             self._gang.kill()
             raise
         if name == "close":
@@ -304,7 +306,7 @@ class GangSession:
         if ended:
             self._gang.look()
             error = RankError(
-                endings_of([*ended.values()]),
+                endings_of([rank for rank in self._gang.ranks if rank.rank in ended or rank.lost]),
                 step=self.position,
                 hint="The other ranks were ended.",
             )
@@ -342,14 +344,11 @@ class GangSession:
     def _hung(self, silent: list[int], silent_s: float) -> RankError:
         """Log the stacks of the running ranks, and return the error for a hang."""
         self._gang.write_stacks(_STACKS_S)
-        stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
         for rank in self._gang.ranks:
             if not rank.is_stopped:
                 _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written or "it wrote none")
-        hung = ", ".join(map(str, stopped or silent))
-        why = "is stopped (SIGSTOP, or a debugger)" if stopped else "goes on with nothing"
         error = RankError(
-            f"rank {hung} {why}: no step for {silent_s:.0f} s",
+            f"{hung_words(self._gang.ranks, silent)}: no step for {silent_s:.0f} s",
             step=self.position,
             hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
         )

@@ -73,9 +73,9 @@ class StoreMeeting:
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
         """Send the answer, in rank 0; wait for the answer, in the other ranks."""
         if not self._exchange.first:
-            answer = self._hear()
+            heard = self._hear()
             with naming_foreign(self._topic):
-                return read(answer)
+                return read(heard)
         self._tell(write(answer))
         return answer
 

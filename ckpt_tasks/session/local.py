@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
 import sys
 import time
@@ -19,7 +20,9 @@ from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.reading.opening import ranks_of
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.report.words import ranks_words
 from ckpt_tasks.session.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.session.parameters import params_before
@@ -29,6 +32,7 @@ from ckpt_tasks.tensors.streams import OwnStreams, preserved_rng, seed_streams
 
 _PACE_STEPS = 20
 END_SUITE = "quick"  # The evaluation at the end of a training uses this suite.
+_log = logging.getLogger("ckpt_tasks")
 _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
@@ -38,7 +42,8 @@ class Program(Protocol):
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
     on the next data and returns metrics. One metric may be the amount of data used: its name is the program's attribute
     `unit`, or "samples" without this attribute. `evaluate` must change nothing and must not draw from the training's
-    random streams. `recorded_params`, if present, names parameters that may come from the run's ledger although they
+    random streams. `reduce`, if present, says how the metrics of several ranks become one: `{"correct": "sum"}`
+    (docs/RANKS.md). `recorded_params`, if present, names parameters that may come from the run's ledger although they
     are texts or objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
     """
 
@@ -99,7 +104,15 @@ def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
     return build_program(name, params)
 
 
-def measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
+def measure(
+    run: Run,
+    checkpoint: Checkpoint,
+    program: str,
+    params: Mapping[str, Any],
+    suite: str,
+    *,
+    of_all_ranks: Callable[[Program, dict[str, float]], dict[str, float]] = lambda program, own: own,
+) -> dict[str, float]:
     """Restore a checkpoint's modules into a fresh program (its whole state if it has none), and evaluate it.
 
     Uses separate random streams, which begin in the same state in every process. They belong to the process, so only
@@ -111,7 +124,8 @@ def measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str,
             raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
         modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
         run.restore(checkpoint, modules or fresh.state, partial=True)
-        return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
+        own = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
+        return of_all_ranks(fresh, own)
 
 
 class StateSession:
@@ -223,6 +237,9 @@ class LocalSession(StateSession):
         """
         step = super().restore()
         self.clean = False
+        if self.ckpt.last_restore is not None and self.ckpt.last_restore.derived_streams:
+            run = self.ckpt.run
+            _log.info("%s", ranks_words(step, ranks_of(run.history.store, run.find(step)), self.ranks))
         before = params_before_fork(self.ckpt)
         if before is None and self.ckpt.last_restore is not None:
             self._refuse_changes()
@@ -238,7 +255,7 @@ class LocalSession(StateSession):
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
             started = time.perf_counter()
-            metrics = self._train_step(program)
+            metrics = self._of_all_ranks(program, self._train_step(program))
             step_s = time.perf_counter() - started
             amount = metrics.pop(unit, 0.0)
             self._step_s.append(step_s)
@@ -252,7 +269,7 @@ class LocalSession(StateSession):
     def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
         """Discard the live state, which leaves room for a fresh program, and measure a checkpoint with that."""
         self.discard()
-        return measure(self.ckpt.run, checkpoint, self._name, self._params, suite)
+        return measure(self.ckpt.run, checkpoint, self._name, self._params, suite, of_all_ranks=self._of_all_ranks)
 
     def discard(self) -> None:
         """Drop the program; the next restore builds a new one."""
@@ -300,6 +317,10 @@ class LocalSession(StateSession):
                 raise ProgramError(f"with the parameters of before: {error}", hint=hint) from error
         gc.collect()  # Free the program's memory now, as in `discard`.
         return settings
+
+    def _of_all_ranks(self, program: Program, own: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of all ranks together: here of the only one."""
+        return own
 
     def _train_step(self, program: Program) -> dict[str, float]:
         metrics = program.train_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect import get_client
@@ -32,7 +33,7 @@ def test_ranks_evaluate_together(run_dir: Path) -> None:
     """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
     done = train(run_dir)
     assert (done.status, [result.metrics["total"] for result in done.evaluations]) == (0, [3.0])  # ranks 0 and 1: 1 + 2
-    where = {"run_key": "reducing", "checkpoint_dir": str(run_dir), "program": REDUCING}
+    where: dict[str, Any] = {"run_key": "reducing", "checkpoint_dir": str(run_dir), "program": REDUCING}
     [whole] = evaluate(**where, ranks=2, suite="full")
     assert (whole.step, whole.outcome, whole.metrics["total"]) == (4, "recorded", 3.0)
     assert [result.step for result in evaluate(**where, ranks=2, which="pending")] == [0]

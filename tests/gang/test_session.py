@@ -81,12 +81,34 @@ def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, capl
     finally:
         watcher.reset(token)
     assert str(stopped).startswith("rank 1 is stopped (SIGSTOP, or a debugger): no step for 4 s")
-    assert re.match(r"rank 0, 1 goes on with nothing: no step for [45] s", str(slow))
+    assert re.match(
+        r"rank 0 goes on with nothing, and rank 1 waits for it in a collective: no step for [45] s", str(slow)
+    )
     stacks = [record.getMessage() for record in caplog.records if "stacks of rank 0" in record.getMessage()]
     assert "train_step" in stacks[0]
     assert trained(run_dir)[0] == 10
     assert len({*pids}) == 6
     assert [pid for pid in {*pids} - {rank.pid for rank in kept.ranks} if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_path: Path) -> None:
+    """The kernel kills all ranks with their fork server: the error says so of all of them; the next gang goes on.
+
+    The row of the gang has the step at which it was lost.
+    """
+    params = {"plan": [(4, 1, "server")], "folder": str(tmp_path), "step_s": 0.1}
+    with GangSession(config_of(run_dir), PARALLEL, params, ranks=2, engine=Gang()) as session:
+        session.restore()
+        with pytest.raises(
+            RankError, match=r"^rank 0, 1 is lost: the fork server, which holds them, has ended \(step 3"
+        ):
+            session.run(9)
+        assert session.gangs[0]["steps"] == "0 to 3"
+        session.discard()
+        session.restore()
+        session.run(9)
+        session.save(9)
+    assert trained(run_dir)[0] == 9
 
 
 def test_a_metric_that_is_not_finite_rolls_the_gang_back(
