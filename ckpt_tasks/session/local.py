@@ -33,6 +33,7 @@ from ckpt_tasks.tensors.streams import OwnStreams, preserved_rng, seed_streams
 _PACE_STEPS = 20
 END_SUITE = "quick"  # The evaluation at the end of a training uses this suite.
 _log = logging.getLogger("ckpt_tasks")
+_INITIALISED = "Ranks are initialised before: if not dist.is_initialized(): dist.init_process_group()."
 _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
@@ -84,7 +85,8 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
     except (TypeError, ValueError) as error:
         if isinstance(error, CkptError):
             raise
-        raise ProgramError(f"{name} cannot be built: {error}") from error
+        hint = _INITIALISED if "process group twice" in str(error) else None
+        raise ProgramError(f"{name} cannot be built: {error}", hint=hint) from error
     _check_methods(name, program)
     if not isinstance(getattr(program, "state", None), dict):
         raise ProgramError(

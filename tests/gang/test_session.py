@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
+from ckpt_tasks.errors import ConfigError, NonFiniteError, ProgramError, RankError
 from ckpt_tasks.gang.messages import Begin
 from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
@@ -197,6 +197,15 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     ):
         session.restore()
     assert not run_dir.exists()
+
+
+def test_a_program_that_initialises_torch_again_is_told_what_to_write(run_dir: Path) -> None:
+    """The first line of a torchrun script, `init_process_group()`, fails in a rank: the error says how to keep it."""
+    with (
+        GangSession(config_of(run_dir), "tests.support.parallel:Initialising", ranks=2, engine=kept) as session,
+        pytest.raises(ProgramError, match=r"twice!.*if not dist\.is_initialized\(\): dist\.init_process_group\(\)"),
+    ):
+        session.restore()
 
 
 def agent(run_dir: Path, batch: int = 5, **params: Any) -> Child:

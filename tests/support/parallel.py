@@ -174,3 +174,11 @@ class Counting(Parallel):
 
     def evaluate(self, suite: str) -> dict[str, float]:
         return {"loss": 1.0 + self._rank, "correct": 1.0 + self._rank}
+
+
+class Initialising(Parallel):
+    """The same, which begins as a script of torchrun does."""
+
+    def __init__(self, **options: Any):
+        dist.init_process_group()
+        super().__init__(**options)
