@@ -36,8 +36,9 @@ class RankSession(LocalSession):
         self.hold_signals(False)
         return super().evaluate(checkpoint, suite)
 
-    def _train_step(self, program: Program) -> dict[str, float]:
-        own = super()._train_step(program)
+    def take_step(self, program: Program) -> dict[str, float]:
+        """Make one step; raise NonFiniteError at once if `on_non_finite` says so of this rank's metrics."""
+        own = super().take_step(program)
         if self.config.on_non_finite != "warn" and not all(map(math.isfinite, own.values())):
             # This raises, and does not wait for the other ranks: they may be in a collective of this step.
             self.ckpt.step(self.ckpt.position + 1, program.state, metrics=own)

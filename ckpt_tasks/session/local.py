@@ -257,7 +257,7 @@ class LocalSession(StateSession):
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
             started = time.perf_counter()
-            metrics = self._of_all_ranks(program, self._train_step(program))
+            metrics = self._of_all_ranks(program, self.take_step(program))
             step_s = time.perf_counter() - started
             amount = metrics.pop(unit, 0.0)
             self._step_s.append(step_s)
@@ -324,7 +324,8 @@ class LocalSession(StateSession):
         """Return the metrics of all ranks together: here of the only one."""
         return own
 
-    def _train_step(self, program: Program) -> dict[str, float]:
+    def take_step(self, program: Program) -> dict[str, float]:
+        """Make one step of the program; return its metrics as numbers. Raises ProgramError if they are none."""
         metrics = program.train_step()
         if not isinstance(metrics, Mapping):
             raise ProgramError(
