@@ -218,7 +218,10 @@ def fork(
             "leased": not run.read_only,
         }
         out.answer(facts, _fork_parts(planned, target, moved, took_s))
-        out.print_next(*_next_steps(planned, target.url, run.head().state.program))
+        from ckpt_tasks.reading.opening import ranks_of
+
+        ranks = ranks_of(target, planned.checkpoint)
+        out.print_next(*_next_steps(planned, target.url, run.head().state.program, ranks))
         out.print(*_unleased(run))
 
 
@@ -297,11 +300,12 @@ def _fork_parts(planned: ForkPlan, target: Store, moved: Moved, took_s: float) -
     yield [(done, "bold green"), ". The two runs stand alone now: either may be deleted."]
 
 
-def _next_steps(planned: ForkPlan, url: str, program: str | None) -> tuple[str, ...]:
+def _next_steps(planned: ForkPlan, url: str, program: str | None, ranks: int) -> tuple[str, ...]:
     """Return the commands that train and show the new run; `program` is None if a plain loop trains it."""
+    many = ["--ranks", str(ranks)] if ranks > 1 else []
     place = from_here(url)
     chosen = [] if place == f"runs/{planned.run_key}" else ["--checkpoint-dir", place]
     steps = str(2 * planned.checkpoint.step)  # The default of --steps may be less than the run's step.
-    training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen]
+    training = [ckpt_command(), "train", program or "", "--steps", steps, "--run-key", planned.run_key, *chosen, *many]
     loop = f"your loop, with CheckpointConfig(checkpoint_dir={place!r})"
     return (shlex.join(training) if program else loop, shlex.join([ckpt_command(), "show", place]))

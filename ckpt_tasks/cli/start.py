@@ -193,7 +193,7 @@ def _place() -> Place | None:
 
 def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps: int) -> None:
     place = str(config.checkpoint_dir)
-    kept = ("checkpoint_dir", "run_key", "param", "params", "seed", "program", "named")
+    kept = ("checkpoint_dir", "run_key", "param", "params", "seed", "program", "named", "ranks", "engine")
     without = [str(parameter.name) for parameter in ctx.command.params if parameter.name not in kept]
     evaluation = repeated_command(ctx, without=without)
     evaluation[1] = "evaluate"
@@ -216,6 +216,8 @@ def evaluate(
     limit: LimitOption = None,
     promote: PromoteOption = None,
     promote_params: PromoteParamsOption = "{}",
+    ranks: RanksOption = 1,
+    engine: EngineOption = "local",
     param: ParamOption = [],  # noqa: B006 (typer copies it)
     params: ParamsOption = "{}",
     seed: SeedOption = None,
@@ -226,7 +228,7 @@ def evaluate(
 
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """
-    from ckpt_tasks.orchestration.config import check_evaluation
+    from ckpt_tasks.orchestration.config import check_evaluation, check_ranks
 
     with report_errors(as_json) as out:
         name = named_program(program, named)
@@ -238,6 +240,8 @@ def evaluate(
         }
         given = params_of(param, params, seed)
         check_evaluation(which, **asked)
+        check_ranks(ranks, engine)
+        asked |= {"ranks": ranks, "engine": engine}
         if program is None and named is None:
             check_example(config)
         with _starting(as_json):

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
-from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.evaluate import evaluate, evaluate_in
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.records import Owner
@@ -33,13 +33,15 @@ from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.orchestration.config import BatchLength, check_ranks, position_of_run
 from ckpt_tasks.orchestration.embedded import begin_embedded_server, start_embedded_server
 from ckpt_tasks.orchestration.endings import CrashError
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, recorded_evaluation
+from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, recorded_evaluation
 from ckpt_tasks.orchestration.starts import flow_run_to_go_on
+from ckpt_tasks.reading.opening import ranks_of
 from ckpt_tasks.reading.reading import run_of
-from ckpt_tasks.report.words import when
+from ckpt_tasks.report.words import ranks_words, when
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
-from ckpt_tasks.session.local import find_program
+from ckpt_tasks.session.local import END_SUITE, find_program
 from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.session.session import ProgramSession, at_end
 from ckpt_tasks.storage.secrets import without_secrets
 
 _ENDING_S = 5.0  # After a signal to stop, a process ends its step, commits and releases the run within this time.
@@ -134,24 +136,55 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
         result = _announce(out, training, start)
         if result is not None and training.place:
             training.place.dismiss(config)
+        failure: Exception | None = None
         if result is None:
             with _prefect(out):
-                with LiveLine(out, training.steps):
-                    training.run()
-                [result] = evaluate(
-                    run_key=str(config.run_key),
-                    checkpoint_dir=config.location,
-                    program=training.program,
-                    params=dict(training.params),
-                )
+                result, failure = _train(training, out)
         print_run(out, config)
-        print_evaluation(out, result)
-        results = [result]
+        if result is not None:
+            print_evaluation(out, result)
+            results = [result]
+        else:
+            out.print(f"The training is complete. Its evaluation has failed: {failure}", style="yellow", soft_wrap=True)
     step = position_of_run(config, training.steps)
     if status[0]:
         committed = f"step {step} is committed" if step else "no step is committed yet"
         out.print(f"Stopped; {committed}. The same command goes on:\n  {again}", soft_wrap=True)
     return Ended(status=status[0], step=step, evaluations=tuple(results))
+
+
+def _train(training: Training, out: Screen) -> tuple[EvaluationResult | None, Exception | None]:
+    """Train, and evaluate the newest checkpoint: in the ranks that have trained, or else in this process.
+
+    Returns the evaluation's result, or why it has failed; raises what the training raises.
+    """
+    done: list[EvaluationResult] = []
+    failures: list[Exception] = []
+    config = training.config
+    asked: dict[str, Any] = {"program": training.program, "params": dict(training.params)}
+
+    def in_ranks(session: ProgramSession) -> None:
+        if training.ranks > 1 or training.engine != "local":
+            collect(lambda: evaluate_in(session, evaluator))
+
+    def collect(measure: Callable[[], EvaluationResult]) -> None:
+        try:
+            done.append(measure())
+        except Exception as error:  # noqa: BLE001 (shown: the training is complete)
+            failures.append(error)
+
+    holder = "the evaluation after a training"
+    key, place = str(config.run_key), config.location
+    evaluator = Evaluator(run_key=key, location=place, suite=END_SUITE, holder=holder, **asked)
+    token = at_end.set(in_ranks)
+    try:
+        with LiveLine(out, training.steps):
+            training.run()
+    finally:
+        at_end.reset(token)
+    if not (done or failures):
+        collect(lambda: evaluate(run_key=key, checkpoint_dir=place, **asked)[0])
+    return next(iter(done), None), next(iter(failures), None)
 
 
 def evaluate_in_terminal(
@@ -180,10 +213,13 @@ def _announce(out: Console, training: Training, start: int) -> EvaluationResult 
     if start < training.steps:
         on = f", on {training.ranks} ranks" if training.ranks > 1 else ""
         out.print(f"Run {run_key}: {f'goes on from step {start}' if start else 'from the beginning'}{on}.")
+        run = run_of(training.config) if start else None
+        if run is not None and (was := ranks_of(run.history.store, run.find(start))) != training.ranks:
+            out.print(ranks_words(start, was, training.ranks), soft_wrap=True)
         return None
     out.print(f"Run {run_key} is complete: step {start} of {training.steps} is committed.")
     run = run_of(training.config)
-    return recorded_evaluation(run, run.find("latest"), "quick")
+    return recorded_evaluation(run, run.find("latest"), END_SUITE)
 
 
 def _check_owner(config: CheckpointConfig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,9 @@ from prefect.futures import as_completed
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.gang.engine import Engine
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.attempts import attempted_task
 from ckpt_tasks.orchestration.config import check_evaluation, config_of_run
@@ -19,9 +23,13 @@ from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promo
 from ckpt_tasks.orchestration.events import absolute
 from ckpt_tasks.orchestration.starts import leave_to_follower
 from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.session.local import find_program
+from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.session.session import ProgramSession
 from ckpt_tasks.storage.locations import Location
 
 _RETRY_DELAY_S = 2.0
+_NAME = "{suite} on step {step}"
 
 
 @flow(
@@ -43,6 +51,8 @@ def evaluate(
     promote: str | None = None,
     promote_params: dict[str, Any] | None = None,
     retries: int = 2,
+    ranks: int = 1,
+    engine: str = "local",
 ) -> list[EvaluationResult]:
     """Evaluate checkpoints with `suite`, each once, and record the results beside them.
 
@@ -51,9 +61,11 @@ def evaluate(
     run that does not exist yet, and then looks for new commits until none was pending for as long. Pending checkpoints
     are evaluated side by side; the flow raises their errors at its end. No prune removes what is evaluated. A
     checkpoint that is gone is skipped; a recorded result stays. It calls `promote` ("module:function") with the run's
-    best checkpoint and `promote_params` if it evaluated that checkpoint or `which` names it.
+    best checkpoint and `promote_params` if it evaluated that checkpoint or `which` names it. Many `ranks`, which
+    `engine` starts, evaluate a checkpoint together, one after the other.
     """
     check_evaluation(which, limit, promote, promote_params, follow_s)
+    processes = find_engine(engine, ranks)
     config = config_of_run(CheckpointConfig(checkpoint_dir=checkpoint_dir), run_key)
     if follow_s:
         leave_to_follower(absolute(config.location.url), suite)
@@ -69,8 +81,40 @@ def evaluate(
     if (run := evaluator.open_for(which, follow_s)) is None:
         return []
     promotion = _promotion(evaluator, run, promote, promote_params)
+    with _in_ranks(evaluator, run, config, ranks, processes) as evaluator:
+        return _evaluate(evaluator, run, which, looks, promotion=promotion, retries=retries)
+
+
+@contextmanager
+def _in_ranks(
+    evaluator: Evaluator, run: Run, config: CheckpointConfig, ranks: int, processes: Engine | None
+) -> Iterator[Evaluator]:
+    """Give an evaluator the session of an engine's ranks; change nothing without an engine."""
+    if processes is None:
+        yield evaluator
+        return
+    from ckpt_tasks.gang.session import GangSession
+
+    built_with = effective_params(find_program(evaluator.program), run.head().state.params, evaluator.params)
+    with GangSession(config, evaluator.program, built_with, ranks=ranks, engine=processes) as session:
+        session.hold_signals(False)
+        yield replace(evaluator, session=session)
+
+
+def evaluate_in(session: ProgramSession, evaluator: Evaluator) -> EvaluationResult:
+    """Evaluate the newest checkpoint in the ranks of a session, as a task of the flow run that has trained."""
+    newest = evaluator.open().find("latest")
+    session.hold_signals(False)
+    task = attempted_task(_evaluation, task_run_name=_NAME, retries=0, retry_delay_seconds=0)
+    return task(replace(evaluator, session=session), newest, newest.step, evaluator.suite)
+
+
+def _evaluate(
+    evaluator: Evaluator, run: Run, which: int | str, looks: Rounds, *, promotion: Promotion | None, retries: int
+) -> list[EvaluationResult]:
+    suite = evaluator.suite
     attempted = partial(attempted_task, retries=retries, retry_delay_seconds=_RETRY_DELAY_S)
-    task = attempted(_evaluation, task_run_name="{suite} on step {step}")
+    task = attempted(_evaluation, task_run_name=_NAME)
     errors: dict[str, Exception] = {}
     if which == "pending":
         rounds = _side_by_side(task, looks.look(run, suite), evaluator, errors)

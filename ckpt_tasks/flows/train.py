@@ -35,7 +35,7 @@ from ckpt_tasks.policy.stopping import EarlyStop
 from ckpt_tasks.session.forked import check_program, fork_run, recorded_params, roll_back
 from ckpt_tasks.session.local import LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.session.session import ProgramSession
+from ckpt_tasks.session.session import ProgramSession, at_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,9 @@ def train(
 
     The flow cuts the run into batches of `batch_steps` steps, or else of about `batch_seconds`. Each batch is a task
     that restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
-    ends, another with the same `run_key` and directory continues from the newest good checkpoint. If the store or
-    Prefect's API does not answer, this flow run ends as crashed, and is resumed. A new run begins with the checkpoint
-    `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step, once, and skips `skip_batches` ("401-410", or a count).
-    `early_stop` suspends the flow run after a batch. docs/RANKS.md explains the last four parameters.
+    ends, another with the same `run_key` and directory continues. If the store or Prefect's API does not answer, this
+    flow run crashes, and is resumed. A new run begins with `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step,
+    once, and skips `skip_batches` ("401-410"). `early_stop` suspends the flow run after a batch. See docs/RANKS.md.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):
@@ -108,6 +107,7 @@ def train(
             pages.show(batch.end, batch.metrics)
             if stopping.check():
                 break
+        at_end.get()(session)
     with crashes_while_the_api_is_away():
         stopping.suspend()
     step, why = session.position if stopping.why else total_steps, stopping.why

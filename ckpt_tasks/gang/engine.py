@@ -14,7 +14,7 @@ class RankProcess:
     """A rank's process: its last `step`, its exit `status` (None: unknown), and its condition at the last check.
 
     `host` is the address of the rank's node ("": the agent's node); `lost` says why the agent cannot reach this node
-    any more; `written` are the stacks that the rank has written.
+    any more, or why all ranks of it have ended; `written` are the stacks that the rank has written.
     """
 
     rank: int

@@ -1,8 +1,9 @@
 """A gang that a launcher has started (torchrun, srun, a JobSet): rank 0 is the flow run, the other ranks follow it.
 
-Every rank is a process with the same command line. Before rank 0 restores, trains or saves, it posts an order, which
-the other ranks carry out, too. Each rank has its own Checkpointer, as in a torchrun script. After a signal, the ranks
-agree on the last step. If a rank fails, every process ends, and the launcher starts all of them again.
+Every rank is a process with the same command line. Before rank 0 restores, trains, saves or evaluates, it posts an
+order, which the other ranks carry out, too. Each rank has its own Checkpointer, as in a torchrun script. After a
+signal, the ranks agree on the last step. If a rank fails, every process ends, and the launcher starts all of them
+again.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.checkpoint.pausing import end_waits, give_up, is_told_to_end
 from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.gang.joining import join
 from ckpt_tasks.gang.orders import Orders
-from ckpt_tasks.gang.parallel import check_parallel
+from ckpt_tasks.gang.parallel import RankSession, check_parallel
 from ckpt_tasks.gang.rank import StoppedError, raise_stopped
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.session.forked import recorded_params
-from ckpt_tasks.session.local import LocalSession, find_program
+from ckpt_tasks.session.local import END_SUITE, LocalSession, find_program
 from ckpt_tasks.session.parameters import effective_params
 from ckpt_tasks.system import gang_rank
 
@@ -81,7 +83,7 @@ class Place:
                 raise
             orders.give("close")
             orders.close(_CLOSE_S)
-        dist.destroy_process_group()  # Evaluations come next, in this process only.
+        dist.destroy_process_group()
 
     def dismiss(self, config: CheckpointConfig) -> None:
         """End the other ranks, because rank 0 has nothing to train."""
@@ -115,19 +117,24 @@ class Place:
 
     def _carry_out(self, orders: Orders, ckpt: Checkpointer, program: str, params: Mapping[str, Any]) -> None:
         orders.watch(partial(end_waits, ckpt))
-        session: LocalSession | None = None
+        session: RankSession | None = None
         while (order := orders.take(_Patience(ckpt).is_over)) is not None:
             if order.name == "close":
                 orders.close(_CLOSE_S)
                 return
             if session is None:  # By now rank 0 has made the fork, if the run is a fork.
                 recorded = recorded_params(ckpt.config)
-                session = LocalSession(ckpt, program, effective_params(find_program(program), recorded, params))
+                session = RankSession(ckpt, program, effective_params(find_program(program), recorded, params))
             if order.name == "restore":
                 check_parallel(session.program, self.size)
                 session.restore()
             elif order.name == "run":
                 session.run(order.step)
+            elif order.name == "evaluate":
+                try:
+                    session.evaluate(ckpt.run.find(order.step), END_SUITE)
+                except Exception as error:  # noqa: BLE001 (logged: the training is complete)
+                    orders.unevaluated(error)
             else:
                 session.save(order.step)
 
@@ -139,12 +146,11 @@ class Place:
 launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
 
 
-class _Leading(LocalSession):
-    """The session of rank 0: before it restores, trains or saves, it orders the other ranks to do so too."""
+class _Leading(RankSession):
+    """The session of rank 0: before it restores, trains, saves or evaluates, it orders the other ranks to do so too."""
 
     def __init__(self, ckpt: Checkpointer, program: str, params: Mapping[str, Any], orders: Orders):
         super().__init__(ckpt, program, params)
-        self.ranks = orders.size
         self._orders = orders
 
     def restore(self) -> int:
@@ -159,6 +165,15 @@ class _Leading(LocalSession):
     def save(self, step: int) -> None:
         with self._ordered("save", step):
             super().save(step)
+
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        assert suite == END_SUITE  # The other ranks read only a step from the store.
+        self._orders.give("evaluate", checkpoint.step)
+        try:
+            return super().evaluate(checkpoint, suite)
+        except Exception as error:
+            self._orders.unevaluated(error)
+            raise
 
     @contextmanager
     def _ordered(self, name: str, step: int = 0) -> Iterator[None]:

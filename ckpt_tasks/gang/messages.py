@@ -36,7 +36,8 @@ class Message:
 class Begin(Message):
     """The first message to a rank: what it trains, and where all `size` ranks connect (port 0: not known yet).
 
-    The rank's host has `local_size` of the ranks, from `first_rank` on.
+    The rank's host has `local_size` of the ranks, from `first_rank` on. All keys in their store begin with `secret`,
+    which differs for each gang: other programs of the host do not hit upon them. `command` is the agent's command line.
     """
 
     size: int
@@ -48,6 +49,8 @@ class Begin(Message):
     program: str
     params: Mapping[str, Any]
     flow_run_id: str | None
+    secret: str = field(default="", repr=False)
+    command: list[str] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class Done(Message):
     """From a rank: it has carried out the order; `stopped` is the signal that has ended the order early.
 
     `busy` is the share of the order's time in which the rank's main thread has computed instead of waiting. `source` is
-    the source of a restore.
+    the source of a restore, `measured` are the metrics of an evaluation.
     """
 
     position: int
@@ -78,6 +81,7 @@ class Done(Message):
     stopped: int | None = None
     busy: float = 0.0
     source: str = ""
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

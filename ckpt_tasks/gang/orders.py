@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -27,16 +28,17 @@ from ckpt_tasks.gang.messages import Failed
 from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.ranks.exchange import StoreExchange
 
-_NAMES = ("restore", "run", "save", "close")
+_NAMES = ("restore", "run", "save", "evaluate", "close")
 _POLL_S = 0.01
 _WATCH_S = 0.2
 _LOOK_S = 1.0
 _GRACE_S = 20.0  # Rank 0 has this time to record a failure; a launcher waits 30 s before it kills rank 0.
 _CAUSE_S = 0.3
+_log = logging.getLogger("ckpt_tasks")
 
 
 class Given(NamedTuple):
-    """An order: its name, and the step to train to or to save."""
+    """An order: its name, and the step to train to, to save or to evaluate."""
 
     name: str
     step: int
@@ -106,6 +108,12 @@ class Orders:
             self._post(Failed.of(error, step))
         return first or error
 
+    def unevaluated(self, error: Exception) -> None:
+        """Log that the evaluation has failed in this rank; 20 s later ranks end that still wait for others in it."""
+        _log.warning("rank %d: the evaluation has failed: %r", self._exchange.rank, error)
+        with suppress(StoreError):
+            self._exchange.post("unevaluated", b"")
+
     def end_process(self, error: BaseException) -> None:
         """Show an error and end this process at once: at a normal exit, threads would wait for the other ranks."""
         self._over.set()
@@ -137,10 +145,18 @@ class Orders:
             return _store_has_ended()
         return None
 
+    def _leave_evaluation(self) -> None:
+        """End this process, with status 0: all is committed. Rank 0 stays, and its wait for ended ranks fails."""
+        if not self._exchange.first:
+            sys.stdout.flush()
+            os._exit(0)
+
     def _watch(self, end_waits: Callable[[], None]) -> None:
         why: CkptError | None = None
         while why is None and not self._over.wait(_WATCH_S):
             try:
+                if self._exchange.look("unevaluated") is not None and not self._over.wait(_GRACE_S):
+                    self._leave_evaluation()
                 word = self._exchange.look("failed")
                 why = None if word is None else _read(word)
             except StoreError:

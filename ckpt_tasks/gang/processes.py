@@ -244,6 +244,7 @@ class Gang:
                 server.said.append((what, rank, number))
         if not data:
             for each in self.ranks:
+                each.lost = "the fork server, which holds them, has ended"
                 each.status = -signal.SIGKILL if each.status is None else each.status
         return bool(data)
 

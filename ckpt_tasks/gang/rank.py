@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import go_back
-from ckpt_tasks.format.records import checkpoint_item
+from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.gang.joining import take_device
 from ckpt_tasks.gang.messages import (
     Begin,
@@ -40,12 +41,11 @@ from ckpt_tasks.gang.messages import (
     read_config,
     write_progress,
 )
-from ckpt_tasks.gang.parallel import check_parallel
+from ckpt_tasks.gang.parallel import RankSession, check_parallel
 from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
-from ckpt_tasks.session.local import LocalSession
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.port import watching
 
@@ -89,6 +89,7 @@ class _Rank:
         signal.signal(signal.SIGTERM, raise_stopped)
         [begin, *more] = self._channel.receive()
         assert isinstance(begin, Begin)
+        sys.orig_argv[:] = begin.command  # Checkpoints name the command that has started all this.
         watcher.set(self._watch)
         logging.getLogger().addHandler(_Forward(self._rank, self._channel))
         _log.setLevel(logging.INFO if self._rank == 0 else logging.WARNING)
@@ -99,7 +100,7 @@ class _Rank:
             with watching(self._moved), Checkpointer(config, flow_run_id=flow_run_id) as ckpt:
                 if self._rank == 0:
                     ckpt.listen(self._listener())
-                self._serve(LocalSession(ckpt, begin.program, begin.params), begin.size)
+                self._serve(RankSession(ckpt, begin.program, begin.params), begin.size)
             dist.destroy_process_group()
         except StoppedError:
             pass
@@ -107,13 +108,14 @@ class _Rank:
             self._fail(error, 0)
         self._channel.send(Done(position=0))
 
-    def _serve(self, session: LocalSession, size: int) -> None:
+    def _serve(self, session: RankSession, size: int) -> None:
         """Carry out orders up to "close"; then raise StoppedError if the snapshots in memory must be kept."""
-        carried_out: dict[str, Callable[..., object]] = {
+        carried_out: dict[str, Callable[..., Any]] = {
             "restore": lambda back: self._restore(session, size, GoingBack(**back)),
             "run": session.run,
             "save": session.save,
             "note": lambda what, fields: session.note(what, **fields),
+            "evaluate": lambda checkpoint, suite: session.evaluate(read_checkpoint(checkpoint), suite),
         }
         while True:
             order = self._orders.get()
@@ -121,9 +123,9 @@ class _Rank:
                 if order.arguments["keep"]:
                     raise StoppedError
                 return
-            stopped, began = None, (time.perf_counter(), time.thread_time())
+            stopped, answer, began = None, None, (time.perf_counter(), time.thread_time())
             try:
-                carried_out[order.name](**order.arguments)
+                answer = carried_out[order.name](**order.arguments)
             except StoppedError as stop:
                 stopped = int(stop.args[0])
             except BaseException as error:  # noqa: BLE001 (sent to the agent)
@@ -141,10 +143,11 @@ class _Rank:
                     stopped=stopped,
                     busy=min(1.0, (time.thread_time() - began[1]) / took_s),
                     source=_source(report) if report and order.name == "restore" else "",
+                    measured=answer if answer and order.name == "evaluate" else {},
                 )
             )
 
-    def _restore(self, session: LocalSession, size: int, back: GoingBack) -> None:
+    def _restore(self, session: RankSession, size: int, back: GoingBack) -> None:
         if size > 1:
             check_parallel(session.program, size)
         go_back(session.ckpt, back)
@@ -238,7 +241,8 @@ def _join(rank: int, begin: Begin, listening_fd: int | None) -> None:
         timeout=timedelta(seconds=_JOIN_S),
         wait_for_workers=False,
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=begin.size)
+    own = dist.PrefixStore(begin.secret, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=begin.size)
 
 
 def _interface_of(address: str) -> str | None:

@@ -61,7 +61,7 @@ class Agent:
 
     def look(self, stacks_s: float | None = None) -> list[dict[str, Any]]:
         self._gang.look() if stacks_s is None else self._gang.write_stacks(stacks_s)
-        names = ("status", "out_of_memory", "is_stopped", "written")
+        names = ("status", "out_of_memory", "is_stopped", "written", "lost")
         return [{name: getattr(rank, name) for name in names} for rank in self._gang.ranks]
 
     def await_end(self, timeout_s: float) -> None:

@@ -13,6 +13,9 @@ from ckpt_tasks.gang.messages import Done
 
 _MOST_ROWS = 32
 _MOST_NAMED = 3
+_MAIN = ("gang/rank.py", "_serve")  # This frame marks the main thread of a rank.
+_OF_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/ckpt_tasks/ranks/")
+_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)')
 
 
 def endings_of(ranks: Sequence[RankProcess]) -> str:
@@ -21,7 +24,10 @@ def endings_of(ranks: Sequence[RankProcess]) -> str:
     for rank in ranks:
         if rank.lost:
             nodes.setdefault((rank.host, rank.lost), []).append(str(rank.rank))
-    lost = [f"the node {host} of rank {', '.join(numbers)} is lost: {why}" for (host, why), numbers in nodes.items()]
+    lost = [
+        f"{f'the node {host} of ' if host else ''}rank {', '.join(numbers)} is lost: {why}"
+        for (host, why), numbers in nodes.items()
+    ]
     return _some([*lost, *(_ending_of(rank) for rank in ranks if not rank.lost)])
 
 
@@ -33,7 +39,7 @@ def _ending_of(rank: RankProcess) -> str:
 
 def _ending(rank: RankProcess) -> str:
     if rank.lost:
-        return f"on the lost node {rank.host}"
+        return f"on the lost node {rank.host}" if rank.host else "ended with its fork server"
     if rank.status is None:
         return "is stopped" if rank.is_stopped else "runs"
     if rank.status >= 0:
@@ -42,6 +48,32 @@ def _ending(rank: RankProcess) -> str:
         return f"was killed by {signal.Signals(-rank.status).name}"
     except ValueError:
         return f"was killed by signal {-rank.status}"
+
+
+def waits_for_others(stacks: str) -> bool:
+    """Return True if the main thread of a rank, by its stacks, waits for other ranks: in a collective or a backward."""
+    for thread in stacks.split("(most recent call first):")[1:]:
+        frames = _PLACE.findall(thread)
+        if any(file.endswith(_MAIN[0]) and name == _MAIN[1] for file, _, name in frames):
+            return any(part in frames[0][0] for part in _OF_COLLECTIVES)
+    return False
+
+
+def hung_words(ranks: Sequence[RankProcess], silent: Sequence[int]) -> str:
+    """Say which ranks hang, after their stacks are written: stopped ones, or those that do not wait for others."""
+    stopped = [rank.rank for rank in ranks if rank.is_stopped]
+    waiting = [rank.rank for rank in ranks if not rank.is_stopped and waits_for_others(rank.written)]
+    busy = [rank.rank for rank in ranks if rank.rank not in waiting]
+    if stopped:
+        return f"rank {_list(stopped)} is stopped (SIGSTOP, or a debugger)"
+    if not busy:
+        return f"rank {_list(waiting)} waits for the others, in a collective that not all of them have begun"
+    hung = f"rank {_list(busy if waiting else silent)} goes on with nothing"
+    return f"{hung}, and rank {_list(waiting)} waits for it in a collective" if waiting else hung
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def table_of(ranks: Sequence[RankProcess]) -> str:
@@ -72,7 +104,6 @@ def oom_kills() -> int:
 
 _MOST_GANGS = 50
 _MOST_HOSTS = 8
-_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 class GangRows:
@@ -103,9 +134,11 @@ class GangRows:
         share = f"rank {slowest} works {done[slowest].busy:.0%} of the time"
         self.rows[0] |= {"steps": f"{first} to {done[slowest].position:,}", "slowest rank": share}
 
-    def ended(self, error: BaseException) -> None:
-        """Record what ended a gang, and in which line of the program."""
+    def ended(self, error: BaseException, step: int) -> None:
+        """Record what ended a gang, after which step, and in which line of the program."""
         if self.rows and not self.rows[0]["ended by"]:
+            first = self.rows[0]["steps"].partition(" ")[0]
+            self.rows[0]["steps"] = first if first == f"{step:,}" else f"{first} to {step:,}"
             places = [*_PLACE.finditer("\n".join(getattr(error, "__notes__", [])))]
             at = f" ({places[-1]['file']}:{places[-1]['line']} in {places[-1]['name']})" if places else ""
             self.rows[0]["ended by"] = f"{error or type(error).__name__}{at}"

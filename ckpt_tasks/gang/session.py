@@ -12,10 +12,13 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from secrets import token_hex
 from socket import gethostname
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +26,7 @@ from typing import Any, Self
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
-from ckpt_tasks.format.records import Checkpoint, read_checkpoint
+from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
     HOST,
@@ -42,7 +45,7 @@ from ckpt_tasks.gang.messages import (
     write_config,
 )
 from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.gang.reporting import GangRows, endings_of, table_of
+from ckpt_tasks.gang.reporting import GangRows, endings_of, hung_words, table_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.metrics import GoingBack
@@ -92,6 +95,7 @@ class GangSession:
             program=program,
             params=dict(params or {}),
             flow_run_id=flow_run_id,
+            command=sys.orig_argv,
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
@@ -186,6 +190,14 @@ class GangSession:
         self._order("save", step=step)
         self.clean = not self._gang.has_more()
 
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Measure a checkpoint with a fresh program on all ranks together; if no gang runs, start a gang first."""
+        if not self._gang.ranks:
+            self._start()
+        self._order("evaluate", checkpoint=checkpoint_item(checkpoint), suite=suite)
+        self.clean = False
+        return self._done[0].measured
+
     def discard(self) -> None:
         """Kill the gang; the next restore starts a new gang."""
         self.clean = False
@@ -207,7 +219,7 @@ class GangSession:
             self._interrupt.deliver()
 
     def _start(self) -> None:
-        self._gang.start(self._begin)
+        self._gang.start(replace(self._begin, secret=token_hex()))
         self._owner_pid = self._gang.ranks[0].pid
 
     def _order(self, name: str, **arguments: Any) -> None:
@@ -242,7 +254,7 @@ class GangSession:
             if isinstance(error, NonFiniteError) and error.rolls_back:
                 self._back.failed(error.step or 0, error.began)
             self.clean = False
-            self._rows.ended(error)
+            self._rows.ended(error, self.position)
             self._gang.kill()
             raise
         if name == "close":
@@ -257,7 +269,7 @@ class GangSession:
 
     def _await(self, name: str, moved_s: dict[int, float], done: dict[int, Done]) -> None:
         """Receive messages until `done` has each rank's answer; `moved_s` has the time of each rank's last progress."""
-        stopping, deadline_s = False, self.config.flush_timeout_s
+        stopping, deadline_s = False, math.inf if name == "evaluate" else self.config.flush_timeout_s
         while len(done) < len(moved_s):
             if name == "run" and self._interrupt.pending is not None and not stopping:
                 self._gang.tell(self._gang.ranks, Stop())
@@ -294,7 +306,7 @@ class GangSession:
         if ended:
             self._gang.look()
             error = RankError(
-                endings_of([*ended.values()]),
+                endings_of([rank for rank in self._gang.ranks if rank.rank in ended or rank.lost]),
                 step=self.position,
                 hint="The other ranks were ended.",
             )
@@ -332,14 +344,11 @@ class GangSession:
     def _hung(self, silent: list[int], silent_s: float) -> RankError:
         """Log the stacks of the running ranks, and return the error for a hang."""
         self._gang.write_stacks(_STACKS_S)
-        stopped = [rank.rank for rank in self._gang.ranks if rank.is_stopped]
         for rank in self._gang.ranks:
             if not rank.is_stopped:
                 _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written or "it wrote none")
-        hung = ", ".join(map(str, stopped or silent))
-        why = "is stopped (SIGSTOP, or a debugger)" if stopped else "goes on with nothing"
         error = RankError(
-            f"rank {hung} {why}: no step for {silent_s:.0f} s",
+            f"{hung_words(self._gang.ranks, silent)}: no step for {silent_s:.0f} s",
             step=self.position,
             hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
         )

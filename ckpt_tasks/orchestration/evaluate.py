@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from prefect.logging import get_run_logger
 
 from ckpt_tasks.copying.export import export_checkpoint
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
+from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.orchestration.console_log import keep_log_readers_out
@@ -28,11 +27,10 @@ from ckpt_tasks.orchestration.events import announce_evaluation
 from ckpt_tasks.orchestration.isolation import keep_threads_out_of_streams
 from ckpt_tasks.reading.leasing import LEASE_S, leased
 from ckpt_tasks.reading.reading import Run, open_run
-from ckpt_tasks.session.local import build_from_seed, find_named, find_program
+from ckpt_tasks.session.local import find_named, find_program, measure
 from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.state.groups import flat
+from ckpt_tasks.session.session import ProgramSession
 from ckpt_tasks.storage.locations import Location
-from ckpt_tasks.tensors.streams import OwnStreams
 
 # A function to call with the numbers of finished and known evaluations; set in the thread that runs the flow.
 evaluation_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar(
@@ -43,7 +41,7 @@ _LOOK_S = 0.5
 _RELEASED_S = 120.0  # A preempted flow run has usually started again in this time.
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
-# Random streams belong to the process, so only one thread evaluates at a time.
+# Random streams belong to the process, and a gang takes one order after the other: only one thread evaluates.
 _COMPUTE_LOCK = threading.Lock()
 
 
@@ -69,7 +67,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """The evaluation of a run's checkpoints, as plain values, so that its task can run in any process."""
+    """The evaluation of a run's checkpoints: in this process, or in the ranks of a session."""
 
     run_key: str
     location: Location
@@ -77,6 +75,7 @@ class Evaluator:
     suite: str
     holder: str
     params: Mapping[str, Any] = field(default_factory=dict)
+    session: ProgramSession | None = None
 
     def open(self) -> Run:
         """Open the run to evaluate; raises CheckpointNotFoundError and RunMismatchError."""
@@ -102,7 +101,8 @@ class Evaluator:
         """Evaluate a checkpoint once, record the result and send the event; the outcome is "pruned" if it is gone."""
         run = self.open()
         try:
-            result = evaluate_checkpoint(run, checkpoint, self.program, self.params, self.suite, holder=self.holder)
+            asked = (self.program, self.params, self.suite)
+            result = evaluate_checkpoint(run, checkpoint, *asked, holder=self.holder, session=self.session)
         except CheckpointNotFoundError:
             return _result(checkpoint, self.suite, {}, "pruned")
         except Exception as error:
@@ -168,19 +168,27 @@ def evaluate_checkpoint(
     *,
     holder: str,
     lease_s: float = LEASE_S,
+    session: ProgramSession | None = None,
 ) -> EvaluationResult:
     """Evaluate a checkpoint once per suite; a second call returns the recorded result and changes nothing.
 
     Builds the program with `params`, and with the run's recorded parameters for all others (`effective_params`).
-    Restores only its modules (its whole state if it has none). Raises ProgramError, CheckpointNotFoundError if the
+    Restores only its modules (its whole state if it has none). The ranks of `session`, if given, do this together, with
+    the program and parameters of the session. Raises ProgramError, CheckpointNotFoundError if the
     checkpoint has been pruned, and what the restore raises.
     """
     recorded = recorded_evaluation(run, checkpoint, suite)
     if recorded is not None:
         return recorded
     with leased(run, checkpoint, holder, lease_s):
-        built_with = effective_params(find_program(program), run.head().state.params, params)
-        metrics = _measure(run, checkpoint, program, built_with, suite)
+        with _COMPUTE_LOCK:
+            if session is not None:
+                metrics = session.evaluate(checkpoint, suite)
+            else:
+                built_with = effective_params(find_program(program), run.head().state.params, params)
+                keep_threads_out_of_streams()
+                keep_log_readers_out()
+                metrics = measure(run, checkpoint, program, built_with, suite)
         new = run.record_evaluation(checkpoint, suite, metrics)
     if not new and (recorded := recorded_evaluation(run, checkpoint, suite)):
         return recorded  # Another evaluator has recorded it meanwhile.
@@ -193,19 +201,6 @@ def recorded_evaluation(run: Run, checkpoint: Checkpoint, suite: str) -> Evaluat
         if evaluation.suite == suite and evaluation.manifest_digest == checkpoint.manifest_digest:
             return _result(checkpoint, suite, evaluation.metrics, "known")
     return None
-
-
-def _measure(run: Run, checkpoint: Checkpoint, program: str, params: Mapping[str, Any], suite: str) -> dict[str, float]:
-    """Evaluate with separate random streams, which begin in the same state in every process."""
-    keep_threads_out_of_streams()
-    keep_log_readers_out()
-    with _COMPUTE_LOCK, OwnStreams().inside():
-        fresh = build_from_seed(program, params)
-        if not callable(getattr(fresh, "evaluate", None)):
-            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
-        modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
-        run.restore(checkpoint, modules or fresh.state, partial=True)
-        return {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
 
 
 def _result(checkpoint: Checkpoint, suite: str, metrics: Mapping[str, float], outcome: str) -> EvaluationResult:

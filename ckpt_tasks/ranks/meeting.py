@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ckpt_tasks import errors
-from ckpt_tasks.errors import CkptError, StateError
+from ckpt_tasks.errors import CkptError, StateError, StoreError
+from ckpt_tasks.format.parsing import MALFORMED
 
 if TYPE_CHECKING:
     from ckpt_tasks.ranks.exchange import StoreExchange
@@ -65,12 +67,15 @@ class StoreMeeting:
     def gather(self, word: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> list[_T]:
         """Collect the messages of all ranks, in rank 0; send this rank's message, in the other ranks."""
         said = self._gather(write(word) if not self._exchange.first else b"")
-        return [word, *(read(data) for data in said)] if self._exchange.first else []
+        with naming_foreign(self._topic):
+            return [word, *(read(data) for data in said)] if self._exchange.first else []
 
     def publish(self, answer: _T, write: Callable[[_T], bytes], read: Callable[[bytes], _T]) -> _T:
         """Send the answer, in rank 0; wait for the answer, in the other ranks."""
         if not self._exchange.first:
-            return read(self._hear())
+            heard = self._hear()
+            with naming_foreign(self._topic):
+                return read(heard)
         self._tell(write(answer))
         return answer
 
@@ -81,10 +86,11 @@ class StoreMeeting:
             self._exchange.send(self._topic, sealed(word))
             self._over = False
             return []
-        said = self._exchange.collect(self._topic, self._deadline_s)
-        if isinstance(word, BaseException):
-            raise word
-        return [opened(data, rank) for rank, data in enumerate(said, start=1)]
+        with naming_foreign(self._topic):
+            said = self._exchange.collect(self._topic, self._deadline_s)
+            if not isinstance(word, BaseException):
+                return [opened(data, rank) for rank, data in enumerate(said, start=1)]
+        raise word
 
     def _tell(self, answer: bytes | BaseException) -> None:
         self._over = True
@@ -92,7 +98,23 @@ class StoreMeeting:
 
     def _hear(self) -> bytes:
         self._over = True
-        return opened(self._exchange.hear(self._topic, self._deadline_s))
+        with naming_foreign(self._topic):
+            return opened(self._exchange.hear(self._topic, self._deadline_s))
+
+
+@contextmanager
+def naming_foreign(topic: str) -> Iterator[None]:
+    """Raise StoreError if the block cannot read a value of the store: a foreign program has written this value."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except MALFORMED as error:
+        raise StoreError(
+            f"the store of the ranks has a value that none of them has written: {error!s:.100}",
+            key=topic,
+            hint="Another program on these hosts, or in their network, writes to its port.",
+        ) from error
 
 
 def sealed(word: bytes | BaseException) -> bytes:

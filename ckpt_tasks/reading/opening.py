@@ -138,6 +138,11 @@ def _open(store: ReadableStore, checkpoint: Checkpoint, rank: int, world_size: i
     return Opened(manifest, index, {name: SavedGroup(name, manifest, index, rank) for name in manifest.groups})
 
 
+def ranks_of(store: ReadableStore, checkpoint: Checkpoint) -> int:
+    """Return the number of ranks that saved a checkpoint; raise IntegrityError or ObjectNotFoundError."""
+    return read_manifest(store, checkpoint).world_size
+
+
 def read_manifest(store: ReadableStore, checkpoint: Checkpoint) -> Manifest:
     """Read a checkpoint's manifest; raise IntegrityError or ObjectNotFoundError."""
     data = store.get(checkpoint.manifest, MAX_MANIFEST_BYTES)

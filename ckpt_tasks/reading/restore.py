@@ -226,7 +226,7 @@ def restore_one(
     if run_key not in (None, opened.manifest.run_key):
         raise RunMismatchError(f"the checkpoint is of the run {opened.manifest.run_key!r}", step=checkpoint.step)
     with _naming(checkpoint.step):
-        plan = _plan(opened, checkpoint, state, world_size, partial=partial, selection=selection)
+        plan = _plan(opened, checkpoint, state, (rank, world_size), partial=partial, selection=selection)
     with plan.lazy.undone():
         wanted = opened.index.of_tensors(plan.keys).rows
         names = {row.object for row in wanted} if partial or selection is not None else None
@@ -260,7 +260,7 @@ def _plan(
     opened: Opened,
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
-    world_size: int,
+    place: tuple[int, int],
     *,
     partial: bool,
     selection: Selection | None,
@@ -273,7 +273,8 @@ def _plan(
         partial=partial,
         rng=not partial,
         selection=selection,
-        of_ranks=None if saved_by == world_size else saved_by,
+        of_ranks=None if saved_by == place[1] else saved_by,
+        place=place,
         home=checkpoint.manifest_digest if checkpoint.n >= 0 else None,  # None: the checkpoint is not in storage yet.
     )
 

@@ -108,6 +108,14 @@ def utc(at_s: float) -> str:
         return "?"
 
 
+def ranks_words(step: int, was: int, here: int) -> str:
+    """Say that another number of ranks goes on with a checkpoint than has saved it, and what that changes."""
+    saved = f"Step {step} was saved by {count(was, 'rank')}, and {here} {'goes' if here == 1 else 'go'} on"
+    new = "" if here == 1 else "the random streams of all but rank 0 are new, and "
+    changes = f"{new}a step has {here}/{was} of its samples if each rank has as many as before"
+    return f"{saved}: {changes}. To go on with {was}: --ranks {was} (ranks={was})."
+
+
 def printable(text: str) -> str:
     """Escape the control characters in a text from a run directory: they could overwrite a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

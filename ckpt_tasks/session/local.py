@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
 import sys
 import time
@@ -19,14 +20,20 @@ from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.ledger.history import Head
+from ckpt_tasks.reading.opening import ranks_of
+from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.report.words import ranks_words
 from ckpt_tasks.session.forked import params_before_fork, params_of, record_program
 from ckpt_tasks.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.session.parameters import params_before
 from ckpt_tasks.session.session import Progress, watcher
-from ckpt_tasks.state.groups import objects_of
-from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
+from ckpt_tasks.state.groups import flat, objects_of
+from ckpt_tasks.tensors.streams import OwnStreams, preserved_rng, seed_streams
 
 _PACE_STEPS = 20
+END_SUITE = "quick"  # The evaluation at the end of a training uses this suite.
+_log = logging.getLogger("ckpt_tasks")
+_INITIALISED = "Ranks are initialised before: if not dist.is_initialized(): dist.init_process_group()."
 _NEEDS = "A program has `state`, a dict, `train_step()` and `evaluate(suite)`."
 
 
@@ -36,7 +43,8 @@ class Program(Protocol):
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
     on the next data and returns metrics. One metric may be the amount of data used: its name is the program's attribute
     `unit`, or "samples" without this attribute. `evaluate` must change nothing and must not draw from the training's
-    random streams. `recorded_params`, if present, names parameters that may come from the run's ledger although they
+    random streams. `reduce`, if present, says how the metrics of several ranks become one: `{"correct": "sum"}`
+    (docs/RANKS.md). `recorded_params`, if present, names parameters that may come from the run's ledger although they
     are texts or objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
     """
 
@@ -77,7 +85,8 @@ def build_program(name: str, params: Mapping[str, Any] | None = None) -> Program
     except (TypeError, ValueError) as error:
         if isinstance(error, CkptError):
             raise
-        raise ProgramError(f"{name} cannot be built: {error}") from error
+        hint = _INITIALISED if "process group twice" in str(error) else None
+        raise ProgramError(f"{name} cannot be built: {error}", hint=hint) from error
     _check_methods(name, program)
     if not isinstance(getattr(program, "state", None), dict):
         raise ProgramError(
@@ -95,6 +104,30 @@ def build_from_seed(name: str, params: Mapping[str, Any]) -> Program:
     seed = params.get("seed")
     seed_streams(seed if isinstance(seed, int) and seed >= 0 else 0)
     return build_program(name, params)
+
+
+def measure(
+    run: Run,
+    checkpoint: Checkpoint,
+    program: str,
+    params: Mapping[str, Any],
+    suite: str,
+    *,
+    of_all_ranks: Callable[[Program, dict[str, float]], dict[str, float]] = lambda program, own: own,
+) -> dict[str, float]:
+    """Restore a checkpoint's modules into a fresh program (its whole state if it has none), and evaluate it.
+
+    Uses separate random streams, which begin in the same state in every process. They belong to the process, so only
+    one thread may call this at a time. Raises ProgramError for a program without `evaluate`.
+    """
+    with OwnStreams().inside():
+        fresh = build_from_seed(program, params)
+        if not callable(getattr(fresh, "evaluate", None)):
+            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
+        modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
+        run.restore(checkpoint, modules or fresh.state, partial=True)
+        own = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}
+        return of_all_ranks(fresh, own)
 
 
 class StateSession:
@@ -206,6 +239,9 @@ class LocalSession(StateSession):
         """
         step = super().restore()
         self.clean = False
+        if self.ckpt.last_restore is not None and self.ckpt.last_restore.derived_streams:
+            run = self.ckpt.run
+            _log.info("%s", ranks_words(step, ranks_of(run.history.store, run.find(step)), self.ranks))
         before = params_before_fork(self.ckpt)
         if before is None and self.ckpt.last_restore is not None:
             self._refuse_changes()
@@ -221,7 +257,7 @@ class LocalSession(StateSession):
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
             started = time.perf_counter()
-            metrics = self._train_step(program)
+            metrics = self._of_all_ranks(program, self.take_step(program))
             step_s = time.perf_counter() - started
             amount = metrics.pop(unit, 0.0)
             self._step_s.append(step_s)
@@ -231,6 +267,11 @@ class LocalSession(StateSession):
             if watch:
                 commit = self.ckpt.last_commit
                 watch(Progress(step=step, metrics=metrics, step_s=step_s, amount=amount, unit=unit, commit=commit))
+
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Discard the live state, which leaves room for a fresh program, and measure a checkpoint with that."""
+        self.discard()
+        return measure(self.ckpt.run, checkpoint, self._name, self._params, suite, of_all_ranks=self._of_all_ranks)
 
     def discard(self) -> None:
         """Drop the program; the next restore builds a new one."""
@@ -279,7 +320,12 @@ class LocalSession(StateSession):
         gc.collect()  # Free the program's memory now, as in `discard`.
         return settings
 
-    def _train_step(self, program: Program) -> dict[str, float]:
+    def _of_all_ranks(self, program: Program, own: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of all ranks together: here of the only one."""
+        return own
+
+    def take_step(self, program: Program) -> dict[str, float]:
+        """Make one step of the program; return its metrics as numbers. Raises ProgramError if they are none."""
         metrics = program.train_step()
         if not isinstance(metrics, Mapping):
             raise ProgramError(

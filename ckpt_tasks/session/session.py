@@ -34,6 +34,9 @@ Watcher = Callable[[Progress], None]
 # The function to call after every step of the flows that this thread starts; a flow's parameter cannot be a function.
 watcher: ContextVar[Watcher | None] = ContextVar("ckpt_tasks_watcher", default=None)
 
+# The function to call with the session when a flow has trained to its end, before the session ends.
+at_end: ContextVar[Callable[[ProgramSession], object]] = ContextVar("ckpt_tasks_at_end", default=lambda session: None)
+
 
 class TrainedRun(Protocol):
     """The run that a flow trains, for pages, events and the early stop; a Checkpointer implements it."""
@@ -112,3 +115,6 @@ class ProgramSession(Session, TrainedRun, Protocol):
 
     def run(self, until: int) -> None:
         """Train from the position to step `until`."""
+
+    def evaluate(self, checkpoint: Checkpoint, suite: str) -> Mapping[str, float]:
+        """Discard the live state; measure a checkpoint with a fresh program, on every rank together."""

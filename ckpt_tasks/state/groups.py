@@ -38,14 +38,21 @@ class ByRank:
     """Mark a part of a state as different in each rank: every rank saves its own value, and the same rank restores it.
 
     Without ByRank, all values except parameters, buffers, optimizers and random generators must be equal in all ranks.
-    `value` is any value that a state may hold, except sharded tensors. Another number of ranks cannot restore it: the
-    restore raises and names it. In one process ByRank acts as its value::
+    `value` is any value that a state may hold, except sharded tensors. Without `others`, another number of ranks cannot
+    restore it: the restore raises and names it. In one process ByRank acts as its value::
 
         state = {"model": model, "metric": ByRank(metric), "replay": ByRank({"seen": 0, "rows": rows})}
+
+    `others` says what another number of ranks restores, for a plain value or an object with a state: a function of the
+    saved values by rank (an object's are its states), the rank and the number of ranks; or else the value with which
+    additional ranks begin, while the first ones restore their own::
+
+        ByRank(sums, others=lambda saved, rank, ranks: sum(saved) / ranks)
     """
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, *, others: Any = None):
         self.value = value
+        self.others = others
 
 
 def flat(state: Mapping[str, Any]) -> Groups:
@@ -107,13 +114,14 @@ def held_in(
 class Groups(MutableMapping[str, Any]):
     """A flat state: its objects and values by group. An assignment to a group assigns to its container.
 
-    Groups in `by_rank` differ between ranks.
+    Groups in `by_rank` differ between ranks; `others` has what another number of ranks restores of them.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._assign: dict[str, Callable[[Any], None] | None] = {}
         self.by_rank: set[str] = set()
+        self.others: dict[str, Any] = {}
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -155,6 +163,13 @@ def _add(groups: Groups, name: str, value: Any, assign: Callable[[Any], None] | 
         before = set(groups)
         _add(groups, name, value.value, partial(setattr, value, "value"), level + 1)
         groups.by_rank |= set(groups) - before
+        if value.others is not None:
+            if name not in groups or kind_of(value.value) not in ("plain", "stateful"):
+                hint = "Mark each object by itself: ByRank(object, others=…)."
+                raise UnsupportedStateError(
+                    "others is for a plain value or an object with a state", key=name, hint=hint
+                )
+            groups.others[name] = value.others
     elif not _is_split(value):
         if level and assign is None and kind_of(value) == "plain" and not in_place(value):
             hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
+from operator import setitem
 from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
@@ -20,14 +23,16 @@ from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.objects.differences import Differences
 from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of, may_draw
 from ckpt_tasks.objects.modules import Materialized
-from ckpt_tasks.objects.parts import Guard, RestorePart, Saved
+from ckpt_tasks.objects.parts import GroupState, Guard, RestorePart, Saved
 from ckpt_tasks.objects.plain import PlainPart
 from ckpt_tasks.process.gc_pause import gc_paused
 from ckpt_tasks.state.groups import Groups, flat
 from ckpt_tasks.state.selection import Chosen, Selection, choose
 from ckpt_tasks.tensors.copies import Copies
-from ckpt_tasks.tensors.sources import Maker, Stored, TensorSource, needed_keys
+from ckpt_tasks.tensors.sources import HeldTensors, Maker, Stored, TensorSource, needed_keys
 from ckpt_tasks.tensors.streams import preserved_rng
+from ckpt_tasks.tensors.tensors import DTYPES, TensorSet
+from ckpt_tasks.tensors.values import pack, unpack
 
 
 class RestorePlan:
@@ -118,6 +123,38 @@ def _undo_all(guards: list[tuple[str, Guard]]) -> list[str]:
     return faults
 
 
+class _OthersPart:
+    """Restores a ByRank that another number of ranks has saved, as its `others` says; `place` is (rank, ranks)."""
+
+    def __init__(self, state: Groups, name: str, kind: str, trees: Sequence[Any], place: tuple[int, int]):
+        self.guard = Guard(state[name], name, state[name].state_dict()) if kind == "stateful" else None
+        self._state, self._name, self._kind = state, name, kind
+        self._trees, self._place = trees, place
+
+    def compare(self, differences: Differences) -> None:
+        """Record nothing: `prepare` compares what `others` makes."""
+
+    def prepare(self, make: Maker) -> None:
+        """Read the values of all ranks, have `others` make this rank's, and plan the restore of that."""
+        rank, ranks = self._place
+        others, made = self._state.others[self._name], TensorSet(None)
+        saved = [unpack(tree, partial(make, now=True)) for tree in self._trees]
+        if callable(others):
+            value = others(saved, rank, ranks)
+        else:
+            value = saved[rank] if rank < len(saved) else deepcopy(others)
+        group = GroupState(self._kind, pack(value, self._name, made))
+        stored = {key: (DTYPES[tensor.dtype], tuple(tensor.shape)) for key, tensor in made.tensors.items()}
+        own = Groups()
+        own.add(self._name, self._state[self._name], partial(setitem, self._state, self._name))
+        self._plan = plan_restore(own, {self._name: group}, stored, partial=True)
+        self._source = HeldTensors(made.tensors)
+
+    def write(self) -> None:
+        """Restore the value that `prepare` has made."""
+        self._plan.apply(self._source)
+
+
 def plan_restore(
     state: Mapping[str, Any],
     groups: Mapping[str, Saved],
@@ -127,15 +164,16 @@ def plan_restore(
     rng: bool = True,
     selection: Selection | None = None,
     of_ranks: int | None = None,
+    place: tuple[int, int] = (0, 1),
     home: str | None = None,
 ) -> RestorePlan:
     """Compare a state with a checkpoint and plan the restore; change nothing and draw no random number.
 
     `tensors`: the dtype (torch's name) and shape of every stored tensor by full key. `partial`: restore only the groups
     that `state` names, and no random streams. `selection`: the part that a loose restore takes. `of_ranks`: the number
-    of ranks of the save, if it differs. `home`: the identity of the checkpoint, if it is committed. Raises
-    StateMismatchError with every difference, UnsupportedStateError if the state could not be saved, IntegrityError if a
-    tree is malformed, FormatVersionError for a group of an unknown kind.
+    of ranks of the save, if it differs from that of `place`, (rank, ranks). `home`: the identity of the checkpoint, if
+    it is committed. Raises StateMismatchError with every difference, UnsupportedStateError if the state could not be
+    saved, IntegrityError if a tree is malformed, FormatVersionError for a group of an unknown kind.
     """
     state = flat(state)
     differences = Differences(tensors)
@@ -147,16 +185,14 @@ def plan_restore(
             differences.loose = True
             chosen = choose(state, groups, selection, differences, rng=rng and not partial)
     wanted, differences.groups = chosen.groups, tuple(chosen.groups)
-    foreign: list[str] = []
+    others = {name for name in state.others if of_ranks is not None and name in wanted}
     for name, group in wanted.items():
         if group.kind not in KINDS:
             raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
-        if of_ranks is not None and (name in state.by_rank or (group.by_rank and not KINDS[group.kind].resizes)):
-            differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
-            foreign.append(name)
-            differences.hint = f"To begin it anew: restore(state, leave={foreign})"
+    if of_ranks is not None:
+        _refuse_foreign({name: wanted[name] for name in wanted if name not in others}, state, differences, of_ranks)
     trees = {
-        name: group.trees if of_ranks is not None and KINDS[group.kind].gathers else [group.tree]
+        name: group.trees if name in others or (of_ranks is not None and KINDS[group.kind].gathers) else [group.tree]
         for name, group in wanted.items()
     }
     keys = frozenset(key for name, some in trees.items() for tree in some for key in needed_keys(name, tree, tensors))
@@ -167,6 +203,7 @@ def plan_restore(
                 lazy.add(module, trees[name][0], tensors, chosen.kept.get(name, ()))
         try:
             parts = _parts(state, chosen, trees, differences, copies, home=home)
+            parts |= {n: _OthersPart(state, n, wanted[n].kind, trees[n], place) for n in others & parts.keys()}
         except UnsupportedStateError as error:
             error.message = error.message.replace("cannot be stored", "cannot be restored into")
             raise
@@ -177,6 +214,17 @@ def plan_restore(
                 part.compare_rest(differences)
         differences.raise_any()
     return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws, lazy=lazy)
+
+
+def _refuse_foreign(wanted: Mapping[str, Saved], state: Groups, differences: Differences, of_ranks: int) -> None:
+    """Record the groups of which each of `of_ranks` ranks has saved its own, and which other ranks cannot restore."""
+    foreign = [
+        n for n, group in wanted.items() if n in state.by_rank or (group.by_rank and not KINDS[group.kind].resizes)
+    ]
+    for name in foreign:
+        differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
+        anew = f"begin it anew: restore(state, leave={foreign})"
+        differences.hint = f"Say what other ranks get, ByRank(value, others=…), or {anew}"
 
 
 def _preserved(draws: bool) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CkptError
 from tests.servers.process import free_port
-from tests.support.agents import MARK, PARALLEL, left, trained
+from tests.support.agents import MARK, REDUCING, left, trained
 from tools.sources import ROOT
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -32,7 +32,7 @@ class Torchrun:
 
     def __init__(self, run_dir: Path, server: dict[str, str], options: list[str], **params: Any):
         command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", *options, "-m", "ckpt_tasks"]
-        train = ["train", PARALLEL, "--steps", str(TOTAL), "--batch-steps", "5", "--step-interval", "4"]
+        train = ["train", REDUCING, "--steps", str(TOTAL), "--batch-steps", "5", "--step-interval", "4"]
         train += ["--checkpoint-dir", str(run_dir), "--max-num-checkpoints", "none"]
         self.log = run_dir.with_name(f"agent-{time.monotonic_ns()}.log")
         environment = {**server, MARK: str(run_dir), "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
@@ -91,13 +91,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory, server: dict[str, str]) -> t
 
 
 def test_the_ranks_of_a_launcher_are_one_flow_run(whole: tuple[Any, ...]) -> None:
-    """`torchrun -m ckpt_tasks train` trains on its ranks, evaluates in one process, and is one flow run."""
+    """`torchrun -m ckpt_tasks train` trains on its ranks, evaluates on them together, and is one flow run."""
     step, _, curve, said, run_dir = whole
     assert (step, len(curve)) == (TOTAL, TOTAL)
     assert "from the beginning, on 2 ranks" in said
     assert "Evaluation of step 20, suite quick" in said
+    assert [each.metrics["total"] for each in open_run(str(run_dir)).evaluations()] == [3.0]
     [(run, states)] = flow_runs(run_dir)
     assert (run.run_count, states) == (1, ["Pending", "Running", "Completed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_evaluation_that_fails_in_one_rank_ends_all_with_status_0(
+    run_dir: Path, server: dict[str, str], broken: int
+) -> None:
+    """A rank that fails in `evaluate` while the other waits for it: the training is completed, and is not restarted."""
+    with Torchrun(run_dir, server, ["--nproc-per-node", "2"], broken=broken) as launcher:
+        status, said = launcher.end()
+    assert (status, "Its evaluation has failed: " in said) == (0, True), said
+    assert f"rank {broken}: the evaluation has failed: RuntimeError('injected in evaluate')" in said
+    [(run, states)] = flow_runs(run_dir)
+    assert (run.run_count, states) == (1, ["Pending", "Running", "Completed"])
+    until_nothing_is_left(run_dir)
 
 
 @pytest.mark.slow

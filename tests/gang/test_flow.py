@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from prefect.client.schemas.sorting import FlowRunSort
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import RankError
 from ckpt_tasks.flows import engines
+from ckpt_tasks.flows.console import Training, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.train import TrainResult, train
+from ckpt_tasks.reading.opening import read_manifest
+from ckpt_tasks.saving.provenance import command_of
 from ckpt_tasks.session.session import Progress, watcher
 from tests.support import elastic
-from tests.support.agents import PARALLEL, kept, trained
+from tests.support.agents import PARALLEL, config_of, kept, trained
+from tests.support.cli_runs import ckpt
 from tests.support.elastic import ELASTIC
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -54,7 +59,7 @@ def assert_pages(run_dir: Path) -> None:
         mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[newest.id]))
         pages = {str(one.key): one for one in client.read_artifacts(artifact_filter=mine)}
     after, before = json.loads(str(pages["gang-ranks"].data))
-    assert (before["steps"], before["ranks"], before["restored from"]) == ("0 to 5", "2", "")
+    assert (before["steps"] in ("0 to 5", "0 to 6"), before["ranks"], before["restored from"]) == (True, "2", "")
     assert (after["steps"], after["hosts"].endswith(": 0 to 1"), after["ended by"]) == ("5 to 8", True, "")
     assert before["ended by"].startswith("rank 1 was killed by SIGKILL")
     assert re.fullmatch(r"rank [01] works \d+% of the time", after["slowest rank"])
@@ -136,3 +141,26 @@ def test_an_early_stop_ends_the_ranks(run_dir: Path) -> None:
     owner = open_run(str(run_dir)).head().state.owner
     assert owner is not None
     assert owner.released
+
+
+def test_another_number_of_ranks_is_said(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start on one rank of what two have trained says so, on the terminal and in the log; the same number does not.
+
+    A checkpoint names the command of the gang's agent, and a fork is to be trained on as many ranks.
+    """
+    caplog.set_level("INFO")
+
+    def said(steps: int, ranks: int) -> str:
+        config = config_of(run_dir, run_key="gang")
+        train_in_terminal(Training(program=ELASTIC, config=config, steps=steps, params={}, ranks=ranks), again="")
+        return capsys.readouterr().out
+
+    assert "was saved by" not in said(2, 2) + said(4, 2) + caplog.text
+    run, newest = open_run(str(run_dir)), open_run(str(run_dir)).find(4)
+    assert read_manifest(run.history.store, newest).environment["command"] == command_of(sys.orig_argv)
+    assert "--ranks 2" in ckpt("fork", f"{run_dir}@4", str(tmp_path / "forked")).out
+    wanted = "Step 4 was saved by 2 ranks, and 1 goes on: a step has 1/2 of its samples if each rank has as many as"
+    assert wanted in said(6, 1)
+    assert [wanted in record.getMessage() for record in caplog.records].count(True) == 1

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from ckpt_tasks.errors import ConfigError, NonFiniteError, RankError
+from ckpt_tasks.errors import ConfigError, NonFiniteError, ProgramError, RankError
+from ckpt_tasks.gang.messages import Begin
+from ckpt_tasks.gang.processes import Gang
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.session import Progress, watcher
-from tests.support.agents import MARK, config_of, kept, left, main, train, trained
+from ckpt_tasks.system import host_name
+from tests.support.agents import MARK, PARALLEL, config_of, kept, left, main, train, trained
 from tests.support.children import Child
 
 TOTAL = 18
@@ -77,12 +81,34 @@ def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, capl
     finally:
         watcher.reset(token)
     assert str(stopped).startswith("rank 1 is stopped (SIGSTOP, or a debugger): no step for 4 s")
-    assert re.match(r"rank 0, 1 goes on with nothing: no step for [45] s", str(slow))
+    assert re.match(
+        r"rank 0 goes on with nothing, and rank 1 waits for it in a collective: no step for [45] s", str(slow)
+    )
     stacks = [record.getMessage() for record in caplog.records if "stacks of rank 0" in record.getMessage()]
     assert "train_step" in stacks[0]
     assert trained(run_dir)[0] == 10
     assert len({*pids}) == 6
     assert [pid for pid in {*pids} - {rank.pid for rank in kept.ranks} if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_path: Path) -> None:
+    """The kernel kills all ranks with their fork server: the error says so of all of them; the next gang goes on.
+
+    The row of the gang has the step at which it was lost.
+    """
+    params = {"plan": [(4, 1, "server")], "folder": str(tmp_path), "step_s": 0.1}
+    with GangSession(config_of(run_dir), PARALLEL, params, ranks=2, engine=Gang()) as session:
+        session.restore()
+        with pytest.raises(
+            RankError, match=r"^rank 0, 1 is lost: the fork server, which holds them, has ended \(step 3"
+        ):
+            session.run(9)
+        assert session.gangs[0]["steps"] == "0 to 3"
+        session.discard()
+        session.restore()
+        session.run(9)
+        session.save(9)
+    assert trained(run_dir)[0] == 9
 
 
 def test_a_metric_that_is_not_finite_rolls_the_gang_back(
@@ -134,6 +160,35 @@ def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+class _Ported(Gang):
+    """An engine that remembers where rank 0 listens."""
+
+    port = 0
+
+    def start(self, begin: Begin) -> int:
+        self.port = super().start(begin)
+        return self.port
+
+
+def test_another_program_of_the_host_does_not_hit_upon_the_keys_of_a_gang(run_dir: Path) -> None:
+    """All keys of a gang's store are below a prefix, which only its ranks have; the next gang has another prefix."""
+    c10d: Any = dist
+    seen = set()
+    gang = _Ported()
+    with GangSession(config_of(run_dir), PARALLEL, ranks=2, engine=gang) as session:
+        for until in (3, 6):
+            session.restore()
+            stranger = c10d.TCPStore("127.0.0.1", gang.port, is_master=False, wait_for_workers=False)
+            [prefix] = {key.partition("/")[0] for key in stranger.list_keys() if not key.startswith("init/")}
+            for name in ("name", f"processes/{host_name()}"):
+                stranger.set(f"ckpt-tasks/1/{name}", b"\xff\xfe")
+            session.run(until)
+            session.save(until)
+            seen.add(prefix)
+            session.discard()
+    assert ([len(prefix) for prefix in seen], trained(run_dir)[0]) == ([64, 64], 6)
+
+
 def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     """A program that is started on two ranks and shares nothing between them is refused before anything is written."""
     with (
@@ -142,6 +197,15 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     ):
         session.restore()
     assert not run_dir.exists()
+
+
+def test_a_program_that_initialises_torch_again_is_told_what_to_write(run_dir: Path) -> None:
+    """The first line of a torchrun script, `init_process_group()`, fails in a rank: the error says how to keep it."""
+    with (
+        GangSession(config_of(run_dir), "tests.support.parallel:Initialising", ranks=2, engine=kept) as session,
+        pytest.raises(ProgramError, match=r"twice!.*if not dist\.is_initialized\(\): dist\.init_process_group\(\)"),
+    ):
+        session.restore()
 
 
 def agent(run_dir: Path, batch: int = 5, **params: Any) -> Child:

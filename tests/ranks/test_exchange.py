@@ -111,3 +111,18 @@ def test_a_strangers_error_is_one_of_ours(kind: str) -> None:
         exchange.agree("topic", b"", lambda words: b"", 30)
     assert (raised.value.step, raised.value.hint) == (3, "Look.")
     assert callable(raised.value.with_traceback)
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe\x00", b"000001\xff\xfe", b"000001!{}", b"000001=\xff"])
+def test_a_value_that_no_rank_has_written_is_named(value: bytes) -> None:
+    """A foreign program's bytes in the place of a rank's message raise StoreError with the key, whatever they are."""
+    c10d: Any = dist
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store.set("run/topic/1", value)
+    exchange = StoreExchange(store, 0, 2, "run", 30)
+    with (
+        pytest.raises(StoreError, match="a value that none of them has written") as raised,
+        exchange.meeting("topic", 30) as meeting,
+    ):
+        meeting.gather(b"", bytes, lambda data: data.decode().encode())
+    assert raised.value.key == "run/topic"

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckpt_tasks import ByRank, Checkpointer
+from ckpt_tasks import ByRank, Checkpointer, open_run
+from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.snapshot.samples import take_samples
 from ckpt_tasks.tensors.device import Devices
 from tests.ranks.training import attempt, build, config, steps_of
@@ -190,6 +191,80 @@ def by_rank(rank: int, size: int, root: str, step: int) -> tuple[Any, ...]:
         said = attempt(ckpt.restore, state)
         taken = None if said[0] == "None" else ckpt.restore(state, leave=["seen", "more_0"])
     return said, taken, content([state["seen"], state["more"]])
+
+
+class Sum:
+    """An object with a state of its own, a tensor and a number."""
+
+    def __init__(self, start: float):
+        self.total, self.steps = torch.tensor([start]), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.steps = state["total"], state["steps"]
+
+
+def merged(saved: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """Give each rank its share of the sums of all."""
+    return {"total": sum(each["total"] for each in saved) / ranks, "steps": max(each["steps"] for each in saved)}
+
+
+def dealt(saved: list[Any], rank: int, ranks: int) -> list[Any]:
+    """Deal the rows of all ranks out anew."""
+    return [row for rows in saved for row in rows][rank::ranks]
+
+
+def others(rank: int, size: int, root: str, step: int) -> tuple[Any, ...]:
+    """Save what each rank has if `step`; else restore it, into a list and an object that the program holds, too."""
+    rows, sums = ([torch.tensor(10.0 * rank), f"row {rank}"], Sum(1.0 + rank)) if step else ([], Sum(0.0))
+    sums.steps = step + rank
+    state: dict[str, Any] = {
+        "rows": ByRank(rows, others=dealt),
+        "sums": ByRank(sums, others=merged),
+        "seen": ByRank(rank + 1 if step else 0, others=100),
+    }
+    with Checkpointer(config(root)) as ckpt:
+        if step:
+            ckpt.save(step, state)
+        ckpt.restore(state)
+    rows = [float(row) if isinstance(row, torch.Tensor) else row for row in rows]
+    return rows, (sums.total.item(), sums.steps), state["seen"].value
+
+
+def test_another_number_of_ranks_restores_what_others_says(tmp_path: Path) -> None:
+    """Of 3 ranks' values 2, 4 and 1 get what a function makes of all, or their own, and additional ranks a value.
+
+    A list that the program holds is refilled. The number of ranks that has saved them gets what it had.
+    """
+    root = str(tmp_path)
+    had = [([10.0 * rank, f"row {rank}"], (1.0 + rank, 5 + rank), rank + 1) for rank in range(3)]
+    assert run(3, others, root, 5) == had
+    assert run(3, others, root, 0) == had
+    rows = [row for rank in range(3) for row in (10.0 * rank, f"row {rank}")]
+    for size in (2, 4):
+        wanted = [(rows[rank::size], (6.0 / size, 7), rank + 1 if rank < 3 else 100) for rank in range(size)]
+        assert run(size, others, root, 0) == wanted
+    assert others(0, 1, root, 0) == (rows, (6.0, 7), 1)
+
+
+def test_others_that_fails_or_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    """A function that raises, or makes what cannot be stored, leaves the state as it was; `others` needs one value."""
+    run(2, others, str(tmp_path), 5)
+
+    def fails(saved: list[Any], rank: int, ranks: int) -> Any:
+        raise ZeroDivisionError("injected")
+
+    for make, error in ((fails, ZeroDivisionError), (lambda *_: {"rows": object()}, UnsupportedStateError)):
+        rows, sums = ["here"], Sum(7.0)
+        state = {"rows": ByRank(rows, others=make), "sums": ByRank(sums, others=merged), "seen": ByRank(0, others=1)}
+        with Checkpointer(config(str(tmp_path))) as ckpt, pytest.raises(error):
+            ckpt.restore(state)
+        assert (rows, sums.total.item(), state["seen"].value) == (["here"], 7.0, 0)
+    for value in (torch.nn.Linear(1, 1), [Sum(0.0), Sum(1.0)]):
+        with pytest.raises(UnsupportedStateError, match="others is for a plain value or an object with a state"):
+            open_run(str(tmp_path)).restore(open_run(str(tmp_path)).find("latest"), {"x": ByRank(value, others=merged)})
 
 
 def test_another_number_of_ranks_is_told_what_it_cannot_restore(tmp_path: Path) -> None:

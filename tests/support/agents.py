@@ -19,6 +19,7 @@ from ckpt_tasks.reading.reading import open_run
 from tests.support.parallel import Parallel
 
 PARALLEL = "tests.support.parallel:Parallel"
+REDUCING = "tests.support.parallel:Reducing"
 MARK = "CKPT_TEST_GANG"
 
 

@@ -29,7 +29,7 @@ class Parallel:
     process, which step, 0; and beside it each rank its process.
     """
 
-    recorded_params = ("kind", "plan", "folder", "trace")
+    recorded_params: tuple[str, ...] = ("kind", "plan", "folder", "trace")
     unit = "rows"
 
     def __init__(
@@ -99,7 +99,9 @@ class Parallel:
         if what == "exit":
             sys.exit(0)
         if what == "slow":
-            time.sleep(6.0)
+            end_s = time.monotonic() + 6.0
+            while time.monotonic() < end_s:
+                pass
         if what == "full":
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -133,3 +135,50 @@ class Unbuilt(Parallel):
     def __init__(self, *, kind: str = "ddp", plan: Sequence[tuple[int, int, str]] = (), folder: str = ""):
         super().__init__(kind=kind, plan=plan, folder=folder)
         self._interfere(self._plan.get(0, ""))
+
+
+class Reducing(Parallel):
+    """The same, which can only be built among ranks, and whose `evaluate` adds up over them; `broken` names a rank that
+    fails there, while the others wait for it.
+    """
+
+    recorded_params = (*Parallel.recorded_params, "broken")
+
+    def __init__(self, *, broken: int | None = None, **options: Any):
+        super().__init__(**options)
+        self._size, self._broken = dist.get_world_size(), broken
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        if self._rank == self._broken:
+            raise RuntimeError("injected in evaluate")
+        total = torch.tensor([1.0 + self._rank])
+        dist.all_reduce(total)
+        return {**super().evaluate(suite), "total": total.item()}
+
+
+class Counting(Parallel):
+    """The same, whose ranks return metrics of every kind; a rule that is none if `rule` names one."""
+
+    recorded_params = (*Parallel.recorded_params, "rule")
+
+    def __init__(self, *, rule: str = "sum", **options: Any):
+        super().__init__(**options)
+        self.reduce = {"correct": rule, "least": "min", "most": "max"}
+
+    def train_step(self) -> dict[str, float]:
+        super().train_step()
+        own = 1.0 + self._rank
+        many = {f"a metric with a long name, {number}": own * number for number in range(60)}
+        alone = {} if self._rank else {"lr": 7.0}
+        return {"loss": own, "correct": own, "least": own, "most": own, "rows": own, **alone, **many}
+
+    def evaluate(self, suite: str) -> dict[str, float]:
+        return {"loss": 1.0 + self._rank, "correct": 1.0 + self._rank}
+
+
+class Initialising(Parallel):
+    """The same, which begins as a script of torchrun does."""
+
+    def __init__(self, **options: Any):
+        dist.init_process_group()
+        super().__init__(**options)
