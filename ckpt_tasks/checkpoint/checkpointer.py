@@ -79,8 +79,6 @@ class Checkpointer(HeldRun):
         flow_run_id: str | None = None,
         process_group: ProcessGroup | None = None,
     ):
-        if not isinstance(take_over, bool):
-            raise ConfigError(f"take_over is True or False, not {take_over!r:.80}")
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
         self._interrupt = Interrupt(config.spot_notices)
@@ -385,10 +383,9 @@ class Checkpointer(HeldRun):
         Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
         """
         spike = self._spikes.seen(now.step, metrics) if self._ranks.first else None
-        self._interrupt.ask()
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
-        save, number, spike = self._ranks.at(now.step, save=timely, signal=self._interrupt.pending, spike=spike)
+        save, number, spike = self._ranks.at(now.step, save=timely, signal=self._interrupt.asked(), spike=spike)
         if spike is not None:
             raise self._finite.spiked(self._spikes.metric, *spike)
         if number is not None:

@@ -70,6 +70,8 @@ class HeldRun:
                 f"a Checkpointer takes a CheckpointConfig, not a value of type {type(config).__name__}",
                 hint='Write Checkpointer(CheckpointConfig(checkpoint_dir="runs/first")).',
             )
+        if not isinstance(take_over, bool):
+            raise ConfigError(f"take_over is True or False, not {take_over!r:.80}")
         self.config = config
         self.freed_bytes = 0  # The bytes of snapshots in this host's memory that prune() freed.
         self._process = Process()

@@ -101,10 +101,11 @@ class Interrupt:
         """Return True if a signal asks a failing program to end, so that it must not wait for other ranks."""
         return self.is_failing and self.pending is not None
 
-    def ask(self) -> None:
-        """In another thread than the main one, remember SIGTERM if Prefect cancels the task that this thread runs."""
+    def asked(self) -> int | None:
+        """Return the pending signal: in another thread than the main one, SIGTERM if Prefect cancels its task."""
         if self.pending is None and not _in_main_thread() and _is_task_cancelled():
             self.pending = signal.SIGTERM
+        return self.pending
 
     def leave_to_parent(self) -> None:
         """Restore the previous handlers in a forked child; a pending signal belongs to the parent."""

@@ -111,7 +111,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             self._theirs = None
             self._streams = current_streams()
             begin = self._progress.apply()
-            self._progress.load_files("_load_from_checkpoint")
+            self._progress.give_files("_load_from_checkpoint")
             options = self._ckpt_state["optimizer"].param_groups
             self._options = [{name: value for name, value in one.items() if name != "params"} for one in options]
         elif self._theirs is not None:
@@ -133,7 +133,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             # Making a schedule sets the optimizer to the schedule's first learning rate: undo this.
             for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
                 group.update(options)
-            self._progress.load_files("_load_optimizer_and_scheduler")
+            self._progress.give_files("_load_optimizer_and_scheduler")
         return prepared
 
     def _run_epoch(self, **kwargs: Any) -> None:

@@ -249,7 +249,7 @@ class TrainerProgress(Started):
             else:
                 setattr(self._trainer, name, send_to_device(value, self._trainer.args.device))
 
-    def load_files(self, loader: str) -> None:
+    def give_files(self, loader: str) -> None:
         """Call a class's own override of a loader of Trainer with the files that its own saving has written."""
         assert self._given is not None
         files = {name: value for one in self._given["of_ranks"] for name, value in one.get("files", {}).items()}
@@ -295,14 +295,14 @@ def _reused(trainer: Any) -> dict[str, Any]:
     return {**own, **{name: {mode: dict(of) for mode, of in value.items()} for name, value in sums.items()}}
 
 
-class _Base(Trainer):  # type: ignore[misc]  # Trainer ships no types
+class _Base(Trainer):
     """Trainer without its own files, for `super()` in an override: our checkpoint has Trainer's part already."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.save_model(os.path.join(self._get_output_dir(trial=trial), _folder(self)), _internal_call=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
+        os.makedirs(output_dir or str(self.args.output_dir), exist_ok=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None: ...
 

@@ -169,12 +169,7 @@ def acquire(
         grace_s = max(RELEASE_GRACE_S, _MISSED * timeout_s * _BEAT)
         patience_s = grace_s if same_run else timeout_s if passing else 0.0
         if (signs.watching and not same_run) or system().monotonic() - began_s < patience_s:
-            if not waits:
-                waits, most_s = True, max(patience_s, timeout_s if signs.watching else 0.0)
-                _log.warning(
-                    "%s is held by process %d on %s: waiting at most %.0f s for its release, or for a sign of life",
-                    *(history.store.url, owner.pid, owner.host, most_s),
-                )
+            waits = waits or _say_wait(history, owner, max(patience_s, timeout_s if signs.watching else 0.0))
             system().sleep(_POLL_S)
             continue
         if not same_run:
@@ -193,6 +188,12 @@ def acquire(
         free = "the same flow run has not released it within its grace"
         break
     return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
+
+
+def _say_wait(history: History, owner: Owner, most_s: float) -> bool:
+    said = "%s is held by process %d on %s: waiting at most %.0f s for its release, or for a sign of life"
+    _log.warning(said, history.store.url, owner.pid, owner.host, most_s)
+    return True
 
 
 def _take(

@@ -137,15 +137,15 @@ def put(directory: Path, chunks: list[Chunk]) -> None:
     with (directory / "__0_0.distcp").open("wb") as file:
         for number, (offset, _, record) in enumerate([(0, 4, torch.full((4,), 9.0)), *chunks]):
             name = "w" if number else "other"
-            if isinstance(record, torch.Tensor):
+            if isinstance(record, str):
+                info = records[record]
+            else:
                 data = io.BytesIO()
                 torch.save(record, data)
                 info = _StorageInfo("__0_0.distcp", file.tell(), len(data.getvalue()))
                 file.write(data.getvalue())
                 records.setdefault(name, info)
-            storage[MetadataIndex(name, torch.Size([offset]))] = (
-                info if isinstance(record, torch.Tensor) else records[record]
-            )
+            storage[MetadataIndex(name, torch.Size([offset]))] = info
     listed = [ChunkStorageMetadata(torch.Size([offset]), torch.Size([length])) for offset, length, _ in chunks]
     whole = [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
     described = {

@@ -227,7 +227,7 @@ def test_what_containers_hold_is_copied_before_training_goes_on(run_dir: Path) -
     """P1: async_save stores the values of its call, in every container that can be stored, and nothing later."""
     tensors, arrays = [torch.ones(3) for _ in range(4)], [np.ones(3) for _ in range(2)]
     buffer, grown = io.BytesIO(b"before"), bytearray(b"before")
-    kept = {
+    kept: dict[str, Any] = {
         "named": Losses(tensors[0], arrays[0]),
         "deque": deque([tensors[1], Losses(tensors[2], arrays[1])], maxlen=5),
         "ordered": OrderedDict(a=tensors[3]),

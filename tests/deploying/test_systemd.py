@@ -54,7 +54,8 @@ def test_the_units_commands_serve_and_deploy(tmp_path: Path, monkeypatch: pytest
     """As systemd would start them: the server asks for the site's password, the worker deploys, and stop ends it."""
     home = tmp_path / "home"
     texts = units(home, tmp_path, monkeypatch)
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
+    environment: dict[str, str] = {}
     try:
         for text in texts.values():
             given = dict(word.split("=", 1) for line in lines(text, "Environment") for word in shlex.split(line))
@@ -67,7 +68,7 @@ def test_the_units_commands_serve_and_deploy(tmp_path: Path, monkeypatch: pytest
             assert all(part.poll() is None for part in started), (tmp_path / "1.log").read_text()
             assert time.monotonic() < deadline, (tmp_path / "1.log").read_text()
             time.sleep(0.5)
-        assert answers(given["PREFECT_API_URL"])
+        assert answers(environment["PREFECT_API_URL"])
         assert read_password(home / "ckpt-up.auth") not in "".join(texts.values())
         stop = shlex.split(lines(texts["ckpt-worker.service"], "ExecStop")[0])
         subprocess.run(stop, env=environment, cwd=tmp_path, check=True, timeout=200)

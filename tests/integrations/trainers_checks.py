@@ -17,18 +17,19 @@ from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer
 from tests.integrations.libraries_checks import Recording, check_stops, tokenizer, trained
 
 
-class Weighted(Trainer):  # type: ignore[misc]  # Trainer ships no types
+class Weighted(Trainer):
     """A Trainer that keeps a coefficient in files of its own; `place` says in which of the ways that people write."""
 
     coef, place, loader = 1.0, "_get_output_dir", "_load_optimizer_and_scheduler"
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.coef *= 0.7
-        return self.coef * super().compute_loss(model, inputs, *args, **kwargs)
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        return self.coef * loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        root = self._get_output_dir(trial=trial) if self.place == "_get_output_dir" else self.args.output_dir
+        root = self._get_output_dir(trial=trial) if self.place == "_get_output_dir" else str(self.args.output_dir)
         Path(root, f"checkpoint-{self.state.global_step}", "coef.json").write_text(json.dumps(self.coef))
 
     def read(self, checkpoint: str | None) -> None:
@@ -46,7 +47,7 @@ class Weighted(Trainer):  # type: ignore[misc]  # Trainer ships no types
             self.read(checkpoint)
 
 
-class Behind(CkptMixin, Weighted):
+class Behind(CkptMixin, Weighted):  # type: ignore[misc]  # Its base is Trainer, which CkptMixin is not.
     """The mixin before somebody else's class."""
 
 
@@ -58,11 +59,12 @@ class Before(CkptTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.coef *= 0.7
-        return self.coef * super().compute_loss(model, inputs, *args, **kwargs)
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        return self.coef * loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        name = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", "coef.json")
+        name = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}", "coef.json")
         name.write_text(json.dumps(self.coef))
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
@@ -127,7 +129,8 @@ class Forgetful(CkptTrainer):
         if self.optimizer is None:
             self.hidden = [torch.nn.Linear(4, 1)]
             more = self.hidden[0].parameters() if self.forgets == "parameters" else ()
-            self.optimizer = torch.optim.SGD([*self.model.parameters(), *more], 0.1)
+            model: Any = self.model
+            self.optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1)
         return self.optimizer
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

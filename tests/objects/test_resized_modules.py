@@ -66,14 +66,15 @@ def test_a_training_of_lazy_modules_resumes_exactly(tmp_path: Path) -> None:
     def train(run: str, steps: int) -> list[float]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Dropout(0.5), nn.LazyLinear(1))
-        state = {"optimizer": torch.optim.Adam(model.parameters()), "model": model}
+        optimizer = torch.optim.Adam(model.parameters())
+        state = {"optimizer": optimizer, "model": model}
         losses = []
         with Checkpointer(CheckpointConfig(checkpoint_dir=tmp_path / run, memory_dir=None)) as ckpt:
             for step in range(ckpt.restore(state) + 1, steps + 1):
                 loss = model(torch.randn(16, 5)).square().mean()
-                state["optimizer"].zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                state["optimizer"].step()
+                optimizer.step()
                 ckpt.save(step, state)
                 losses.append(loss.item())
         return losses

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint.leaving import settle
+from ckpt_tasks.testing import settle
 
 def status(field):  # not ru_maxrss: that remembers the memory of the process which started this one
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

@@ -95,7 +95,12 @@ def test_the_last_step_is_noted_beside_the_name_of_the_run(tmp_path: Path) -> No
     memory.close(keep=True)
     memory.note_step(18)  # The descriptor's number may be another file's by now.
     seen: list[tuple[str, str]] = []
-    sweep(root, lambda name, url: bool(seen.append((name, url))), left_s=-1)
+
+    def is_seen(name: str, url: str) -> bool:
+        seen.append((name, url))
+        return False
+
+    sweep(root, is_seen, left_s=-1)
     assert ("run", "/runs/first") in seen
     assert is_of(root / "run/lock", b"/runs/first")
     after = MemoryDirectory(root, "run", "/runs/first")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint.leaving import die, seal, settle
 from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.snapshot import cache
 from ckpt_tasks.snapshot.peers import HostMemory, Offer, Piece
+from ckpt_tasks.testing import die, seal, settle
 from tests.support.cli_runs import flip
 
 
