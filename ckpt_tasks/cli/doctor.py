@@ -270,8 +270,11 @@ def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) ->
 
 
 def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
+    from ckpt_tasks.upkeep.upkeep import UNREADABLE
+
     place = row[0].manifest.rpartition("/")[0] + "/"
-    return "\n".join(first([fault.replace(place, "") for fault in row[1]], _FAULTS_SHOWN)) or "good"
+    faults = [fault if fault.startswith(UNREADABLE) else fault.replace(place, "") for fault in row[1]]
+    return "\n".join(first(faults, _FAULTS_SHOWN)) or "good"
 
 
 _COLUMNS = (
@@ -286,6 +289,8 @@ _COLUMNS = (
 
 
 def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Iterator[Any]:
+    from ckpt_tasks.upkeep.upkeep import UNREADABLE
+
     yield title(run)
     yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
     for names, what, style in (
@@ -306,6 +311,8 @@ def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Ite
     elif bad:
         others = bad < len(run.checkpoints())
         then = " A restore passes over them." if others else " There is none that could be restored."
+        if any(wrong and wrong[0].startswith(UNREADABLE) for _, wrong in faults.checkpoints.values()):
+            then = " A restore does not pass over what cannot be read: it waits, and then fails."
         yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
     else:
         yield [("Damaged", "bold red"), f": the checkpoints are good, the run's records are not, {work}."]

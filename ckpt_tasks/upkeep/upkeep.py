@@ -34,6 +34,7 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import now_iso, system
 
 _FAR_REQUESTS = 8
+UNREADABLE = "it cannot be read now"  # The fault of a checkpoint whose store does not answer begins so.
 _LONGEST_FAULT = 2000
 
 _T = TypeVar("_T")
@@ -162,7 +163,7 @@ def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:
     try:
         return tuple(verify_checkpoint(store, checkpoint))
     except StoreError as error:  # Verify the other checkpoints anyway.
-        return (f"it cannot be read now: {error}",)
+        return (f"{UNREADABLE}: {error}",)
 
 
 def record_faults(history: History, whole: bool) -> tuple[list[str], int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,3 +147,24 @@ def measured(run_dir: Path) -> dict[str, float]:
         for one in samples
         if one["name"] in names or "damaged" in one["name"]
     }
+
+
+def test_a_disk_that_cannot_read_is_no_damage_that_a_restore_passes_over(
+    fast_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under EIO the fault names the file with its checkpoint's directory, and says what a restore does."""
+    run = save_steps(fast_dir / "eio", 1, 2)
+    before, shard = os.preadv, only(run / "checkpoint_000000000002", "**/model-*.safetensors")
+
+    def preadv(fd: int, *rest: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(shard):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return before(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    answer = ckpt("verify", run)
+    said = "".join(answer.out.split())
+    assert answer.status == 1
+    assert "".join(str(shard).split()) in said
+    assert "Arestoredoesnotpassoverwhatcannotberead" in said
+    assert "passesoverthem" not in said
