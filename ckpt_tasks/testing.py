@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Literal
 
-from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.saving.saver import UnderWay
-from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.checkpoint.pausing import die, elapse, images_of, look, seal, settle, under_way
+from ckpt_tasks.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import OneByOne, Store, WrappedStore, base_of, check_name
 from ckpt_tasks.storage.retrying import RetryingStore
@@ -312,56 +310,3 @@ def _tried(effect: Callable[[bytes], None], body: bytes) -> None:
 def _flipped(data: bytes) -> bytes:
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
-
-
-# ── a Checkpointer that stands for a whole process ──
-
-
-def under_way(ckpt: Checkpointer) -> UnderWay:
-    """Return the unfinished saves of a Checkpointer; do not wait."""
-    return ckpt._saver.under_way()
-
-
-def images_of(ckpt: Checkpointer) -> Mapping[str, Sequence[Image]]:
-    """Return the memory of a Checkpointer for saves, by slot; takes no lock, so a forked child may call it."""
-    return ckpt._saver.images
-
-
-def elapse(ckpt: Checkpointer, seconds: float) -> None:
-    """Make a save by time due earlier, as if `seconds` more had passed since the last save."""
-    ckpt._at.last = replace(ckpt._at.last, clock_s=ckpt._at.last.clock_s - seconds)
-
-
-def die(ckpt: Checkpointer) -> None:
-    """Leave a Checkpointer like a dying process: release nothing, and keep its memory for the next process.
-
-    Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may act as its restart.
-    """
-    ckpt._saver.wait_sealed()
-    if ckpt._tenure is not None:
-        ckpt._tenure.quiet()
-    ckpt._cache.close(keep=True)  # This frees the memory's lock, as the kernel does for a dead process.
-    ckpt._saver.tenure = None
-
-
-def settle(ckpt: Checkpointer) -> None:
-    """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
-    ckpt._saver.wait_idle()
-    ckpt._pruner.finish(60.0)
-    if ckpt._compiled is not None:
-        ckpt._compiled.finish(600.0)
-
-
-def seal(ckpt: Checkpointer) -> None:
-    """Wait until the newest snapshot is sealed (complete in memory, where a restart finds it), or cannot be sealed."""
-    ckpt._saver.wait_sealed()
-
-
-def look(ckpt: Checkpointer) -> None:
-    """Let the heartbeat check the ledger now, as it does by itself every few seconds.
-
-    Raises ConfigError if the Checkpointer holds no run.
-    """
-    if ckpt._tenure is None or ckpt._tenure.heartbeat is None:
-        raise ConfigError("this Checkpointer holds no run, so nothing of it looks at the ledger")
-    ckpt._tenure.heartbeat.look()
