@@ -45,6 +45,8 @@ restored: dict[str, Restored] = {}  # By the URL of the run; a save that continu
 _held: dict[str, HeldRun] = {}
 _turns: dict[str, threading.Thread] = {}  # By the URL of the run; the thread whose save is under way.
 _waiting: dict[str, list[int]] = {}
+_staged: dict[str, int] = {}  # By the URL of the run; the copies of states whose saves have not begun to wait.
+_ARRIVAL_S = 5.0
 _LOOK_S = 0.01
 _lock = system().lock()
 
@@ -54,21 +56,30 @@ def store_of(config: CheckpointConfig) -> Store:
     return config.location.resolve(config.run_key).open()
 
 
+def expect_turn(url: str) -> None:
+    """Count a state that was copied: its save will begin in a thread of its own."""
+    with _lock:
+        _staged[url] = _staged.get(url, 0) + 1
+
+
 def begin_turn(url: str, step: int) -> None:
     """Wait until no other thread of this process saves this run, and no waiting save is of an earlier step.
 
     DCP saves each state in a thread of its own, and several may be under way. A save that failed has no end that a
     writer sees: its turn is over with its thread, or when the main thread lets another thread save.
     """
-    mine = threading.current_thread()
+    mine, since_s = threading.current_thread(), system().monotonic()
     with _lock:
+        _staged[url] = max(_staged.get(url, 0) - 1, 0)
         waiting = _waiting.setdefault(url, [])
         waiting.append(step)
     while True:
         with _lock:
             other = _turns.get(url)
             free = other is None or other in (mine, threading.main_thread()) or not other.is_alive()
-            if free and step == min(waiting):
+            if system().monotonic() - since_s > _ARRIVAL_S:
+                _staged[url] = 0  # A save that was to come has failed before it.
+            if free and step == min(waiting) and not _staged[url]:
                 waiting.remove(step)
                 _turns[url] = mine
                 return

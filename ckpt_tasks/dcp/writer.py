@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt_tasks.dcp.holding import Restored, begin_turn, end_turn, held_run, restored, store_of
+from ckpt_tasks.dcp.holding import Restored, begin_turn, end_turn, expect_turn, held_run, restored, store_of
 from ckpt_tasks.dcp.naming import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.dcp.shards import Portion, write_portions
 from ckpt_tasks.dcp.staging import Staged, stage
@@ -81,6 +81,7 @@ class CkptWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the state for dcp.async_save, while training waits."""
         copied, staged = stage(state_dict)
+        expect_turn(self._url)
         # With two copies under way a save does not know which one is its own: then no memory is used again.
         self._staged = staged if self._staged is None else None
         return copied

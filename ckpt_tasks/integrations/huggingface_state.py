@@ -194,13 +194,9 @@ class TrainerProgress(Started):
         state = trainer.state
         if not given["stopped"] and state.global_step < state.max_steps and epoch < state.num_train_epochs:
             return epoch, steps * trainer.args.gradient_accumulation_steps
-        _log.warning(
-            "Nothing is left to train: the run in %s %s at step %d. To train on, give more epochs or steps. "
-            "Another training (another fold or seed) needs a directory of its own",
-            trainer.ckpt.config.checkpoint_dir,
-            "has stopped early" if given["stopped"] else "has ended",
-            state.global_step,
-        )
+        if given["stopped"]:
+            run = trainer.ckpt.config.checkpoint_dir
+            _log.warning("The run in %s has stopped early at step %d", run, state.global_step)
         return sys.maxsize, 0
 
     def _fitted(self, steps: int) -> int:

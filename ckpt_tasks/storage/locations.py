@@ -194,8 +194,8 @@ def _check_slashes(name: str) -> None:
     scheme, colon, rest = name.partition(":")
     if not colon or rest.startswith("//"):
         return
-    if len(scheme) > 1 and scheme.isalnum() and rest.startswith("/") and scheme not in ("file", *SCHEMES):
-        known = ", ".join([*SCHEMES, *entry_points(group=GROUP).names])
+    if len(scheme) > 1 and scheme.isalnum() and rest.startswith("/") and scheme not in _known():
+        known = ", ".join(_known())
         hint = f"A run lies in a directory (./{name}, if it is one) or at URL://: {known}."
         raise ConfigError(f"{without_secrets(name)!r:.200} is not a place", hint=without_secrets(hint))
     if scheme == "file" or scheme in SCHEMES or entry_points(group=GROUP, name=scheme):
@@ -204,6 +204,10 @@ def _check_slashes(name: str) -> None:
         if scheme == "file":
             do = f"Write {rest}, or ./{name} if it is a directory."
         raise ConfigError(f"{name!r:.200} is not a place: after {scheme} come :// and a name", hint=do)
+
+
+def _known() -> list[str]:
+    return ["file", *SCHEMES, *entry_points(group=GROUP).names]
 
 
 _DOUBLED = re.compile(rf"({'|'.join(SCHEMES)})//+")

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train steps of 10 ms; none is due to be saved. `total` -1: until told to end."""
     options = json.loads(arguments[0])
     os.environ |= options["environment"]
+    logging.getLogger("ckpt_tasks").handlers.clear()  # What a child has for its warnings would log each one twice.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = CheckpointConfig(checkpoint_dir=options["run"], step_interval=10**6, spot_notices=options["cloud"])
     state = {"w": torch.zeros(3)}

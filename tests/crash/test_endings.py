@@ -182,7 +182,7 @@ def test_a_thread_may_train_after_the_main_one(tmp_path: Path, memory: Path) -> 
     """P72: when the main thread has returned, Python's executors refuse work; saves that copy in threads go on."""
     code = textwrap.dedent(AFTER_MAIN).format(run=str(tmp_path / "run"), memory=str(memory))
     done = python("-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"ckpt: Step 1 is saved in {tmp_path / 'run'}\n")
     run = open_run(str(tmp_path / "run"))
     assert run.checkpoints()[0].step == 3
     assert (owner := run.head().state.owner) is not None

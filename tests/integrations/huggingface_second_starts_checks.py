@@ -278,7 +278,7 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(
         assert start(tmp_path, **first)[0] == []
     (message,) = caplog.messages
     assert message.startswith(
-        f"Nothing is left to train: the run in {tmp_path / 'run'} has ended at step {ended.state.global_step}."
+        f"Nothing was left to train: the run in {tmp_path / 'run'} has ended at step {ended.state.global_step}."
     )
     assert "Another training (another fold or seed) needs a directory of its own" in message
     more, trainer = start(tmp_path, num_train_epochs=3)

@@ -140,7 +140,8 @@ END = """
 def test_the_last_snapshot_is_committed_before_the_interpreter_ends(run_dir: Path) -> None:
     """P72: a process that ends right after its last step, without wait or close, has committed it."""
     done = python("-c", textwrap.dedent(END).format(run=str(run_dir)))
-    assert (done.returncode, done.stderr) == (0, "")
+    first = committed(run_dir)[0]
+    assert (done.returncode, done.stderr) == (0, f"ckpt: Step {first} is saved in {run_dir}\n")
     assert committed(run_dir)[-1] == 3
 
 
