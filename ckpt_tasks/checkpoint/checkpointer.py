@@ -243,9 +243,9 @@ class Checkpointer(HeldRun):
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._saver.unprepared:
             self._saver.prepare(capture(state, world=self._ranks.world))
-        if ending:
+        if ending:  # A signal that has come since `_due` waits for the next step, which is saved.
             self._saver.wait()
-        self._deliver_signal(everywhere=ending)
+            self._deliver_signal(everywhere=True)
         return taken
 
     def save(

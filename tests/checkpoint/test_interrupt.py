@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import ItemsView
 from pathlib import Path
 
 import pytest
+import torch
 
-from ckpt_tasks import open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from tests.support.interpreters import Python
 
 LOOP = """
@@ -100,3 +102,39 @@ def test_a_handler_that_returns_lets_training_go_on(run_dir: Path, thread: str) 
     _, said = trained(run_dir, signal.SIGTERM, own="returns", thread=thread, until="the program's own")
     (saved,) = (one.step for one in open_run(str(run_dir)).checkpoints())
     assert last_step(said) > saved
+
+
+class Late(dict[str, float]):
+    """Metrics that send this process SIGTERM as they are read: after `step` has asked whether a signal is pending."""
+
+    def items(self) -> ItemsView[str, float]:
+        signal.raise_signal(signal.SIGTERM)
+        return super().items()
+
+
+def test_a_signal_that_comes_within_a_step_waits_for_the_next_one(run_dir: Path) -> None:
+    """P69: SIGTERM that arrives while `step` works ends training after the next step, which is committed."""
+
+    def ends(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=100, memory_dir=None)
+
+    def train() -> None:
+        state = {"weights": torch.zeros(4)}
+        with Checkpointer(config) as ckpt:
+            ckpt.restore(state)
+            for step in range(1, 10):
+                state["weights"].fill_(step)
+                ckpt.step(step, state, metrics=Late(loss=1.0) if step == 3 else {"loss": 1.0})
+
+    before = signal.signal(signal.SIGTERM, ends)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    restored = {"weights": torch.zeros(4)}
+    with Checkpointer(config) as ckpt:
+        assert ckpt.restore(restored) == 4
+    assert restored["weights"].tolist() == [4.0] * 4
