@@ -121,9 +121,9 @@ def main_metric(metrics: Iterable[Mapping[str, float]]) -> str | None:
 
 def strip_of(course: Course, columns: int) -> list[str]:
     """Divide the run's wall time into equal columns; return the name of the largest share in each column."""
-    if course.wall_s <= 0:
-        return []
     width_s = course.wall_s / columns
+    if width_s <= 0:
+        return []
     sums = [dict.fromkeys(SHARES, 0.0) for _ in range(columns)]
     for span in course.spans:
         for column in range(int(span.begin_s / width_s), min(columns, math.ceil(span.end_s / width_s))):

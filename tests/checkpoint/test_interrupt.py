@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import ItemsView
+from collections import UserDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,12 +105,12 @@ def test_a_handler_that_returns_lets_training_go_on(run_dir: Path, thread: str) 
     assert last_step(said) > saved
 
 
-class Late(dict[str, float]):
+class Late(UserDict[str, float]):
     """Metrics that send this process SIGTERM as they are read: after `step` has asked whether a signal is pending."""
 
-    def items(self) -> ItemsView[str, float]:
+    def __iter__(self) -> Iterator[str]:
         signal.raise_signal(signal.SIGTERM)
-        return super().items()
+        return super().__iter__()
 
 
 def test_a_signal_that_comes_within_a_step_waits_for_the_next_one(run_dir: Path) -> None:

@@ -113,6 +113,7 @@ def test_thousands_of_commits_make_a_small_picture() -> None:
 
 
 @example([3.0, math.nan, 1e308, -1e308, math.inf], 0.0)
+@example([None], 5e-324)
 @given(st.lists(st.floats() | st.none(), max_size=40), st.floats(0, 1e6))
 def test_the_picture_stays_in_its_frame(values: list[float | None], every_s: float) -> None:
     """Whatever the values: a well-formed picture, and every point of the curve lies within the axes."""
