@@ -1,4 +1,4 @@
-"""`ckpt diff`, `verify-resume`, `chaos`, `bisect`: where two checkpoints or two trainings differ."""
+"""`ckpt diff`, `verify-resume`, `bisect`: where two checkpoints or two trainings differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckpt_tasks.cli.arguments import (
     parse_target,
 )
 from ckpt_tasks.cli.copy import parse_changes
-from ckpt_tasks.cli.output import Output, column, first, listing, output, reading, title
+from ckpt_tasks.cli.output import Output, column, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import count, number
 from ckpt_tasks.storage.port import WatchedStore
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.proving.proof import Proof
     from ckpt_tasks.reading.reading import Run
 
-_VALUES_SHOWN, _DAMAGE_SHOWN = 5, 8
+_VALUES_SHOWN = 5
 _DIFFERENCES_SHOWN = 24
 GroupOption = Annotated[list[str] | None, option("--group", "NAME", "compare only this group; may be repeated")]
 IgnoreOption = Annotated[list[str] | None, option("--ignore", "NAME", "leave this group out; may be repeated")]
@@ -232,55 +232,6 @@ def verify_resume(
         proof = _proof(program, steps, params or [], ranks)
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
-
-
-# ── chaos ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def chaos(
-    command: Annotated[list[str], argument("-- COMMAND…", "a script of your own with a Checkpointer")],
-    rounds: Annotated[int, option("--rounds", "N", "how many faults")] = 8,
-    seed: Annotated[int | None, option("--seed", "N", "draw the same faults again [default: at random]")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Run a script through faults, compare its end.
-
-    Runs the script twice, each time in a scratch directory; {run} in the command, or CKPT_RUN, gives the script this
-    directory. One run has no faults. The other meets faults, each at a random time after a commit: SIGKILL, SIGTERM, a
-    pause, a full disk, a slow store, a store that fails as a server does, a clock that is an hour ahead or behind. A
-    script that a fault has ended is started again. Only ckpt-tasks sees the faults of store and clock. Exits with 1 if
-    the metrics of a step or the last checkpoint differ, or if something is damaged.
-    """
-    import random
-
-    from ckpt_tasks.proving.chaos import Hit, Verdict
-    from ckpt_tasks.proving.chaos import chaos as run_through
-
-    def tell(hit: Hit) -> None:
-        then = "it went on" if hit.status is None else f"it ended with {hit.status}, and was started again"
-        clock = (
-            ("reading of the clock", "readings of the clock") if hit.fault.startswith("clock") else ("request", None)
-        )
-        much = f", {count(hit.requests, *clock)}" if hit.requests else ""
-        out.print(f"{hit.fault} after step {hit.step}{much}: {then}")
-
-    with output(as_json) as out:
-        drawn = random.randrange(1 << 16) if seed is None else seed
-        verdict: Verdict = run_through(command, seed=drawn, rounds=rounds, on_hit=tell)
-        out.answer({"good": verdict.good, **asdict(verdict)}, _verdict(verdict))
-        out.fail(not verdict.good)
-
-
-def _verdict(verdict: Any) -> Iterator[Any]:
-    again = f"--seed {verdict.seed} draws the same faults."
-    if verdict.damaged:
-        yield "Damaged: " + "; ".join(first(verdict.damaged, _DAMAGE_SHOWN)), "bold red"
-    if (one := verdict.proof.difference) is not None:
-        yield f"Different from step {one.step} on: {', '.join(one.what[:_VALUES_SHOWN])}. {again}", "bold red"
-        yield f"Likely cause: {one.cause}."
-    elif not verdict.damaged:
-        faults = count(len(verdict.hits), "fault")
-        yield f"Equal bit for bit after {faults}: {verdict.proof.values} values, {verdict.proof.steps} steps. {again}"
 
 
 # ── bisect ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,6 @@ LOOKS = {
     "metrics",
     "verify",
     "verify-resume",
-    "chaos",
 }
 
 
