@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt_tasks.cli.compare import bisect, diff, verify_resume
+from ckpt_tasks.cli.compare import diff, verify_resume
 from ckpt_tasks.cli.copy import fork, sync
 from ckpt_tasks.cli.doctor import doctor, doctor_store, restore_drill, verify
 from ckpt_tasks.cli.files import export, import_
@@ -34,7 +34,7 @@ __all__ = ["app", "main"]
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, evaluate, up, down),
     "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
-    "Keep": (verify, restore_drill, verify_resume, bisect, pin, unpin, prune, rm, rollback),
+    "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_, push, pull),
     "Mend": (doctor, doctor_store),
 }
@@ -58,7 +58,6 @@ _EXAMPLES = {
     "verify": "ckpt verify runs/lm",
     "restore-drill": "ckpt restore-drill runs/lm",
     "verify-resume": "ckpt verify-resume my.module:Program --steps 20",
-    "bisect": "ckpt bisect runs/lm -- python test.py {export}",
     "pin": "ckpt pin runs/lm@20 -m 'the paper'",
     "unpin": "ckpt unpin runs/lm@20",
     "prune": "ckpt prune runs/lm --max-num-checkpoints 3 --dry-run",

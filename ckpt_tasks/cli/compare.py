@@ -1,4 +1,4 @@
-"""`ckpt diff`, `verify-resume`, `bisect`: where two checkpoints or two trainings differ."""
+"""`ckpt diff` and `verify-resume`: where two checkpoints or two trainings differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import typer
 from ckpt_tasks.cli.arguments import (
     CheckpointArgument,
     JsonOption,
-    RunArgument,
-    argument,
     option,
     parse_target,
 )
@@ -232,65 +230,6 @@ def verify_resume(
         proof = _proof(program, steps, params or [], ranks)
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
-
-
-# ── bisect ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def bisect(
-    directory: RunArgument,
-    command: Annotated[list[str] | None, argument("-- COMMAND…", "a test: status 0 passes, 1 to 124 fail")] = None,
-    *,
-    test: Annotated[
-        str | None,
-        option("--test", "MODULE:FUNCTION", "a test in Python instead of a command: program → True or False"),
-    ] = None,
-    program: Annotated[
-        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
-    ] = None,
-    params: Annotated[list[str] | None, option("--set", "NAME=VALUE", "a parameter of the program")] = None,
-    replay: Annotated[
-        bool,
-        option("--replay", None, "train the steps after the last good checkpoint again, and name the first that fails"),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Find the first checkpoint at which a test fails.
-
-    The oldest checkpoint must pass and the newest must fail; a binary search finds the first that fails. In the
-    command, {checkpoint} stands for DIR@STEP, and {export} for the path of a safetensors file of the weights. A prune
-    keeps the checkpoint that is being tested. --replay trains a scratch copy of the run from the last good checkpoint
-    on, and saves a checkpoint at each step.
-    """
-    from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
-    from ckpt_tasks.proving.bisect import replay as replayed
-    from ckpt_tasks.reading.reading import open_run
-
-    with output(as_json) as out:
-        if (test is None) == (not command):
-            raise ConfigError("a test is wanted, and only one", hint="Give --test MODULE:FUNCTION, or -- COMMAND.")
-        if test is None and not replay and (program is not None or params):
-            raise ConfigError(
-                "--program and --set are for --test and --replay", hint="The command has its own options."
-            )
-        run = open_run(directory)
-        built = program_of(run, program, parse_changes(params or [])) if test is not None or replay else None
-        passes = function_test(test, built) if test is not None and built else command_test(command or [])
-
-        def tell(step: int, good: bool) -> None:
-            out.print((f"step {step}: {'passes' if good else 'fails'}", "green" if good else "red"))
-
-        between: Bisection = bisect_run(run, passes, tell)
-        tests = between.tried
-        if replay and built and not between.exact:
-            out.print(f"Training steps {between.good_step + 1} to {between.bad_step} again.")
-            between = replayed(run, between, built, passes, tell)
-            tests += between.tried
-        more = "" if between.exact else " --replay names the step between them."
-        words = f"The test passes at step {between.good_step} and fails at step {between.bad_step}.{more}"
-        tried = [{"step": step, "passes": good} for step, good in tests]
-        facts = {"good_step": between.good_step, "bad_step": between.bad_step, "exact": between.exact, "tests": tried}
-        out.answer({"run_key": run.run_key, "checkpoint_dir": run.history.store.url, **facts}, [words])
 
 
 def _words(proof: Proof, program: list[str]) -> Iterator[str]:
