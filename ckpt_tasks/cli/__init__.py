@@ -23,7 +23,7 @@ from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.hub import pull, push
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
-from ckpt_tasks.cli.report import metrics, plan, report
+from ckpt_tasks.cli.report import metrics, report
 from ckpt_tasks.cli.show import samples, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.watch import serve, watch
@@ -33,7 +33,7 @@ __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, evaluate, up, down),
-    "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
+    "Look": (ls, show, samples, watch, serve, diff, report, metrics),
     "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_, push, pull),
     "Mend": (doctor, doctor_store),
@@ -53,7 +53,6 @@ _EXAMPLES = {
     "serve": "ckpt serve runs",
     "diff": "ckpt diff runs/lm@30 runs/lm@40 --metrics",
     "report": "ckpt report runs/lm --out lm.html",
-    "plan": "ckpt plan runs/lm",
     "metrics": "ckpt metrics runs --out /var/lib/node_exporter/ckpt.prom",
     "verify": "ckpt verify runs/lm",
     "restore-drill": "ckpt restore-drill runs/lm",

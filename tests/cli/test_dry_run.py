@@ -38,7 +38,6 @@ LOOKS = {
     "serve",
     "diff",
     "report",
-    "plan",
     "metrics",
     "verify",
     "verify-resume",
