@@ -67,7 +67,7 @@ _EXAMPLES = {
     "export": "ckpt export runs/lm@best lm.safetensors",
     "import": "ckpt import model.pt runs/lm --step 5",
     "push": "ckpt push runs/lm@best org/lm --format peft",
-    "pull": "ckpt pull org/lm-run runs/lm",
+    "pull": "ckpt pull org/lm weights/lm",
     "doctor": "ckpt doctor runs/lm",
     "doctor-store": "ckpt doctor-store s3://bucket/runs",
 }
