@@ -72,7 +72,6 @@ def train(
     ranks: int = 1,
     engine: str = "local",
     min_ranks: int | None = None,
-    peer_copies: int = 0,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -85,7 +84,7 @@ def train(
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):
         stay_as_decided()
-        processes = find_engine(engine, ranks, min_ranks, peer_copies)  # An unreadable block raises StoreError.
+        processes = find_engine(engine, ranks, min_ranks)  # An unreadable block raises StoreError.
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
