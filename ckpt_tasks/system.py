@@ -7,7 +7,6 @@ repeatable schedule.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -95,34 +94,7 @@ class System:
         return socket.gethostname()
 
 
-class Disturbed(System):
-    """The System of a script under `ckpt chaos`; that command writes the current faults to the file `place`.
-
-    `delay_s` delays each request to a store, `failing` is the share of requests that fail, and `jump_s` is added to the
-    wall clock. The file `place`.hits has a byte for each request and each reading of the clock that a fault has hit.
-    """
-
-    def __init__(self, place: str):
-        self._place = Path(place)
-
-    def faults(self) -> dict[str, float]:
-        """Return the current faults."""
-        faults: dict[str, float] = json.loads(self._place.read_text())
-        return faults
-
-    def count_hit(self) -> None:
-        """Count a request, or a reading of the clock, that a fault has hit."""
-        with suppress(OSError), open(f"{self._place}.hits", "ab") as file:  # The disk may be full as well.
-            file.write(b".")
-
-    def time(self) -> float:
-        if jump_s := self.faults()["jump_s"]:
-            self.count_hit()
-        return super().time() + jump_s
-
-
-CHAOS = "CKPT_CHAOS_FAULTS"  # Only `ckpt chaos` sets it, for the script that it runs.
-_system = Disturbed(os.environ[CHAOS]) if CHAOS in os.environ else System()
+_system = System()
 
 
 def system() -> System:

@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ckpt_tasks.cli.compare import bisect, chaos, diff, verify_resume
+from ckpt_tasks.cli.compare import diff, verify_resume
 from ckpt_tasks.cli.copy import fork, sync
 from ckpt_tasks.cli.doctor import doctor, doctor_store, restore_drill, verify
 from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.hub import pull, push
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
 from ckpt_tasks.cli.ls import ls
-from ckpt_tasks.cli.report import metrics, plan, report
+from ckpt_tasks.cli.report import metrics, report
 from ckpt_tasks.cli.show import samples, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.watch import serve, watch
@@ -33,8 +33,8 @@ __all__ = ["app", "main"]
 
 _VERBS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Start": (init, train, evaluate, up, down),
-    "Look": (ls, show, samples, watch, serve, diff, report, plan, metrics),
-    "Keep": (verify, restore_drill, verify_resume, chaos, bisect, pin, unpin, prune, rm, rollback),
+    "Look": (ls, show, samples, watch, serve, diff, report, metrics),
+    "Keep": (verify, restore_drill, verify_resume, pin, unpin, prune, rm, rollback),
     "Move": (sync, fork, export, import_, push, pull),
     "Mend": (doctor, doctor_store),
 }
@@ -53,13 +53,10 @@ _EXAMPLES = {
     "serve": "ckpt serve runs",
     "diff": "ckpt diff runs/lm@30 runs/lm@40 --metrics",
     "report": "ckpt report runs/lm --out lm.html",
-    "plan": "ckpt plan runs/lm",
     "metrics": "ckpt metrics runs --out /var/lib/node_exporter/ckpt.prom",
     "verify": "ckpt verify runs/lm",
     "restore-drill": "ckpt restore-drill runs/lm",
     "verify-resume": "ckpt verify-resume my.module:Program --steps 20",
-    "chaos": "ckpt chaos -- python train.py --dir {run}",
-    "bisect": "ckpt bisect runs/lm -- python test.py {export}",
     "pin": "ckpt pin runs/lm@20 -m 'the paper'",
     "unpin": "ckpt unpin runs/lm@20",
     "prune": "ckpt prune runs/lm --max-num-checkpoints 3 --dry-run",
@@ -70,7 +67,7 @@ _EXAMPLES = {
     "export": "ckpt export runs/lm@best lm.safetensors",
     "import": "ckpt import model.pt runs/lm --step 5",
     "push": "ckpt push runs/lm@best org/lm --format peft",
-    "pull": "ckpt pull org/lm-run runs/lm",
+    "pull": "ckpt pull org/lm weights/lm",
     "doctor": "ckpt doctor runs/lm",
     "doctor-store": "ckpt doctor-store s3://bucket/runs",
 }

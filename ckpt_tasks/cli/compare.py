@@ -1,4 +1,4 @@
-"""`ckpt diff`, `verify-resume`, `chaos`, `bisect`: where two checkpoints or two trainings differ."""
+"""`ckpt diff` and `verify-resume`: where two checkpoints or two trainings differ."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ import typer
 from ckpt_tasks.cli.arguments import (
     CheckpointArgument,
     JsonOption,
-    RunArgument,
-    argument,
     option,
     parse_target,
 )
 from ckpt_tasks.cli.copy import parse_changes
-from ckpt_tasks.cli.output import Output, column, first, listing, output, reading, title
+from ckpt_tasks.cli.output import Output, column, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.report.words import count, number
 from ckpt_tasks.storage.port import WatchedStore
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.proving.proof import Proof
     from ckpt_tasks.reading.reading import Run
 
-_VALUES_SHOWN, _DAMAGE_SHOWN = 5, 8
+_VALUES_SHOWN = 5
 _DIFFERENCES_SHOWN = 24
 GroupOption = Annotated[list[str] | None, option("--group", "NAME", "compare only this group; may be repeated")]
 IgnoreOption = Annotated[list[str] | None, option("--ignore", "NAME", "leave this group out; may be repeated")]
@@ -232,114 +230,6 @@ def verify_resume(
         proof = _proof(program, steps, params or [], ranks)
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
-
-
-# ── chaos ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def chaos(
-    command: Annotated[list[str], argument("-- COMMAND…", "a script of your own with a Checkpointer")],
-    rounds: Annotated[int, option("--rounds", "N", "how many faults")] = 8,
-    seed: Annotated[int | None, option("--seed", "N", "draw the same faults again [default: at random]")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Run a script through faults, compare its end.
-
-    Runs the script twice, each time in a scratch directory; {run} in the command, or CKPT_RUN, gives the script this
-    directory. One run has no faults. The other meets faults, each at a random time after a commit: SIGKILL, SIGTERM, a
-    pause, a full disk, a slow store, a store that fails as a server does, a clock that is an hour ahead or behind. A
-    script that a fault has ended is started again. Only ckpt-tasks sees the faults of store and clock. Exits with 1 if
-    the metrics of a step or the last checkpoint differ, or if something is damaged.
-    """
-    import random
-
-    from ckpt_tasks.proving.chaos import Hit, Verdict
-    from ckpt_tasks.proving.chaos import chaos as run_through
-
-    def tell(hit: Hit) -> None:
-        then = "it went on" if hit.status is None else f"it ended with {hit.status}, and was started again"
-        clock = (
-            ("reading of the clock", "readings of the clock") if hit.fault.startswith("clock") else ("request", None)
-        )
-        much = f", {count(hit.requests, *clock)}" if hit.requests else ""
-        out.print(f"{hit.fault} after step {hit.step}{much}: {then}")
-
-    with output(as_json) as out:
-        drawn = random.randrange(1 << 16) if seed is None else seed
-        verdict: Verdict = run_through(command, seed=drawn, rounds=rounds, on_hit=tell)
-        out.answer({"good": verdict.good, **asdict(verdict)}, _verdict(verdict))
-        out.fail(not verdict.good)
-
-
-def _verdict(verdict: Any) -> Iterator[Any]:
-    again = f"--seed {verdict.seed} draws the same faults."
-    if verdict.damaged:
-        yield "Damaged: " + "; ".join(first(verdict.damaged, _DAMAGE_SHOWN)), "bold red"
-    if (one := verdict.proof.difference) is not None:
-        yield f"Different from step {one.step} on: {', '.join(one.what[:_VALUES_SHOWN])}. {again}", "bold red"
-        yield f"Likely cause: {one.cause}."
-    elif not verdict.damaged:
-        faults = count(len(verdict.hits), "fault")
-        yield f"Equal bit for bit after {faults}: {verdict.proof.values} values, {verdict.proof.steps} steps. {again}"
-
-
-# ── bisect ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def bisect(
-    directory: RunArgument,
-    command: Annotated[list[str] | None, argument("-- COMMAND…", "a test: status 0 passes, 1 to 124 fail")] = None,
-    *,
-    test: Annotated[
-        str | None,
-        option("--test", "MODULE:FUNCTION", "a test in Python instead of a command: program → True or False"),
-    ] = None,
-    program: Annotated[
-        str | None, option("--program", "MODULE:PROGRAM", "the program [default: the run's]", show_default=False)
-    ] = None,
-    params: Annotated[list[str] | None, option("--set", "NAME=VALUE", "a parameter of the program")] = None,
-    replay: Annotated[
-        bool,
-        option("--replay", None, "train the steps after the last good checkpoint again, and name the first that fails"),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Find the first checkpoint at which a test fails.
-
-    The oldest checkpoint must pass and the newest must fail; a binary search finds the first that fails. In the
-    command, {checkpoint} stands for DIR@STEP, and {export} for the path of a safetensors file of the weights. A prune
-    keeps the checkpoint that is being tested. --replay trains a scratch copy of the run from the last good checkpoint
-    on, and saves a checkpoint at each step.
-    """
-    from ckpt_tasks.proving.bisect import Bisection, bisect_run, command_test, function_test, program_of
-    from ckpt_tasks.proving.bisect import replay as replayed
-    from ckpt_tasks.reading.reading import open_run
-
-    with output(as_json) as out:
-        if (test is None) == (not command):
-            raise ConfigError("a test is wanted, and only one", hint="Give --test MODULE:FUNCTION, or -- COMMAND.")
-        if test is None and not replay and (program is not None or params):
-            raise ConfigError(
-                "--program and --set are for --test and --replay", hint="The command has its own options."
-            )
-        run = open_run(directory)
-        built = program_of(run, program, parse_changes(params or [])) if test is not None or replay else None
-        passes = function_test(test, built) if test is not None and built else command_test(command or [])
-
-        def tell(step: int, good: bool) -> None:
-            out.print((f"step {step}: {'passes' if good else 'fails'}", "green" if good else "red"))
-
-        between: Bisection = bisect_run(run, passes, tell)
-        tests = between.tried
-        if replay and built and not between.exact:
-            out.print(f"Training steps {between.good_step + 1} to {between.bad_step} again.")
-            between = replayed(run, between, built, passes, tell)
-            tests += between.tried
-        more = "" if between.exact else " --replay names the step between them."
-        words = f"The test passes at step {between.good_step} and fails at step {between.bad_step}.{more}"
-        tried = [{"step": step, "passes": good} for step, good in tests]
-        facts = {"good_step": between.good_step, "bad_step": between.bad_step, "exact": between.exact, "tests": tried}
-        out.answer({"run_key": run.run_key, "checkpoint_dir": run.history.store.url, **facts}, [words])
 
 
 def _words(proof: Proof, program: list[str]) -> Iterator[str]:

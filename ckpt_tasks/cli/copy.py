@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import (
@@ -74,15 +74,13 @@ def copy_run(
     *,
     single_writer: bool = False,
     dry_run: bool = False,
-    finish: Callable[[SyncReport], Mapping[str, Any]] = lambda report: {},
 ) -> None:
-    """Copy a run or `only` one checkpoint; print the result. `finish` makes the copy visible and returns more facts."""
+    """Copy a run or `only` one checkpoint; print the result."""
     began = time.monotonic()
     if dry_run:
         _say_sync(out, run, only, target)
         return
     report = _copy(out, run, only, target, single_writer=single_writer)
-    finished = finish(report)
     took_s = time.monotonic() - began
     good = not report.faults and (only is None or report.rows[0].outcome in ("copied", "there already"))
     facts = {
@@ -96,7 +94,6 @@ def copy_run(
         "faults": list(report.faults),
         "took_s": round(took_s, 3),
         "leased": not run.read_only,
-        **finished,
     }
     out.answer(facts, _parts(run, target, report, took_s))
     out.fail(not good)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,7 +85,6 @@ def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
 
 # ── a store ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_SIZES_BYTES = (1 << 30, 10 << 30, 100 << 30)
 _MEANS = {
     "list": "a new object is listed",
     "write": "objects can be written",
@@ -104,7 +101,7 @@ _MEANS = {
 
 
 def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
-    """List what the store at URL can do, and how fast.
+    """List what the store at URL can do.
 
     Exits with 0 if the store is fit for checkpoints, else with 1. Writes at most 64 MiB at a time below URL/probe, and
     deletes what it wrote. Does not touch a run at URL.
@@ -127,20 +124,10 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
             "fit": verdict.fit,
             "verdict": verdict.words,
             "abilities": {name: asdict(ability) for name, ability in findings.abilities.items()},
-            "latencies": {name: asdict(latency) for name, latency in findings.latencies.items()},
-            "bandwidth": {
-                "object_bytes": findings.large_bytes,
-                "up_bytes_per_s": findings.up_bytes_per_s,
-                "down_bytes_per_s": findings.down_bytes_per_s,
-            },
             "disk": None if findings.disk is None else asdict(findings.disk),
-            "estimates": [
-                {"size_bytes": one, "save_s": findings.save_s(one), "restore_s": findings.restore_s(one)}
-                for one in _SIZES_BYTES
-            ],
             "left": list(findings.left),
         }
-        out.answer(facts, _parts(findings, verdict, facts["estimates"]))
+        out.answer(facts, _parts(findings, verdict))
         out.fail(not verdict.fit)
 
 
@@ -155,47 +142,20 @@ def _saying(out: Output) -> Iterator[Callable[[str], None]]:
         yield lambda doing: status.update(f"{doing} …")
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.2f} ms" if math.isfinite(seconds) else ""
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else span(seconds)
-
-
 _ABILITIES = (
     column("ability", lambda row: _MEANS.get(row[0], row[0])),
     column("there", lambda row: {True: "yes", False: "no", None: "not tried"}[row[1].works]),
     column("seen", lambda row: row[1].seen),
 )
-_LATENCIES = (
-    column("request", itemgetter(0)),
-    column("median", lambda row: row[1].median_s, _ms, numbers=True),
-    column("90 % within", lambda row: row[1].p90_s, _ms, numbers=True),
-    column("failed", lambda row: f"{row[1].failed} of {row[1].tries}" if row[1].failed else "", numbers=True),
-)
-_ESTIMATES = (
-    column("checkpoint", itemgetter("size_bytes"), size, numbers=True),
-    column("save, in the background", itemgetter("save_s"), _seconds, numbers=True),
-    column("restore", itemgetter("restore_s"), _seconds, numbers=True),
-)
 
 
-def _parts(findings: Findings, verdict: StoreVerdict, estimates: Any) -> Iterator[Any]:
-    abilities, latencies = dict(findings.abilities), dict(findings.latencies)
+def _parts(findings: Findings, verdict: StoreVerdict) -> Iterator[Any]:
+    abilities = dict(findings.abilities)
     disk = findings.disk
     if disk is not None:
         abilities |= {"o_direct": disk.o_direct, "link": disk.link}
-        latencies["fsync"] = disk.fsync
     yield [(findings.url, "bold"), (f"  {findings.endpoint}" if findings.endpoint else "", "dim")]
     yield listing(_ABILITIES, abilities.items(), lambda row: "" if row[1].works else "yellow")
-    if findings.latencies:
-        yield listing(_LATENCIES, latencies.items())
-    if findings.up_bytes_per_s is not None and findings.down_bytes_per_s is not None:
-        up, down = (rate / (1 << 20) for rate in (findings.up_bytes_per_s, findings.down_bytes_per_s))
-        what = f"{size(findings.large_bytes)} in one object"
-        yield f"Bandwidth: {up:,.0f} MiB/s up, {down:,.0f} MiB/s down, of {what}."
-        yield listing(_ESTIMATES, estimates)
     if disk is not None:
         yield f"Free: {size(disk.free_bytes)}."
     if findings.left:

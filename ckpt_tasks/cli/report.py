@@ -1,4 +1,4 @@
-"""`ckpt report`, `metrics` and `plan`: where a run's time went, its metrics, and how often the run should save."""
+"""`ckpt report` and `metrics`: where a run's time went, how often it should save, and its metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
 from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
-from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.policy.cadence import (
     OVERHEAD_CAP,
     Observed,
@@ -25,10 +25,9 @@ from ckpt_tasks.policy.cadence import (
     trade_off_at,
 )
 from ckpt_tasks.report.kept import kept_because
-from ckpt_tasks.report.words import count, fine_span, percent, printable
+from ckpt_tasks.report.words import count, fine_span, percent
 
 if TYPE_CHECKING:
-    from ckpt_tasks.policy.space import Forecast
     from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.report.report import Report
 
@@ -43,17 +42,6 @@ RootArgument = Annotated[str, argument("DIR", "a run directory, or one that hold
 TextOption = Annotated[Path | None, option("--out", "FILE", "write this file, whole or not at all", show_default=False)]
 PortOption = Annotated[int | None, option("--port", "N", "serve them to this host at this port", show_default=False)]
 OtlpOption = Annotated[bool, option("--otlp", None, "send them once to an OpenTelemetry collector, over HTTP")]
-CapOption = Annotated[
-    float, option("--overhead-cap", "SHARE", "the largest share of its time that training may wait for saves")
-]
-KeepOption = Annotated[
-    int | None,
-    option("--max-num-checkpoints", "N", "forecast the room on a local disk for so many (default: as now)", min=1),
-]
-MtbfOption = Annotated[
-    float | None, option("--mtbf-s", "SECONDS", "mean time between failures [default: the run's own]")
-]
-SvgOption = Annotated[Path | None, option("--svg", "FILE", "also draw the curve into this file")]
 
 
 def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption = False) -> None:
@@ -62,6 +50,9 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     The HTML file shows the run on a time line (loss, evaluations, commits, failures, resumes), and its goodput: the
     share of its time that went into training that is part of the result, and where the rest went. Replaces an older
     report, but no other file.
+
+    Also prints how often the run should save: at the interval at which waiting for saves and repeating lost work
+    together cost least, by the costs of its newest saves and its failures so far; and what other intervals would cost.
     """
     from ckpt_tasks.ledger.curve import read_curve
     from ckpt_tasks.ledger.timeline import read_timeline
@@ -83,7 +74,9 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
         )
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")
         write_file(place, to_html(made), what="report", option="--out", is_ours=_is_report)
-        shown.answer({**made.data(), "html": str(place)}, _report_parts(run, made, place))
+        planned = _planned(run)
+        facts = {**made.data(), "cadence": None if planned is None else planned.data(), "html": str(place)}
+        shown.answer(facts, _report_parts(run, made, planned, place))
 
 
 def _is_report(head: bytes) -> bool:
@@ -92,7 +85,7 @@ def _is_report(head: bytes) -> bool:
     return not head or GENERATOR.encode() in head
 
 
-def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
+def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path) -> Iterator[Any]:
     from ckpt_tasks.report.report import SHARES_MEAN
 
     yield title(run)
@@ -113,11 +106,15 @@ def _report_parts(run: Run, made: Report, place: Path) -> Iterator[Any]:
     if returns:
         yield ("From a death to the first step, and the step of the first commit:", "bold")
         yield listing([column(name, itemgetter(n), numbers=True) for n, name in enumerate(heads)], returns[:_RETURNS])
+    if planned is not None:
+        yield ("How often to save:", "bold")
+        yield grid(_lines(planned))
+        yield _curve(planned)
     yield from ((caveat, "yellow") for caveat in made.caveats())
     yield ["Report: ", (str(place), "bold")]
 
 
-# ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── how often to save ────────────────────────────────────────────────────────────────────────────────────────────
 
 # The bar of the largest sum has this many characters.
 _CURVE_BAR = 28
@@ -126,21 +123,89 @@ _REACH, _ROWS = 8.0, 13
 
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """Measurements and the plan; `source` says where the MTBF comes from: "prior", "measured" or "given"."""
+    """What saves and failures have cost so far, and the interval that follows."""
 
     observed: Observed
     recommended: Recommendation
-    source: str
-    overhead_cap: float
-    # None if the store has no known limit.
-    space: Forecast | None
-    # The user gives this number, since the ledger does not have a run's retention policy.
-    keeps: int | None
 
     @property
     def at(self) -> TradeOff:
         """The expected costs of the recommended interval."""
         return trade_off_at(self.recommended.interval_s, self.observed, self.recommended.mtbf_s)
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "observed": asdict(self.observed),
+            "recommended": {**asdict(self.recommended), **asdict(self.at)},
+            "curve": [asdict(point) for point in trade_off(self.observed, self.recommended)],
+        }
+
+
+def _planned(run: Run) -> _Planned | None:
+    """Return how often a run should save; None before its first checkpoint."""
+    from ckpt_tasks.ledger.observing import observe
+
+    observed = observe(run.history)
+    return None if observed is None else _Planned(observed=observed, recommended=recommend(observed))
+
+
+def _lines(planned: _Planned) -> list[tuple[str, str, str]]:
+    observed, recommended, at = planned.observed, planned.recommended, planned.at
+    step = f"a step takes {fine_span(observed.step_s)}, " if observed.step_s else ""
+    every = f"{recommended.interval_s:,.{1 if recommended.interval_s < 99.95 else 0}f} s"
+    every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
+    every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
+    stall = f"training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}"
+    source = f"{count(observed.failures, 'failure')} and the prior" if observed.failures else "prior: no failure yet"
+    costs = f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"
+    return [
+        ("measured", f"{step}{stall}", ""),
+        ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training", ""),
+        ("between failures", f"{fine_span(recommended.mtbf_s)} ({source})", ""),
+        ("save every", every, "bold"),
+        ("because", _why(planned), ""),
+        ("costs", costs, ""),
+    ]
+
+
+def _why(planned: _Planned) -> str:
+    observed, recommended = planned.observed, planned.recommended
+    if recommended.decided_by == "optimum":
+        return "no other costs less (Young/Daly)"
+    if recommended.decided_by == "flush":
+        return f"a flush takes that long; the optimum would be {fine_span(recommended.optimum_s)}"
+    least = trade_off_at(max(recommended.optimum_s, observed.flush_s), observed, recommended.mtbf_s)
+    without = f"without it every {fine_span(least.interval_s)}, at {percent(least.total)} in all"
+    return f"of the overhead cap of {100 * OVERHEAD_CAP:g} %; {without}"
+
+
+_CURVE = (
+    column("save every", "interval_s", fine_span, numbers=True),
+    column("waiting", "overhead", percent, numbers=True),
+    column("done again", "expected_loss", percent, numbers=True),
+    column("together", "total", percent, numbers=True),
+)
+
+
+def _curve(planned: _Planned) -> Any:
+    at = planned.at
+    others = trade_off(planned.observed, planned.recommended, points=_ROWS, reach=_REACH)
+    apart = [point for point in others if not at.interval_s / 1.05 < point.interval_s < at.interval_s * 1.05]
+    points = sorted([*apart, at], key=attrgetter("interval_s"))
+    per_cell = max(point.total for point in points) / _CURVE_BAR or 1.0
+
+    def bar(point: TradeOff) -> Any:
+        waiting, both = round(point.overhead / per_cell), round(point.total / per_cell)
+        mark = " ◂ recommended" if point is at else ""
+        return rendered([("█" * waiting, "yellow"), ("▒" * (both - waiting), "red"), mark])
+
+    def style(point: TradeOff) -> str:
+        return "bold" if point is at else "dim" if point.interval_s < planned.recommended.least_s else ""
+
+    return listing((*_CURVE, column("", lambda point: point, bar)), points, style)
+
+
+# ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def metrics(
@@ -204,152 +269,3 @@ def metrics(
 
 def _is_metrics(head: bytes) -> bool:
     return not head or head.startswith(b"# HELP ckpt_")
-
-
-def plan(
-    directory: RunArgument,
-    *,
-    overhead_cap: CapOption = OVERHEAD_CAP,
-    mtbf_s: MtbfOption = None,
-    max_num_checkpoints: KeepOption = None,
-    svg: SvgOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print how often the run in DIR should save.
-
-    Computes the interval at which waiting for saves and repeating lost work together cost least. Uses the cost of the
-    run's newest saves and its failures so far. Also shows what other intervals would cost.
-    """
-    from ckpt_tasks.ledger.observing import observe
-    from ckpt_tasks.reading.reading import open_run
-
-    with output(as_json) as out:
-        run = open_run(directory)
-        observed = observe(run.history)
-        if observed is None:
-            raise CheckpointNotFoundError(
-                "the run has no checkpoint yet, so that nothing has been measured", hint="Save once, then ask again."
-            )
-        planned = _Planned(
-            observed=observed,
-            recommended=recommend(observed, overhead_cap=overhead_cap, mtbf_s=mtbf_s),
-            source="given" if mtbf_s is not None else "measured" if observed.failures else "prior",
-            overhead_cap=overhead_cap,
-            space=_space(run, max_num_checkpoints),
-            keeps=max_num_checkpoints,
-        )
-        if svg is not None:
-            _draw(svg, run, planned)
-        facts = {**_facts(run, planned), "svg": None if svg is None else str(svg)}
-        lines = ((name, value, "bold" if name == "save every" else "") for name, value in _lines(planned))
-        out.answer(facts, [title(run), "", grid(lines), _curve(planned)])
-
-
-def _space(run: Run, max_num_checkpoints: int | None) -> Forecast | None:
-    from ckpt_tasks.policy.retention import RetentionPolicy
-    from ckpt_tasks.reading.room import forecast_run
-    from ckpt_tasks.storage.locations import free_bytes
-
-    free = free_bytes(run.history.store)
-    policy = None if max_num_checkpoints is None else RetentionPolicy(max_num_checkpoints=max_num_checkpoints)
-    return None if free is None else forecast_run(run, policy, free)
-
-
-def _facts(run: Run, planned: _Planned) -> dict[str, Any]:
-    observed, recommended = planned.observed, planned.recommended
-    return {
-        "run_key": run.run_key,
-        "checkpoint_dir": run.history.store.url,
-        "observed": asdict(observed),
-        "mtbf_s": recommended.mtbf_s,
-        "mtbf_source": planned.source,
-        "overhead_cap": planned.overhead_cap,
-        "recommended": {**asdict(recommended), **asdict(planned.at)},
-        "space": None if planned.space is None else {**asdict(planned.space), "fits": planned.space.fits},
-        "curve": [asdict(point) for point in trade_off(observed, recommended)],
-    }
-
-
-def _draw(place: Path, run: Run, planned: _Planned) -> None:
-    from ckpt_tasks.report.tradeoff import draw_curve
-
-    observed, recommended = planned.observed, planned.recommended
-    costs = f"a save stalls {fine_span(observed.stall_s)} and flushes {fine_span(observed.flush_s)}"
-    drawn = draw_curve(
-        trade_off(observed, recommended, points=241),
-        planned.at,
-        recommended.least_s,
-        heading=f"{printable(run.run_key or 'run of unknown key')}: what saving every so often costs",
-        about=f"{costs}, failures come every {_mtbf(planned)}",
-    )
-    write_file(place, drawn, what="picture", option="--svg", is_ours=lambda head: not head or b"<svg" in head)
-
-
-def _lines(planned: _Planned) -> list[tuple[str, str]]:
-    observed, recommended, at = planned.observed, planned.recommended, planned.at
-    step = f"a step takes {fine_span(observed.step_s)}, " if observed.step_s else ""
-    every = f"{recommended.interval_s:,.{1 if recommended.interval_s < 99.95 else 0}f} s"
-    every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
-    every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
-    return [
-        (
-            "measured",
-            f"{step}training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}",
-        ),
-        ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training"),
-        ("between failures", _mtbf(planned)),
-        ("save every", every),
-        ("because", _why(planned)),
-        ("costs", f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"),
-        *([("disk", _room(planned.space, planned.keeps))] if planned.space is not None else []),
-    ]
-
-
-def _room(space: Forecast, keeps: int | None) -> str:
-    if space.fits:
-        as_now = "" if keeps else " if the run keeps as many as now (--max-num-checkpoints asks for others)"
-        return f"{space.words}: enough{as_now}"
-    return f"{space.words}: not enough. Keep fewer, or use another disk"
-
-
-def _mtbf(planned: _Planned) -> str:
-    measured = f"{count(planned.observed.failures, 'failure')} and the prior"
-    source = {"prior": "prior: no failure yet", "measured": measured, "given": "given"}[planned.source]
-    return f"{fine_span(planned.recommended.mtbf_s)} ({source})"
-
-
-def _why(planned: _Planned) -> str:
-    observed, recommended = planned.observed, planned.recommended
-    if recommended.decided_by == "optimum":
-        return "no other costs less (Young/Daly)"
-    if recommended.decided_by == "flush":
-        return f"a flush takes that long; the optimum would be {fine_span(recommended.optimum_s)}"
-    least = trade_off_at(max(recommended.optimum_s, observed.flush_s), observed, recommended.mtbf_s)
-    without = f"without it every {fine_span(least.interval_s)}, at {percent(least.total)} in all"
-    return f"of the overhead cap of {100 * planned.overhead_cap:g} %; {without}"
-
-
-_CURVE = (
-    column("save every", "interval_s", fine_span, numbers=True),
-    column("waiting", "overhead", percent, numbers=True),
-    column("done again", "expected_loss", percent, numbers=True),
-    column("together", "total", percent, numbers=True),
-)
-
-
-def _curve(planned: _Planned) -> Any:
-    at = planned.at
-    others = trade_off(planned.observed, planned.recommended, points=_ROWS, reach=_REACH)
-    apart = [point for point in others if not at.interval_s / 1.05 < point.interval_s < at.interval_s * 1.05]
-    points = sorted([*apart, at], key=attrgetter("interval_s"))
-    per_cell = max(point.total for point in points) / _CURVE_BAR or 1.0
-
-    def bar(point: TradeOff) -> Any:
-        waiting, both = round(point.overhead / per_cell), round(point.total / per_cell)
-        mark = " ◂ recommended" if point is at else ""
-        return rendered([("█" * waiting, "yellow"), ("▒" * (both - waiting), "red"), mark])
-
-    def style(point: TradeOff) -> str:
-        return "bold" if point is at else "dim" if point.interval_s < planned.recommended.least_s else ""
-
-    return listing((*_CURVE, column("", lambda point: point, bar)), points, style)

@@ -58,9 +58,6 @@ EngineOption = Annotated[
 MinRanksOption = Annotated[
     int | None, option("--min-ranks", "N", "with Ray: train on so many while its cluster has no room for all")
 ]
-PeerCopiesOption = Annotated[
-    int, option("--peer-copies", "0|1", "with Ray: 1 keeps a copy of each host's memory on another host")
-]
 ForkOption = Annotated[
     str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork goes on")
 ]
@@ -126,7 +123,6 @@ def train(
     ranks: RanksOption = 1,
     engine: EngineOption = "local",
     min_ranks: MinRanksOption = None,
-    peer_copies: PeerCopiesOption = 0,
     fork_from: ForkOption = None,
     as_json: JsonOption = False,
     named: ProgramOption = None,
@@ -162,7 +158,6 @@ def train(
             ranks=place.size if place else ranks,
             engine=engine,
             min_ranks=min_ranks,
-            peer_copies=peer_copies,
             fork_from=fork_from,
             place=place,
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 EXCLUSIVE = "put if absent"
 # Checkpoints need all of these abilities; the value is the message if one is missing.
@@ -29,20 +27,9 @@ class Ability:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """How long one request takes, in seconds; of `tries` requests, `failed` were unanswered or refused."""
-
-    median_s: float
-    p90_s: float
-    tries: int
-    failed: int = 0
-
-
-@dataclass(frozen=True)
 class Disk:
-    """The disk of a local directory: the cost of an fsync, the file system's abilities, and free bytes."""
+    """The disk of a local directory: the file system's abilities, and free bytes."""
 
-    fsync: Latency
     o_direct: Ability
     link: Ability
     free_bytes: int
@@ -50,28 +37,13 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The measurements of one store; `left` names objects that could not be deleted."""
+    """What one store can do; `left` names objects that could not be deleted."""
 
     url: str
     endpoint: str | None
     abilities: Mapping[str, Ability]
-    latencies: Mapping[str, Latency] = field(default_factory=dict)
-    large_bytes: int = 0
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
     disk: Disk | None = None
     left: tuple[str, ...] = ()
-
-    def save_s(self, size_bytes: int) -> float | None:
-        """Estimate the seconds of a save: send its bytes, list, and commit (a read, a put, a read)."""
-        if self.up_bytes_per_s is None:
-            return None
-        commit_s = [self.latencies[name].median_s for name in ("list", "get", "put", "get") if name in self.latencies]
-        return size_bytes / self.up_bytes_per_s + sum(one_s for one_s in commit_s if math.isfinite(one_s))
-
-    def restore_s(self, size_bytes: int) -> float | None:
-        """Estimate the seconds for which a restore reads."""
-        return None if self.down_bytes_per_s is None else size_bytes / self.down_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -95,11 +67,3 @@ def judge(findings: Findings) -> StoreVerdict:
     if findings.endpoint is None:  # A local directory has no other way to commit.
         return StoreVerdict(False, f"not fit: of two writers of one name none loses ({exclusive.seen})")
     return StoreVerdict(False, f"only with single_writer=True: {exclusive.seen}")
-
-
-def summarize(samples_s: Sequence[float], failed: int = 0) -> Latency:
-    """Return median and 90th percentile (by nearest rank) of durations; NaN if there are none."""
-    if not samples_s:
-        return Latency(math.nan, math.nan, failed, failed)
-    ranked = sorted(samples_s)
-    return Latency(median(ranked), ranked[math.ceil(0.9 * len(ranked)) - 1], len(ranked) + failed, failed)

@@ -93,7 +93,7 @@ def _disk(store: Store, run: Run | None) -> Iterator[Check]:
     paths = [path for path in (Path(store.url), *map(Path(store.url).joinpath, _WRITTEN)) if path.is_dir()]
     unwritable = [str(path) for path in paths if not os.access(path, os.W_OK | os.X_OK, effective_ids=True)]
     free = free_bytes(store) or 0
-    forecast: Forecast | None = None if run is None else forecast_run(run, None, free)
+    forecast: Forecast | None = None if run is None else forecast_run(run, free)
     yield judge_disk(next(iter(unwritable), None), free, forecast)
 
 

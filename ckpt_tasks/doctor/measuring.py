@@ -1,4 +1,4 @@
-"""Measure a store: what it can do, how long requests take, and the bandwidth in both directions.
+"""Try what a store can do.
 
 Everything is written below `probe/`, which no run uses: a run in the same directory is neither read nor changed. All
 objects are deleted at the end, even after an error. Requests are not retried, so that failures are seen.
@@ -11,15 +11,12 @@ import os
 import secrets
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from statistics import median
 
-from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Disk, Findings, Latency, summarize
+from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Disk, Findings
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_bytes
 from ckpt_tasks.process.processes import in_threads
@@ -28,27 +25,24 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import RetryingStore
 
-_TRIES = 30
-_SMALL_BYTES = 4096  # A ledger entry has about this size.
+_SMALL_BYTES = 4096
 _LARGE_BYTES = 64 << 20
 _PIECE_BYTES = 16 << 20  # A restore reads this much at once; larger objects need several requests to upload.
 _IN_FLIGHT = 8
-_ROUNDS = 3
-_ENOUGH_S = 10.0  # Stop measuring large objects after this time: one round is enough on a slow link.
 _PATIENCE_S = 10.0
 _ROOM = 16  # Require free space for this many large objects: a run in the same directory may need space, too.
 
 
 class _StoppedError(Exception):
-    """The caller has stopped the measurement."""
+    """The caller has stopped the trial."""
 
 
 def measure(
     store: Store, *, large_bytes: int = _LARGE_BYTES, on_progress: Callable[[str], None] = lambda doing: None
 ) -> Findings:
-    """Test and measure a store; `on_progress` gets the name of each test.
+    """Test a store; `on_progress` gets the name of each test.
 
-    Ctrl-C ends the measurement between two requests. The objects, and the directories created for a local store, are
+    Ctrl-C ends the trial between two requests. The objects, and the directories created for a local store, are
     deleted even then. Raises ConfigError if the store cannot be used at all.
     """
     trial = _Trial(store, large_bytes, on_progress)
@@ -76,7 +70,6 @@ class _Trial:
         self._on_progress = on_progress
         self._written: list[str] = []
         self._abilities: dict[str, Ability] = {}
-        self._latencies: dict[str, Latency] = {}
 
     def is_ours(self, name: str) -> bool:
         """Return True if a name is below this trial's `place`."""
@@ -85,24 +78,18 @@ class _Trial:
     def run(self) -> Findings:
         """Run all tests of the store, then delete what they wrote."""
         made = _missing(self.store.root) if isinstance(self.store, LocalStore) else []
-        up = down = None
         disk = None
         left: tuple[str, ...] = ()
         try:
             if self._basics() and self._exclusive():
                 disk = self._disk()
-                self._requests()
-                up, down = self._bandwidth(disk)
+                self._large(disk)
         finally:
             left = self._tidy(made)
         return Findings(
             url=self.store.url,
             endpoint=self.store.endpoint,
             abilities=self._abilities,
-            latencies=self._latencies,
-            large_bytes=self._large_bytes,
-            up_bytes_per_s=up,
-            down_bytes_per_s=down,
             disk=disk,
             left=left,
         )
@@ -195,60 +182,28 @@ class _Trial:
         except ConfigError:
             return False
 
-    # ── how fast ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _requests(self) -> None:
-        body = [os.urandom(_SMALL_BYTES)]
-        names = [self._new(f"timed-{n}") for n in range(_TRIES)]
-        self._time("put", [partial(self.store.put, name, body) for name in names])
-        self._time("get", [partial(self.store.get, name, _SMALL_BYTES) for name in names])
-        self._time("list", [lambda: self.store.names(f"{self.place}/", limit=16)] * _TRIES)
-
-    def _time(self, what: str, requests: Iterable[Callable[[], object]]) -> None:
-        self._doing(f"measuring how long a small {what} takes")
-        samples_s: list[float] = []
-        failed = 0
-        for request in requests:
-            self._pause()
-            began = time.perf_counter()
-            try:
-                request()
-            except StoreError:
-                failed += 1
-            else:
-                samples_s.append(time.perf_counter() - began)
-        self._latencies[what] = summarize(samples_s, failed)
-
-    def _bandwidth(self, disk: Disk | None) -> tuple[float | None, float | None]:
+    def _large(self, disk: Disk | None) -> None:
+        """Test whether a large object comes back as it was."""
         if disk is not None and disk.free_bytes < _ROOM * self._large_bytes:
             self._abilities["large objects"] = Ability(None, f"not tried: only {disk.free_bytes >> 20} MiB are free")
-            return None, None
+            return
         # mmap aligns this memory like a save's images.
         body, back = (memoryview(mmap.mmap(-1, self._large_bytes)) for _ in "ab")
         for piece in _pieces(body):
             piece[:] = os.urandom(piece.nbytes)
-        up_s: list[float] = []
-        down_s: list[float] = []
-        began = time.monotonic()
+        self._doing("trying a large object")
 
         def there_and_back() -> bool:
-            while len(up_s) < _ROUNDS and (not up_s or time.monotonic() - began < _ENOUGH_S):
-                name = self._new(f"large-{len(up_s)}")
-                self._doing("measuring the way up")
-                up_s.append(_timed(partial(self.store.put, name, [body])))
-                self._doing("measuring the way down")
-                down_s.append(_timed(partial(self._read_large, name, back)))
-                if digest_bytes(back) != digest_bytes(body):
-                    return False
-                self.patient.delete(name)
+            name = self._new("large")
+            self.store.put(name, [body])
+            self._read_large(name, back)
+            if digest_bytes(back) != digest_bytes(body):
+                return False
+            self.patient.delete(name)
             return True
 
         if self._try("large objects", there_and_back):
             self._conditional_multipart(body[: _PIECE_BYTES + 1])
-        return self._rate(up_s), self._rate(down_s)
-
-    def _rate(self, samples_s: Sequence[float]) -> float | None:
-        return self._large_bytes / median(samples_s) if samples_s else None
 
     def _read_large(self, name: str, into: memoryview) -> None:
         begins = range(0, self._large_bytes, _PIECE_BYTES)
@@ -279,12 +234,12 @@ class _Trial:
     def _disk(self) -> Disk | None:
         if not isinstance(self.store, LocalStore):
             return None
-        self._doing("trying fsync, O_DIRECT and link")
+        self._doing("trying O_DIRECT and link")
         directory = self.store.root / self.place
         a, b = (directory / f".tmp-{secrets.token_hex(8)}" for _ in "ab")
         try:
-            fsync = _fsyncs(a)
-            return Disk(fsync, _takes_direct(a), _takes_link(a, b), shutil.disk_usage(directory).free)
+            a.touch(0o600)
+            return Disk(_takes_direct(a), _takes_link(a, b), shutil.disk_usage(directory).free)
         finally:
             for path in (a, b):
                 path.unlink(missing_ok=True)
@@ -322,12 +277,6 @@ class _Trial:
         return tuple(left)
 
 
-def _timed(request: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    request()
-    return time.perf_counter() - began
-
-
 def _pieces(body: memoryview) -> list[memoryview]:
     return [body[begin : begin + _PIECE_BYTES] for begin in range(0, body.nbytes, _PIECE_BYTES)]
 
@@ -335,19 +284,6 @@ def _pieces(body: memoryview) -> list[memoryview]:
 def _missing(directory: Path) -> list[Path]:
     """Return the missing directories on the path to this one, innermost first."""
     return [place for place in (directory, *directory.parents) if not place.exists()]
-
-
-def _fsyncs(path: Path) -> Latency:
-    """Measure the time of an fsync of a few new bytes."""
-    samples_s = []
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        for n in range(_TRIES):
-            os.pwrite(fd, os.urandom(_SMALL_BYTES), n * _SMALL_BYTES)
-            samples_s.append(_timed(lambda: os.fsync(fd)))
-    finally:
-        os.close(fd)
-    return summarize(samples_s)
 
 
 def _takes_direct(path: Path) -> Ability:

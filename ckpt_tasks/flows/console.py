@@ -64,7 +64,6 @@ class Training:
     ranks: int = 1
     engine: str = "local"
     min_ranks: int | None = None
-    peer_copies: int = 0
     fork_from: str | None = None
     place: Place | None = None
 
@@ -74,7 +73,7 @@ class Training:
         Raises CkptError. Also makes the fork if `fork_from` names a checkpoint.
         """
         BatchLength(steps=self.batch_steps)
-        check_ranks(self.ranks, self.engine, self.min_ranks, self.peer_copies)
+        check_ranks(self.ranks, self.engine, self.min_ranks)
         check_program(self.config, self.program)
         factory = find_program(self.program)
         if self.fork_from is not None:
@@ -93,7 +92,6 @@ class Training:
             "ranks": self.ranks,
             "engine": self.engine,
             "min_ranks": self.min_ranks,
-            "peer_copies": self.peer_copies,
         }
         launched.set(self.place)
         before = self.place and flow_run_to_go_on(self.config, train.serialize_parameters(parameters))

@@ -11,13 +11,13 @@ from ckpt_tasks.orchestration.blocks import RayCluster
 from ckpt_tasks.orchestration.config import check_ranks
 
 
-def find_engine(name: str, ranks: int, min_ranks: int | None = None, peer_copies: int = 0) -> Engine | None:
+def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
     """Return the engine of a name: "local", "ray" (the cluster at RAY_ADDRESS) or "block://NAME" (a RayCluster).
 
     Returns None for one rank on this host, which needs no engine. Never starts a cluster. Raises ConfigError for
     options that do not fit together, without a cluster's address, or if Ray is not installed.
     """
-    check_ranks(ranks, name, min_ranks, peer_copies)
+    check_ranks(ranks, name, min_ranks)
     if name == "local":
         return Gang() if ranks > 1 else None
     try:
@@ -33,4 +33,4 @@ def find_engine(name: str, ranks: int, min_ranks: int | None = None, peer_copies
             hint="Set RAY_ADDRESS to that of its head (HOST:6379), or to auto on one of its nodes.",
         )
     least, resources = min_ranks or ranks, cluster.resources_per_rank
-    return RayGang(ranks, least, cluster.address, resources, cluster.runtime_env, peer_copies=peer_copies)
+    return RayGang(ranks, least, cluster.address, resources, cluster.runtime_env)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect import flow
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -71,7 +72,6 @@ def train(
     ranks: int = 1,
     engine: str = "local",
     min_ranks: int | None = None,
-    peer_copies: int = 0,
 ) -> TrainResult:
     """Train `program` ("module:Factory", called with `params`) until `total_steps` steps are committed.
 
@@ -79,12 +79,12 @@ def train(
     that restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
     ends, another with the same `run_key` and directory continues. If the store or Prefect's API does not answer, this
     flow run crashes, and is resumed. A new run begins with `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step,
-    once, and skips `skip_batches` ("401-410"). `early_stop` suspends the flow run after a batch. See docs/RANKS.md.
+    once, and skips `skip_batches` ("401-410"). `early_stop` ends the flow run after a batch. See docs/RANKS.md.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):
         stay_as_decided()
-        processes = find_engine(engine, ranks, min_ranks, peer_copies)  # An unreadable block raises StoreError.
+        processes = find_engine(engine, ranks, min_ranks)  # An unreadable block raises StoreError.
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
@@ -108,8 +108,8 @@ def train(
             if stopping.check():
                 break
         at_end.get()(session)
-    with crashes_while_the_api_is_away():
-        stopping.suspend()
+    if stopping.why:
+        get_run_logger().warning("The run is %s. Another start trains on.", stopping.why)
     step, why = session.position if stopping.why else total_steps, stopping.why
     return TrainResult(run_key=run_key, step=step, trained=trained, metrics=session.metrics, stopped_because=why)
 

@@ -44,7 +44,6 @@ from ckpt_tasks.gang.messages import (
 from ckpt_tasks.gang.parallel import RankSession, check_parallel
 from ckpt_tasks.ledger.metrics import GoingBack
 from ckpt_tasks.process.processes import start_thread
-from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.storage.port import watching
@@ -142,7 +141,7 @@ class _Rank:
                     commit=checkpoint_item(commit) if commit else None,
                     stopped=stopped,
                     busy=min(1.0, (time.thread_time() - began[1]) / took_s),
-                    source=_source(report) if report and order.name == "restore" else "",
+                    source=report.source if report and order.name == "restore" else "",
                     measured=answer if answer and order.name == "evaluate" else {},
                 )
             )
@@ -200,11 +199,6 @@ class _Rank:
             failed=lambda step, why: tell("failed", asdict(Failed.of(why, step))),
             restored=lambda report: tell("restored", asdict(report)),
         )
-
-
-def _source(report: RestoreReport) -> str:
-    peer = f" ({report.peer_bytes / 2**20:.1f} MiB from a peer)" if report.peer_bytes else ""
-    return report.source + peer
 
 
 class _Forward(logging.Handler):

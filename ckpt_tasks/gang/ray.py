@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import threading
@@ -29,14 +28,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ckpt_tasks.errors import RankError
 from ckpt_tasks.gang.engine import Heard, RankProcess
 from ckpt_tasks.gang.messages import Begin, Message
-from ckpt_tasks.gang.ray_agent import ANSWER_S, COPY_S, POLL_S, Agent
-from ckpt_tasks.snapshot.peers import Offer, newest_of
+from ckpt_tasks.gang.ray_agent import ANSWER_S, POLL_S, Agent
 
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
-_MOST_OTHERS = 3  # A node copies other ranks' parts if they have at most this many times the bytes of its own parts.
 _DOUBT_S = 60.0  # Do not use a lost node for this time: Ray needs up to 30 s to notice that a node is lost.
-_log = logging.getLogger("ckpt_tasks")
 
 
 @dataclass(eq=False)
@@ -59,8 +55,7 @@ class RayGang:
     """The ranks of a gang on the nodes of a Ray cluster; an `Engine`.
 
     A rank takes `resources` of its node (default: one GPU, or one CPU if the cluster has no GPU). A gang has `least` to
-    `size` ranks. It uses first the nodes that had ranks before, where ranks find their snapshots in memory. With
-    `peer_copies` each node keeps a copy of the snapshots that the ranks of one other node have sealed.
+    `size` ranks. It uses first the nodes that had ranks before, where ranks find their snapshots in memory.
     """
 
     def __init__(
@@ -70,12 +65,9 @@ class RayGang:
         address: str,
         resources: Mapping[str, float] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
-        *,
-        peer_copies: int = 0,
     ):
         self._size, self._least, self._address = size, least, address
         self._resources, self._runtime_env = dict(resources or {}), dict(runtime_env or {})
-        self._peer_copies = peer_copies
         self._nodes: list[_Node] = []
         self._doubted: dict[str, float] = {}  # The time at which each node was lost.
         self._connected = False
@@ -112,8 +104,6 @@ class RayGang:
             count = min(node.room, size - first)
             node.ranks = [RankProcess(rank, 0, node.address) for rank in range(first, first + count)]
             first += count
-        if self._peer_copies:
-            self._bring(begin)
         for node in (node for node in self._nodes if node.ranks):
             first = node.ranks[0].rank
             own = replace(begin, first_rank=first, local_size=len(node.ranks), port=port)
@@ -127,33 +117,7 @@ class RayGang:
             why = f"the node {lost[0].address} is lost: {lost[0].lost}"
             self.kill()
             raise RankError(why)
-        if self._peer_copies:
-            self._pair(begin)
         return port
-
-    def _bring(self, begin: Begin) -> None:
-        """Find the newest attempt with all ranks' parts in the hosts' memory; copy to each node the parts it lacks.
-
-        A node's ranks need their own parts, and the parts of other ranks for values that only one rank writes.
-        """
-        asked = [(node, node.agent.offers.remote(begin, [*range(begin.size)])) for node in self._nodes]
-        held = {node.id: (node, offers) for node, offers in self._answers(asked, ANSWER_S)}
-        newest = newest_of((offer for _, offers in held.values() for offer in offers), range(begin.size))
-        copying = []
-        for node, offers in [*held.values()]:
-            here = {offer.rank for offer in offers if newest and offer.attempt == newest[0].attempt}
-            needed = _needed(newest, here, {rank.rank for rank in node.ranks})
-            for peer, offered in held.values():
-                if wanted := [offer for offer in needed if peer is not node and offer in offered]:
-                    copying.append((node, node.agent.copy.remote(begin, wanted, peer.agent, peer.address)))
-        [*self._answers(copying, COPY_S + ANSWER_S)]
-
-    def _pair(self, begin: Begin) -> None:
-        """Order the nodes in a ring, and let each node copy the snapshots that the previous node's ranks seal."""
-        ring = [node for node in self._nodes if node.ranks]
-        for node, peer in zip(ring, [ring[-1], *ring[:-1]], strict=True):
-            if node is not peer:
-                node.agent.follow.remote(begin, [rank.rank for rank in peer.ranks], peer.agent, peer.address)
 
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks through their nodes' agents; do not wait."""
@@ -265,7 +229,7 @@ class RayGang:
     def _hire(self, node_id: str, address: str, room: int) -> _Node:
         whole = {name: amount * room for name, amount in self._resources.items()}
         cpus, devices = whole.pop("CPU", 0), whole.pop("GPU", 0)
-        remote: Any = ray.remote(concurrency_groups={"tell": 1, "peers": 1})  # type: ignore[call-overload]  # its types lack this
+        remote: Any = ray.remote(concurrency_groups={"tell": 1})  # type: ignore[call-overload]  # its types lack this
         actor = remote(Agent).options(
             num_cpus=cpus,
             num_gpus=devices,
@@ -320,12 +284,3 @@ class RayGang:
                 node.lost = f"its agent has failed: {error.cause}"
             except RayError as error:
                 node.lost = str(error).partition("\n")[0]
-
-
-def _needed(newest: Sequence[Offer], here: set[int], own: set[int]) -> list[Offer]:
-    """Return the parts that a node lacks; only the parts of its `own` ranks if the others have too many bytes."""
-    lacking = [offer for offer in newest if offer.rank not in here]
-    others_bytes = sum(offer.size_bytes for offer in lacking if offer.rank not in own)
-    own_bytes = sum(offer.size_bytes for offer in newest if offer.rank in own)
-    most_bytes = own_bytes * _MOST_OTHERS
-    return [offer for offer in lacking if offer.rank in own or others_bytes <= most_bytes]

@@ -38,15 +38,15 @@ def push_weights(hub: HubRepository, run: Run, checkpoint: Checkpoint, plan: Exp
         base = json.loads(plan.index or b"{}").get("base_model_name_or_path") or ""
         about.library_name, about.base_model = "peft", base if _NAME.fullmatch(base) else None
         use = f'PeftModel.from_pretrained(base, "{hub.repo_id}")'
-    files += card(hub, run, checkpoint, use, about)
+    files += _card(hub, run, checkpoint, use, about)
     return hub.commit(f"Weights of {run.run_key}, step {checkpoint.step}", files, old)
 
 
-def card(
-    hub: HubRepository, run: Run, checkpoint: Checkpoint, use: str, about: ModelCardData | None = None
+def _card(
+    hub: HubRepository, run: Run, checkpoint: Checkpoint, use: str, about: ModelCardData
 ) -> list[CommitOperationAdd]:
     """Return the operation that writes the repository's card for this checkpoint; [] if a user has written a card."""
-    if _CARD in hub.files and _OURS not in hub.get(_CARD, 1 << 20).decode(errors="replace"):
+    if _CARD in hub.files and _OURS not in hub.get(_CARD).decode(errors="replace"):
         return []
     environment = open_checkpoint(run.history.store, checkpoint).manifest.environment
     evaluations = [one for one in run.evaluations() if one.manifest_digest == checkpoint.manifest_digest]
@@ -61,8 +61,7 @@ def card(
         **versions,
     }
     table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
-    front = (about or ModelCardData(tags=["ckpt-tasks"])).to_yaml()
-    text = f"---\n{front}\n---\n{_OURS}\n\n# {run.run_key}\n\n| | |\n|---|---|\n{table}\n\n```\n{use}\n```\n"
+    text = f"---\n{about.to_yaml()}\n---\n{_OURS}\n\n# {run.run_key}\n\n| | |\n|---|---|\n{table}\n\n```\n{use}\n```\n"
     return [CommitOperationAdd(_CARD, text.encode())]
 
 
@@ -77,7 +76,7 @@ def files_to_pull(hub: HubRepository, out: str) -> list[str]:
     """
     names = [name for name in hub.files if name != ".gitattributes"]
     if not names:
-        what = "holds neither a run nor weights" if hub.at else "does not exist, or is not shown to you"
+        what = "holds no files" if hub.at else "does not exist, or is not shown to you"
         raise CheckpointNotFoundError(f"{hub.url} {what}", hint="Check its name; a private one needs HF_TOKEN.")
     check_free(Path(out), overwrite=False)
     return names

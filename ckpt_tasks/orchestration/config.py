@@ -48,7 +48,7 @@ def position_of_run(config: CheckpointConfig, total_steps: int) -> int:
     return 0
 
 
-def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None, peer_copies: int = 0) -> None:
+def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None) -> None:
     """Raise ConfigError if the number of ranks, or their engine, is invalid, or if they do not fit together."""
     for name, value in {"ranks": ranks, "min_ranks": ranks if min_ranks is None else min_ranks}.items():
         if type(value) is not int or value < 1:
@@ -59,10 +59,6 @@ def check_ranks(ranks: int, engine: str = "local", min_ranks: int | None = None,
         raise ConfigError("min_ranks needs an engine of several hosts: this host has all ranks, or none")
     if min_ranks is not None and min_ranks > ranks:
         raise ConfigError(f"min_ranks is {min_ranks}, and ranks is {ranks}: it can be that many at most")
-    if type(peer_copies) is not int or peer_copies not in (0, 1):
-        raise ConfigError(f"peer_copies must be 0 or 1, not {peer_copies!r:.80}")
-    if peer_copies and engine == "local":
-        raise ConfigError("peer_copies needs an engine of several hosts: this host has no other to copy its memory to")
 
 
 def check_saves(config: CheckpointConfig) -> None:

@@ -1,4 +1,4 @@
-"""Early stop: when a run's evaluations no longer improve, suspend its flow run until a person resumes it.
+"""Early stop: when a run's evaluations no longer improve, end its flow run; another flow run trains on.
 
 An automatic start must not undo a person's decision. The process of a suspended flow run sends heartbeats until its
 batch ends; then an automation misses the heartbeats, marks the flow run as crashed, and starts it: the new start
@@ -16,10 +16,8 @@ from itertools import pairwise
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Suspended
@@ -85,22 +83,20 @@ class EarlyStopping:
     def check(self) -> bool:
         """Return True if the run should stop now; call this when everything is committed.
 
-        After a stop, a run that continues has its full patience again: only later evaluations use it up. If the store
-        or Prefect does not answer, returns False; the end of the next batch checks again.
+        After a stop, another flow run has the full patience again: only later evaluations use it up. If the store does
+        not answer, returns False; the end of the next batch checks again.
         """
         try:
             return self._rule is not None and self._check(self._rule)
-        except (StoreError, httpx.HTTPError, PrefectException) as error:
+        except StoreError as error:
             get_run_logger().warning("Early stop was not checked: %s", error)
             return False
 
     def _check(self, rule: EarlyStop) -> bool:
         self._read(rule)
-        if self._stop is not None and not any(state.state_details.pause_key == self._pause_key for state in _states()):
-            # The earlier process ended before it could suspend the flow run.
+        if self._stop is not None:  # The earlier process ended before its flow run did.
             self.why = f"stopped at step {self._stop['step']}: {self._stop['why']}"
             return True
-        self._stop = None
         result, position = standing(self._values, rule, let_go_on_at=self._resumed_at), self._ckpt.position
         if result.since < rule.patience:
             if self._next_n - self._noted_n >= _NOTE_EVERY:
@@ -113,22 +109,6 @@ class EarlyStopping:
         self._note(rule, position, why=why, step=position)
         self.why = f"stopped at step {position}: {why}"
         return True
-
-    def suspend(self) -> None:
-        """Suspend the current flow run if the run was stopped; only a person resumes it.
-
-        A flow run without a deployment is not suspended, because Prefect cannot start it again.
-        """
-        if self.why is None:
-            return
-        get_run_logger().warning("The run is %s", self.why)
-        if deployment.id is None:
-            return
-        end_flow_run(Suspended(pause_key=self._pause_key, message=f"The run is {self.why}."))
-
-    @property
-    def _pause_key(self) -> str:
-        return f"early stop at step {self._resumed_at}"
 
     def _note(self, rule: EarlyStop, resumed_at: int, **more: Any) -> None:
         values = [[step, value] for step, value in kept(self._values, rule).items()]

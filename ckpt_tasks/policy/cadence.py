@@ -144,16 +144,13 @@ def recommend(
     *,
     overhead_cap: float = OVERHEAD_CAP,
     prior_mtbf_s: float = PRIOR_MTBF_S,
-    mtbf_s: float | None = None,
 ) -> Recommendation:
     """Recommend an interval: Daly's optimum, but not below the flush time, and with an overhead under the cap.
 
-    `mtbf_s` replaces the estimate from the run's own history. Raises ConfigError for invalid numbers.
+    Raises ConfigError for invalid numbers.
     """
     _check_options(overhead_cap, prior_mtbf_s)
-    if mtbf_s is None:
-        mtbf_s = estimate_mtbf_s(observed.failures, observed.trained_s, prior_mtbf_s)
-    _check_seconds("mtbf_s", mtbf_s)
+    mtbf_s = estimate_mtbf_s(observed.failures, observed.trained_s, prior_mtbf_s)
     optimum_s = daly_interval_s(observed.stall_s, mtbf_s)
     capped_s = observed.stall_s * (1 / overhead_cap - 1)  # This solves stall / (interval + stall) = cap.
     least_s = max(observed.flush_s, capped_s)

@@ -84,7 +84,6 @@ class Script:
         self._command = [word.replace(_PLACE, str(place)) for word in command]
         self._place = place
         self.said = place.with_suffix(".log")
-        self.environment = {_VARIABLE: str(place)}
 
     def run(self) -> Run:
         try:
@@ -146,15 +145,15 @@ class Script:
         if status == 0:
             raise ConfigError("the command ended before it could be killed", hint="Let it train for longer.")
 
-    def start(self, stdout: int | None = None) -> subprocess.Popen[bytes]:
-        """Start the command; its output goes to a file, or to `stdout`. Raises ProgramError if it cannot start."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the command; its output goes to a file. Raises ProgramError if it cannot start."""
         with self.said.open("ab") as said:
             try:
                 return subprocess.Popen(
                     self._command,
-                    env={**os.environ, **self.environment},
+                    env={**os.environ, _VARIABLE: str(self._place)},
                     stdin=subprocess.DEVNULL,
-                    stdout=said if stdout is None else stdout,
+                    stdout=said,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )

@@ -64,9 +64,6 @@ class HostSnapshot(Protocol):
     def open(self) -> Opened:
         """Read and check the manifest and index of the snapshot."""
 
-    def copied_bytes(self, rows: Iterable[IndexRow]) -> int:
-        """Return how many bytes of these `rows` were copied from another host's memory."""
-
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of these `rows` from the snapshot."""
 
@@ -84,8 +81,7 @@ class RestoreReport:
     state that were kept. A name is a group, or a key of a group that was taken in part. `replaced` has a line for each
     setting that the restore has replaced (a learning rate, the length of a schedule, with an integration also the batch
     size), for each plain value of another kind, and for each top-level tensor of another shape or dtype. `seconds`
-    includes `verify_s` for reading and verifying the bytes, and `copy_s` for copying them into the state. `peer_bytes`
-    of the bytes come from copies of another host's memory (docs/RANKS.md).
+    includes `verify_s` for reading and verifying the bytes, and `copy_s` for copying them into the state.
     """
 
     step: int
@@ -102,7 +98,6 @@ class RestoreReport:
     replaced: tuple[str, ...] = ()
     verify_s: float = 0.0
     copy_s: float = 0.0
-    peer_bytes: int = 0
 
 
 def of_checkpoints(in_memory: Sequence[_Snapshot], checkpoints: Iterable[Checkpoint]) -> list[_Snapshot]:
@@ -171,14 +166,12 @@ def _log_restored(report: RestoreReport, checkpoint: Checkpoint, cached: HostSna
         place = cached.place.removeprefix("in ")
         why = "storage does not have it yet" if checkpoint.n < 0 else "storage has it too, and would be slower"
     passed = f"; passed over before it: {len(report.skipped)}" if report.skipped else ""
-    size_mib, peer_mib = report.size_bytes / 2**20, report.peer_bytes / 2**20
     _log.info(
-        "Restored step %d from %s, as %s: %.1f MiB%s in %.2f s, %s%s",
+        "Restored step %d from %s, as %s: %.1f MiB in %.2f s, %s%s",
         report.step,
         place,
         why,
-        size_mib,
-        f" ({peer_mib:.1f} MiB from a peer)" if report.peer_bytes else "",
+        report.size_bytes / 2**20,
         report.seconds,
         report.source,
         passed,
@@ -247,7 +240,6 @@ def restore_one(
         seconds=system().monotonic() - started,
         verify_s=verify_s,
         copy_s=copy_s,
-        peer_bytes=snapshot.copied_bytes(wanted) if snapshot is not None else 0,
         derived_streams=derived,
         taken=plan.chosen.taken,
         left=plan.chosen.left,

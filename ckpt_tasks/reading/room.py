@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.format.ledger import lineage
-from ckpt_tasks.policy.retention import RetentionPolicy
 from ckpt_tasks.policy.space import CheckpointSize, Forecast, forecast
 from ckpt_tasks.reading.reading import Run
 
 
-def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> Forecast | None:
+def forecast_run(run: Run, free_bytes: int) -> Forecast | None:
     """Forecast the space that a run needs for checkpoints like its newest one; return None if it has none.
 
     Assumes that later checkpoints reuse the same objects of older checkpoints as the newest one. Raises IntegrityError
@@ -28,4 +27,4 @@ def forecast_run(run: Run, policy: RetentionPolicy | None, free_bytes: int) -> F
         objects = open_checkpoint(run.history.store, newest).manifest.objects
         shared_bytes = sum(record.size_bytes for record in objects if not record.name.startswith(place))
     size = CheckpointSize(newest.size_bytes - shared_bytes, shared_bytes)
-    return forecast(policy, newest_first, pinned=state.pins, size=size, free_bytes=free_bytes)
+    return forecast(None, newest_first, pinned=state.pins, size=size, free_bytes=free_bytes)

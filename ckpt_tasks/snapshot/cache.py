@@ -49,15 +49,13 @@ class CachedSnapshot:
     """A complete snapshot on this host: its bytes, and its checkpoint, committed or not.
 
     `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the snapshot's
-    checkpoint in the ledger, or the one that the commit would create (`n` is -1). `origin` is the host from whose
-    memory the snapshot was copied.
+    checkpoint in the ledger, or the one that the commit would create (`n` is -1).
     """
 
     seal: Seal
     store: ReadableStore
     slot: str | None
     checkpoint: Checkpoint
-    origin: str = ""
 
     @property
     def place(self) -> str:
@@ -67,10 +65,6 @@ class CachedSnapshot:
     def open(self) -> Opened:
         """Open the snapshot by its own manifest; the committed manifest may name objects of older checkpoints."""
         return open_checkpoint(self.store, self.seal.checkpoint)
-
-    def copied_bytes(self, rows: Iterable[IndexRow]) -> int:
-        """Return how many bytes of these `rows` were copied from another host's memory."""
-        return sum(row.end - row.begin for row in rows) if self.origin else 0
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of these `rows` from the snapshot."""
@@ -134,32 +128,12 @@ class SnapshotCache:
         self._run = _name_of(self.store.url, self.store.get(FORMAT_NAME, 1 << 20))
         try:
             self._root = private_root(directory)
-            self.memory = self.memory_of(self._world.rank)
+            self.memory = MemoryDirectory(self._root, self._name(self._world.rank), self.store.url)
             sweep(self._root, _is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise
             self._do_without(str(error))
-
-    def locate(self) -> bool:
-        """Find the run's memory on this host without locking it; return False if it has none. Raises CkptError."""
-        directory = self._directory(0)
-        if directory is not None:
-            self._run = _name_of(self.store.url, self.store.get(FORMAT_NAME, 1 << 20))
-            self._root = private_root(directory)
-        return directory is not None
-
-    def slots_of(self, rank: int) -> SlotFiles:
-        """Return the slots of a rank on this host, for reading, also while another process holds them."""
-        return SlotFiles(self._root / self._name(rank))
-
-    def memory_of(self, rank: int) -> MemoryDirectory:
-        """Take the slots of a rank on this host; raise StoreError if another process holds them."""
-        return MemoryDirectory(self._root, self._name(rank), self.store.url)
-
-    def has_room(self, size_bytes: int) -> bool:
-        """Return True if two snapshots of this size fit; a memory directory that the user named is not checked."""
-        return self._memory_dir != "auto" or default_directory(size_bytes) is not None
 
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
@@ -192,7 +166,7 @@ class SnapshotCache:
         """Return the snapshot that has this rank's part; `of_rank` returns the parts of another rank on this host."""
         checkpoint = next((one for one in live if one.manifest == own.seal.checkpoint.manifest), own.seal.checkpoint)
         if self._world.size == 1:
-            return CachedSnapshot(own.seal, own.store, slot, checkpoint, own.origin)
+            return CachedSnapshot(own.seal, own.store, slot, checkpoint)
         parts = {self._world.rank: own}
         for rank in {*range(self._world.size)} - {self._world.rank}:
             same = [part for part in of_rank(rank) if part.seal.checkpoint.manifest == checkpoint.manifest]
@@ -200,7 +174,7 @@ class SnapshotCache:
         return RankSnapshot(self._world.rank, parts, slot, checkpoint)
 
     def _remembered(self, rank: int) -> Iterator[Part]:
-        memory = self.slots_of(rank)
+        memory = SlotFiles(self._root / self._name(rank))
         if memory.path.is_dir():
             yield from (part for _, part in _sealed(memory, self.store))
 
@@ -334,7 +308,7 @@ def _sealed(memory: SlotFiles, storage: ReadableStore) -> Iterator[tuple[str, Pa
         if data is None:
             continue
         try:
-            yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot, storage), memory.origin(slot, data))
+            yield slot, Part(Seal.from_bytes(data), SlotStore(memory, slot, storage))
         except CkptError as error:
             _log.warning("A snapshot in memory is not used: %s", error)
 

@@ -7,7 +7,6 @@ its index, manifest and seal. Layout, below `<memory directory>/ckpt-tasks-<uid>
                                    byte 4096 it has the last completed step in 8 bytes
     a/model-00000-of-00001-0.safetensors …   the images
     a/index.arrow, a/manifest.json           as on storage
-    a/origin                       in a copy of another host's snapshot: which host
     a/seal.json                    written last and removed first: a slot with a seal is complete
     b/…
 
@@ -36,7 +35,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process.processes import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.snapshot.pages import advise_huge, allocate, is_whole
@@ -44,7 +42,6 @@ from ckpt_tasks.storage.local_fs import write_at
 from ckpt_tasks.system import system
 
 SLOTS = ("a", "b")
-ORIGIN_NAME = "origin"  # In a copy of another host's snapshot: the digest of its seal, and the host.
 _DYING_S = 5.0  # A killed process of many GiB takes seconds to end.
 _LOOK_AGAIN_S = 0.05
 _LEFT_S = 86_400.0  # Keep the memory of a run that seems gone for this long: its disk may be mounted late.
@@ -137,24 +134,6 @@ class SlotFiles:
         """Map a file of a slot, copy-on-write; raise OSError, even for an empty file."""
         with _opened(self._slot(slot) / name) as fd:
             return map_memory(os.fstat(fd).st_size, fd, shared=False)
-
-    def read(self, slot: str, name: str, begin: int, size_bytes: int) -> bytes:
-        """Return bytes of a file of a slot, fewer at its end; raises OSError and StoreError."""
-        with _opened(self._slot(slot) / name) as fd:
-            return os.pread(fd, size_bytes, begin)
-
-    def sizes(self, slot: str) -> dict[str, int]:
-        """Return the size of each file of a slot, without its seal and origin; raises OSError and StoreError."""
-        directory = self._slot(slot)
-        names = [name for name in names_in(directory) if not name.startswith(".")]
-        return {name: os.lstat(directory / name).st_size for name in names if name not in (SEAL_NAME, ORIGIN_NAME)}
-
-    def origin(self, slot: str, seal: bytes) -> str:
-        """Return the host from which the snapshot with this seal was copied; "" if it was taken on this host."""
-        with suppress(OSError, StoreError):
-            of, _, host = self.read(slot, ORIGIN_NAME, 0, 4096).decode(errors="replace").partition(" ")
-            return host if of == digest_hex(seal) else ""  # Older copies in the slot had another seal.
-        return ""
 
     def held_bytes(self) -> int:
         """Return the bytes that the slots take."""

@@ -30,11 +30,10 @@ from ckpt_tasks.tensors.sources import TensorSource
 
 
 class Part(NamedTuple):
-    """One rank's seal, the store with its objects, and the host from whose memory they were copied ("": this one)."""
+    """One rank's seal, and the store with its objects."""
 
     seal: Seal
     store: ReadableStore
-    origin: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +80,6 @@ class RankSnapshot:
                 raise IntegrityError(f"the index has holes: {'; '.join(faults[:5])}", key=own.index.name, step=own.step)
             opened = replace(own, objects=objects)
             return Opened(opened, index, {name: SavedGroup(name, opened, index, self.rank) for name in own.groups})
-
-    def copied_bytes(self, rows: Iterable[IndexRow]) -> int:
-        """Return how many bytes of these `rows` were copied from another host's memory."""
-        parts = (part for part in self.parts.values() if part.origin)
-        copied = {record.name for part in parts for record in manifest_of(part).objects}
-        return sum(row.end - row.begin for row in rows if row.object in copied)
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of those `rows` that are on this host."""

@@ -28,9 +28,8 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.process.processes import start_thread
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
-from ckpt_tasks.storage.port import SCHEMES, DisturbedStore, Store, unwrapped
+from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
 from ckpt_tasks.storage.secrets import without_secrets
-from ckpt_tasks.system import Disturbed, system
 
 _log = logging.getLogger("ckpt_tasks")
 GROUP = "ckpt_tasks.places"
@@ -110,11 +109,8 @@ class Location:
 
 
 def _as_reached(store: Store) -> Store:
-    """Add retries to the store of a server. Under `ckpt chaos`, add delays, faults and retries to every store."""
-    current = system()
-    if isinstance(current, Disturbed):
-        store = DisturbedStore(store, current)
-    elif isinstance(store, LocalStore):
+    """Add retries to the store of a server."""
+    if isinstance(store, LocalStore):
         return store
     from ckpt_tasks.storage.retrying import RetryingStore
 

@@ -28,9 +28,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, TypeVar
 
-from ckpt_tasks.errors import CkptError, ConfigError, StoreError
+from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.format.keys import is_object_name
-from ckpt_tasks.system import Disturbed
 
 # The URL schemes of object stores, each with fsspec's name of its file system.
 SCHEMES = {"s3": "s3", "s3a": "s3", "az": "abfs", "abfs": "abfs", "gs": "gs", "gcs": "gs", "memory": "memory"}
@@ -244,29 +243,6 @@ class WatchedStore(WrappedStore):
     def read(self, name: str, begin: int, into: memoryview) -> None:
         super().read(name, begin, into)
         self._on_progress(into.nbytes)
-
-
-class DisturbedStore(WrappedStore):
-    """A store that delays or fails requests to `inner`: half of the failures are refusals, half are lost answers."""
-
-    def __init__(self, inner: Store, disturbed: Disturbed):
-        super().__init__(inner)
-        self._disturbed = disturbed
-
-    def _forward(self, request: Callable[[], _T]) -> _T:
-        faults, chance = self._disturbed.faults(), self._disturbed.uniform(0, 1)
-        if faults["delay_s"]:
-            self._disturbed.count_hit()
-            self._disturbed.sleep(faults["delay_s"])
-        if chance >= faults["failing"]:
-            return request()
-        self._disturbed.count_hit()
-        refused = chance < faults["failing"] / 2
-        if not refused:
-            request()
-        error = StoreError("no answer from the store (ckpt chaos)")
-        error.transient, error.refused = True, refused
-        raise error
 
 
 def unwrapped(store: Store) -> Store:

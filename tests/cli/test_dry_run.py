@@ -26,8 +26,8 @@ SAID = {
     "import": "would get them as step 0",
 }
 # What changes a run or makes one without it: a training or a service, a proof or a measurement that is its own trial,
-# and the directory of a new project. `bisect` writes leases, which end with it.
-WITHOUT = {"init", "train", "evaluate", "up", "down", "restore-drill", "doctor-store", "bisect"}
+# and the directory of a new project.
+WITHOUT = {"init", "train", "evaluate", "up", "down", "restore-drill", "doctor-store"}
 OF_HUB = {"push", "pull"}  # Their dry runs are tried beside a server: tests/hub.
 LOOKS = {
     "doctor",
@@ -38,11 +38,9 @@ LOOKS = {
     "serve",
     "diff",
     "report",
-    "plan",
     "metrics",
     "verify",
     "verify-resume",
-    "chaos",
 }
 
 

@@ -19,8 +19,11 @@ from tests.support.cli_runs import ckpt, save_steps
 
 VERBS = [  # from the lightest to the heaviest, and what each must not import; one process runs them all
     ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
-    *((line, {"torch", "prefect", "pyarrow"}) for line in ("ls DIR", "plan DIR", "doctor-store DIR")),
-    *((line, {"torch", "prefect"}) for line in ("show DIR", "verify DIR", "diff DIR DIR", "prune DIR --dry-run")),
+    *((line, {"torch", "prefect", "pyarrow"}) for line in ("ls DIR", "doctor-store DIR")),
+    *(
+        (line, {"torch", "prefect"})
+        for line in ("show DIR", "report DIR --out DIR.html", "verify DIR", "diff DIR DIR", "prune DIR --dry-run")
+    ),
     ("fork DIR DIR-2", {"torch", "prefect"}),
     ("prune DIR", {"prefect"}),
 ]

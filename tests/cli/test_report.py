@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.ledger.observing import observe
+from ckpt_tasks.policy.cadence import recommend
 from tests.support.cli_runs import ckpt, flip, save_steps
 from tests.support.histories import LOST, Told, trained
 
@@ -36,3 +38,18 @@ def test_damage_is_said(run_dir: Path, tmp_path: Path) -> None:
     done = ckpt("report", run_dir, "--out", tmp_path / "out.html")
     assert done.status == 0
     assert "1 ledger entry cannot be read" in done.out
+
+
+def test_it_says_how_often_to_save(run_dir: Path, tmp_path: Path) -> None:
+    """The interval is what the cadence recommends for the figures of the ledger; before a save there is none."""
+    costs = {"stall_s": 0.05, "flush_s": 0.5, "step_s": 0.5}
+    told, out = Told(run_dir).taken(), ("--out", tmp_path / "out.html")
+    assert ckpt("report", run_dir, *out, "--json").data["cadence"] is None
+    trained(told, 20, every_s=60.0, steps=120, **costs)
+    observed = observe(told.history)
+    assert observed is not None
+    found = ckpt("report", run_dir, *out, "--json").data["cadence"]
+    assert found["observed"] == {**costs, "failures": 0, "trained_s": 1200.0}
+    assert found["recommended"]["interval_s"] == recommend(observed).interval_s == pytest.approx(99.2, rel=0.01)
+    assert (found["recommended"]["steps"], found["recommended"]["decided_by"]) == (199, "optimum")
+    assert "99.2 s, 199 steps" in ckpt("report", run_dir, *out).out

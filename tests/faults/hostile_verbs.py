@@ -129,7 +129,7 @@ def listed(h: Hostile, place: Path) -> Told:
     """Look at the ledger in every way, unless its newest entry is refused as damaged."""
     if open_run(str(h.root)).head().damaged:
         return {"damaged": True}
-    for verb in ("ls", "show", "plan", "dry run"):
+    for verb in ("ls", "show", "report", "dry run"):
         VERBS[verb](h, place)
     return met(h, place)
 
@@ -143,7 +143,7 @@ VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
         and cli("diff", f"{h.root}@latest", f"{place / 'base'}@2", "--json")
     ),
     "export": export,
-    "plan": lambda h, _: both("plan", h.root),
+    "report": lambda h, place: both("report", h.root, "--out", place / "report.html"),
     "dry run": lambda h, _: cli("prune", h.root, "--max-num-checkpoints", "1", "--dry-run", "--json"),
     "part": part,
     "evaluate": evaluate,
@@ -153,7 +153,7 @@ VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
     "met": met,
     "listed": listed,
 }
-ALL = ("ls", "show", "verify", "diff", "export", "plan", "dry run", "part", "evaluate", "prune", "go on")
+ALL = ("ls", "show", "verify", "diff", "export", "report", "dry run", "part", "evaluate", "prune", "go on")
 CHANGING = ("prune", "go on")  # these get a directory of their own
 
 

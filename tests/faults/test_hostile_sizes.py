@@ -61,7 +61,7 @@ MANY: dict[str, Callable[[Body, int], Any]] = {
     "reused names": of_each("reuses", lambda at: [attempt_of(2, f"x-{at:05d}-of-00001-0.safetensors")]),
 }
 VERBS: dict[str, tuple[str, ...]] = {
-    "ls": (), "show": (), "plan": (), "prune": ("--max-num-checkpoints", "2", "--keep-best", "1", "--dry-run"),
+    "ls": (), "show": (), "prune": ("--max-num-checkpoints", "2", "--keep-best", "1", "--dry-run"),
 }  # fmt: skip
 
 

@@ -31,11 +31,9 @@ pytest.importorskip("ray")
         ({"engine": "ray", "min_ranks": 3}, "min_ranks is 3, and ranks is 2"),
         ({"engine": "ray", "min_ranks": 0}, "min_ranks must be a whole number from 1 on"),
         ({"ranks": 0}, "ranks must be a whole number from 1 on"),
-        ({"peer_copies": 1}, "peer_copies needs an engine of several hosts"),
-        ({"engine": "ray", "peer_copies": 2}, "peer_copies must be 0 or 1, not 2"),
         ({"engine": "ray"}, "engine='ray' has no address of a cluster, and starts none of its own.*RAY_ADDRESS"),
     ],
-    ids=["name", "local", "more", "none", "no ranks", "alone", "copies", "address"],
+    ids=["name", "local", "more", "none", "no ranks", "address"],
 )
 def test_what_does_not_fit_is_refused(
     harness: None, run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], why: str

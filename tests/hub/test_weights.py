@@ -55,12 +55,11 @@ def test_weights_and_their_card(hub: Hub, run_dir: Path, tmp_path: Path) -> None
 
 
 def test_a_card_of_a_user_stays(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
-    """A README without our line, and files that are no weights, are never touched; neither by a push of a run."""
+    """A README without our line, and files that are no weights, are never touched."""
     saved(run_dir, 1)
-    for repo, pushed in ((REPO, f"{run_dir}@1"), ("org/run", f"{run_dir}")):
-        assert ckpt("push", pushed, repo).status == 0
-        hub.write(repo, "README.md", b"# Mine\n")
-        hub.write(repo, "config.json", b"{}")
+    assert ckpt("push", f"{run_dir}@1", REPO).status == 0
+    hub.write(REPO, "README.md", b"# Mine\n")
+    hub.write(REPO, "config.json", b"{}")
     saved(tmp_path / "run2", 3)
     assert ckpt("push", f"{tmp_path / 'run2'}@3", REPO).status == 0
     assert hub.read(REPO, "README.md") == b"# Mine\n"
@@ -73,7 +72,6 @@ def test_weights_are_pulled_whole(hub: Hub, run_dir: Path, tmp_path: Path) -> No
     assert ckpt("push", f"{run_dir}@1", REPO).status == 0
     answer = ckpt("pull", REPO, tmp_path / "out", "--dry-run", "--json")
     assert (answer.status, sorted(answer.data["files"])) == (0, sorted({*hub.tree(REPO)} - {".gitattributes"}))
-    assert "--single-writer is for a run" in ckpt("pull", REPO, tmp_path / "out", "--single-writer").err
     assert not (tmp_path / "out").exists()
     assert ckpt("pull", REPO, tmp_path / "out").status == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
@@ -109,6 +107,31 @@ def test_a_failed_push_of_weights_is_no_commit(hub: Hub, run_dir: Path) -> None:
     assert answer.status == 1
     assert "has another commit" in answer.err
     assert sorted(hub.tree(REPO)) == [".gitattributes", "theirs.txt"]
+
+
+def test_a_revision_is_a_branch(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
+    """ORG/NAME@REVISION pushes to that branch, which is made with the repository, and pulls from it."""
+    saved(run_dir, 1)
+    planned = ckpt("push", run_dir, REPO, "--dry-run", "--json")
+    assert (planned.status, planned.data["step"], hub.commits(REPO)) == (0, 1, [])
+    assert ckpt("push", run_dir, f"hf://{REPO}@tries", "--private").status == 0
+    assert (hub.root / REPO / "visibility").read_text() == "private"
+    assert "README.md" in {*hub.tree(REPO, "tries")} - {*hub.tree(REPO)}
+    assert ckpt("pull", f"{REPO}@tries", tmp_path / "back").status == 0
+    missing = ckpt("pull", f"{REPO}@other", tmp_path / "main")
+    assert missing.status == 1
+    assert "no revision other" in missing.err
+    assert "is not a repository" in ckpt("push", run_dir, "runs/lm/copy").err
+
+
+def test_without_a_token(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hub that refuses ends the push with a sentence about the token, and no bytes of the token."""
+    saved(run_dir, 1)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    answer = ckpt("push", run_dir, REPO)
+    assert answer.status == 1
+    assert "HF_TOKEN" in answer.err
+    assert "hf_wrong" not in answer.err
 
 
 _LOAD = """

@@ -242,7 +242,7 @@ def test_no_secret_of_a_block_is_seen_anywhere(  # noqa: PLR0917 (fixtures)
     wrong.save("wrong", overwrite=True)
     with pytest.raises(StoreError, match="NoSuchBucket") as caught:
         training(total_steps=10, checkpoint={"checkpoint_dir": "block://wrong/tiny"}, **options)
-    for verb in ("ls", "show", "verify", "plan"):
+    for verb in ("ls", "show", "verify"):
         done = CliRunner().invoke(app, [verb, f"block://{there}/tiny", "--json"])
         assert f"s3://{bucket}/runs/tiny" in done.output
         assert done.exit_code == (0 if verb != "verify" else done.exit_code)

@@ -100,10 +100,11 @@ def test_what_decides_is_said() -> None:
     assert recommend(seen()).decided_by == "optimum"
     slow = recommend(seen(flush_s=900.0))
     assert (slow.decided_by, slow.interval_s) == ("flush", 900.0)
-    often = recommend(seen(stall_s=30.0, flush_s=30.0), mtbf_s=600.0)
+    failing = seen(stall_s=30.0, flush_s=30.0, failures=1_000_000, trained_s=6e8)  # One failure in 600 s.
+    often = recommend(failing)
     assert often.decided_by == "cap"
     assert often.interval_s == pytest.approx(970.0)
-    assert recommend(seen(stall_s=30.0, flush_s=30.0), mtbf_s=600.0, overhead_cap=0.5).decided_by == "optimum"
+    assert recommend(failing, overhead_cap=0.5).decided_by == "optimum"
 
 
 def test_the_interval_in_steps_is_what_is_saved_at() -> None:
@@ -187,7 +188,7 @@ def test_options_stay_with_the_cadence() -> None:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("overhead_cap", [0.0, 1.0, math.nan]), ("prior_mtbf_s", [0.0, math.inf]), ("mtbf_s", [0.0, -1.0, math.inf])],
+    [("overhead_cap", [0.0, 1.0, math.nan]), ("prior_mtbf_s", [0.0, -1.0, math.inf])],
 )
 def test_options_that_mean_nothing_are_refused(name: str, values: list[float]) -> None:
     """A cap outside of 0 to 1 and a time that is none are a ConfigError, for the cadence and the recommendation."""
@@ -195,4 +196,6 @@ def test_options_that_mean_nothing_are_refused(name: str, values: list[float]) -
         with pytest.raises(ConfigError):
             recommend(seen(), **{name: value})
         with pytest.raises(ConfigError):
-            AutoCadence(**({"interval_s": -1.0} if name == "mtbf_s" else {name: value}))
+            AutoCadence(**{name: value})
+    with pytest.raises(ConfigError):
+        AutoCadence(interval_s=-1.0)

@@ -174,29 +174,3 @@ class FailingLater(Whole):
         if self.trained > self.begun:
             raise ValueError("the stream is exhausted")
         return 1.0
-
-
-class Poisoned(Whole):
-    """From a step on its weights are spoilt, for good."""
-
-    def __init__(self, *, at: int = 10**9):
-        super().__init__()
-        self.at = at
-        self.state["steps"] = 0
-
-    def train_step(self) -> dict[str, float]:
-        self.state["steps"] += 1
-        metrics = super().train_step()
-        if self.state["steps"] == self.at:
-            with torch.no_grad():
-                [*self.model.parameters()][2].add_(1e6)
-        return metrics
-
-
-def is_sound(program: Whole) -> bool:
-    """The weights of a program are of a usual size."""
-    return all(one.abs().max().item() < 1e3 for one in program.model.parameters())
-
-
-def none_of_it(program: Whole) -> None:
-    """A function that answers nothing."""

@@ -68,15 +68,9 @@ def test_a_run_that_keeps_all_is_told_in_time(tmp_path: Path, caplog: pytest.Log
         assert "Prune it, or set max_num_checkpoints" in said
 
 
-def test_plan_and_doctor_say_so(tmp_path: Path) -> None:
-    """`ckpt plan` says what the run needs as it is, or with another number; `ckpt doctor` what the next save needs."""
+def test_the_doctor_says_so(tmp_path: Path) -> None:
+    """`ckpt doctor` says what the next save needs."""
     with small_disk(tmp_path / "disk") as disk:
         train(disk / "run", {"w": torch.zeros(MIB // 2)}, 3, max_num_checkpoints=2)
-        few, many = ckpt("plan", disk / "run"), ckpt("plan", disk / "run", "--max-num-checkpoints", "9", "--json")
-        words = " ".join(few.out.split())  # the policy is not in the ledger: that it stays is a guess
-        assert "up to 3 checkpoints of 2.0 MiB at once: enough if the run keeps as many as now" in words
-        assert "keeps as many as now" not in ckpt("plan", disk / "run", "--max-num-checkpoints", "2").out
-        space = many.data["space"]
-        assert (space["most"], space["fits"]) == (10, False)
         checks = {check["name"]: check for check in ckpt("doctor", disk / "run", "--json").data["checks"]}
         assert "the next checkpoint needs 2.0 MiB" in checks["disk"]["seen"]

@@ -26,14 +26,10 @@ _HEALTH = {
 
 
 class Nodes:
-    """The nodes 127.0.0.2, 127.0.0.3 and so on, by their last number; what they start has `mark` in its environment.
+    """The nodes 127.0.0.2, 127.0.0.3 and so on, by their last number; what they start has `mark` in its environment."""
 
-    With `homes` each node has a working directory of its own there.
-    """
-
-    def __init__(self, *numbers: int, mark: str, homes: Path | None = None):
+    def __init__(self, *numbers: int, mark: str):
         self._mark = mark
-        self._homes = homes
         self._environment = pytest.MonkeyPatch()
         self._environment.setenv("RAY_worker_niceness", "0")  # the machine is busy with what is nicer than nothing
         self._environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -67,17 +63,9 @@ class Nodes:
         """Start a node. Its raylet has the mark, and so has what it starts."""
         with pytest.MonkeyPatch.context() as marked:
             marked.setenv(*self._mark.split("="))
-            if self._homes is not None:
-                Path(self.home(number), "memory").mkdir(parents=True)
-                marked.chdir(self.home(number))
             self._nodes[number] = self._cluster.add_node(
                 num_cpus=2, object_store_memory=_STORE_BYTES, node_ip_address=f"127.0.0.{number}"
             )
-
-    def home(self, number: int) -> Path:
-        """Return the working directory of a node's processes, in which a relative memory_dir is its own."""
-        assert self._homes is not None
-        return self._homes / f"127.0.0.{number}"
 
     def kill(self, number: int) -> None:
         """Kill a node's raylet with SIGKILL."""

@@ -49,7 +49,6 @@ ckpt diff runs/lm@30 runs/lm@40 --metrics
 ckpt diff runs/lm@30 runs/lm@40 --group rng --ignore rng
 ckpt verify runs/lm
 ckpt report runs/long
-ckpt plan runs/long
 ckpt rm runs/lm@20
 ckpt rm runs/lm@10 --dry-run
 ckpt rm runs/lm@10
