@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve import make_root
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.browser import Page, browser
+from tests.support.cli_runs import config, some_state
 from tests.support.histories import Told, trained
 
 ROWS = "[...document.querySelectorAll('#table tbody tr .name')].map(cell => cell.textContent)"
@@ -153,6 +155,23 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
         page.value("document.querySelector('.name button').click()")
         page.until(f"document.querySelector('#abouts').innerText.includes({EVIL!r})")
         assert page.value("document.querySelectorAll('img').length") == 0
+        server.shutdown()
+
+
+@pytest.mark.parametrize("metric", ["constructor", "__proto__", "toString"])
+def test_a_metric_may_have_the_name_of_a_member_of_every_object(page: Page, tmp_path: Path, metric: str) -> None:
+    """Its chart has its values, and the charts of the other metrics are there."""
+    with Checkpointer(config(tmp_path / "run")) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, some_state(step), metrics={metric: 0.5, "loss": 0.25})
+    table = RunTable(LocalStore(tmp_path))
+    with PageServer(table, "127.0.0.1", 0, None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        table.start()
+        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=run")
+        labels = "[...document.querySelectorAll('.chart-canvas')].map(one => one.ariaLabel)"
+        for name, value in {metric: "0.5", "loss": "0.25"}.items():
+            page.until(f"{labels}.some(label => label.startsWith({name!r}) && label.includes('run ends at {value}'))")
         server.shutdown()
 
 
