@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import threading
@@ -36,6 +37,7 @@ _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
 _MOST_OTHERS = 3  # A node copies other ranks' parts if they have at most this many times the bytes of its own parts.
 _DOUBT_S = 60.0  # Do not use a lost node for this time: Ray needs up to 30 s to notice that a node is lost.
+_TELL_S = 300.0
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -79,6 +81,8 @@ class RayGang:
         self._nodes: list[_Node] = []
         self._doubted: dict[str, float] = {}  # The time at which each node was lost.
         self._connected = False
+        self._kept = False  # True if another number of ranks cannot restore the run.
+        self._told_s = -math.inf
 
     @property
     def ranks(self) -> list[RankProcess]:
@@ -101,6 +105,27 @@ class RayGang:
         self.prepare()
         room = sum(node.room for node in self._nodes if node.is_ready)
         return min(room, self._size) > len(self.ranks)
+
+    def keep_to(self, ranks: int | None) -> bool:
+        """Start exactly so many ranks from now on; return False if that is outside `least` to `size`, or no change."""
+        if ranks is None or not self._least <= ranks <= self._size or self._least == self._size:
+            return False
+        self._least = self._size = ranks
+        self._kept = True
+        return True
+
+    def has_room(self) -> bool:
+        """Return False while the ranks that the gang must keep to have no room; log that every five minutes."""
+        if not self._kept:
+            return True  # `start` waits for room, and gives up.
+        self.prepare()
+        [*self._answers([(node, node.ready) for node in self._nodes if node.is_ready], ANSWER_S)]
+        self._give_up_lost()
+        room = sum(node.room for node in self._nodes if node.is_ready)
+        if room < self._least and time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            _log.warning("The Ray cluster has room for %d of %d ranks: training waits for more.", room, self._least)
+        return room >= self._least
 
     def start(self, begin: Begin) -> int:
         """Start the ranks on the available nodes; return the port on rank 0's node. Raises RankError."""

@@ -22,7 +22,7 @@ from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
-from tests.support.elastic import ELASTIC, trained
+from tests.support.elastic import ELASTIC, OWNED, trained
 
 ray = pytest.importorskip("ray")
 
@@ -145,6 +145,42 @@ def test_a_lost_node_is_fewer_ranks_and_a_new_one_more(run_dir: Path, tmp_path: 
     assert failure.__notes__[0].count(f"on the lost node 127.0.0.{lost}") == 2
     assert_as_plain(run_dir, tmp_path / "plain", training.sizes)
     until(lambda: nodes.ranks() == [])
+
+
+def test_an_engine_keeps_to_ranks_that_were_asked_for() -> None:
+    """Only a number from the least to all of them, and only once: what else is refused cannot be waited for."""
+    engine = RayGang(4, 2, "127.0.0.1:1")
+    assert [engine.keep_to(ranks) for ranks in (None, 1, 5, 3, 3, 4)] == [False, False, False, True, False, False]
+
+
+@pytest.mark.slow
+def test_ranks_with_values_of_their_own_wait_for_a_node(
+    run_dir: Path, tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
+    training, lost, done = Training(), max(nodes.numbers), threading.Event()
+
+    def change_one() -> None:
+        until((tmp_path / "stopped").exists)
+        nodes.kill(lost)
+        until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
+        nodes.add(lost + 1)
+        done.wait()  # a raylet dies with the thread that has started it
+        nodes.kill(lost + 1)
+
+    changing = threading.Thread(target=change_one)
+    changing.start()
+    try:
+        engine, params = RayGang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
+        config = config_of(run_dir)
+        with GangSession(config, OWNED, params, ranks=4, engine=engine, flow_run_id="a flow run") as session:
+            training.run(session, training.to(10))
+    finally:
+        done.set()
+        changing.join()
+    assert training.sizes == {5: 4, 10: 4}
+    [failure] = training.failures
+    assert str(failure).startswith(f"the node 127.0.0.{lost} of rank 2, 3 is lost: ")
 
 
 def assert_as_plain(run_dir: Path, plain: Path, sizes: dict[int, int]) -> None:
