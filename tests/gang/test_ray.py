@@ -158,26 +158,22 @@ def test_ranks_with_values_of_their_own_wait_for_a_node(
     run_dir: Path, tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
-    training, lost, done = Training(), max(nodes.numbers), threading.Event()
+    training, lost = Training(), max(nodes.numbers)
+    engine, params = RayGang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
 
-    def change_one() -> None:
-        until((tmp_path / "stopped").exists)
-        nodes.kill(lost)
-        until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
-        nodes.add(lost + 1)
-        done.wait()  # a raylet dies with the thread that has started it
-        nodes.kill(lost + 1)
-
-    changing = threading.Thread(target=change_one)
-    changing.start()
-    try:
-        engine, params = RayGang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
+    def train_on() -> None:
         config = config_of(run_dir)
         with GangSession(config, OWNED, params, ranks=4, engine=engine, flow_run_id="a flow run") as session:
             training.run(session, training.to(10))
-    finally:
-        done.set()
-        changing.join()
+
+    going = threading.Thread(target=train_on, daemon=True)
+    going.start()
+    until((tmp_path / "stopped").exists)
+    nodes.kill(lost)
+    until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
+    assert training.sizes == {5: 4}
+    nodes.add(lost + 1)  # in this thread: a raylet dies with the thread that has started it
+    going.join(240)
     assert training.sizes == {5: 4, 10: 4}
     [failure] = training.failures
     assert str(failure).startswith(f"the node 127.0.0.{lost} of rank 2, 3 is lost: ")
