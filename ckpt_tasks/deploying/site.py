@@ -31,6 +31,7 @@ from ckpt_tasks.deploying.server import (
     answers,
     api_url,
     end_of,
+    local_url,
     make_password,
     read_password,
     start_apart,
@@ -195,9 +196,7 @@ def _mark(home: Path) -> str:
 
 
 def _url(port: int | None) -> str:
-    settings = get_current_settings()
-    own = api_url(settings.server.api.host, port or settings.server.api.port)
-    return own if port is not None else (settings.api.url or own).rstrip("/")
+    return local_url(port) if port is not None else (get_current_settings().api.url or local_url(port)).rstrip("/")
 
 
 def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:
