@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +39,7 @@ _ROOM_S = 60.0
 _MOST_OTHERS = 3  # A node copies other ranks' parts if they have at most this many times the bytes of its own parts.
 _DOUBT_S = 60.0  # Do not use a lost node for this time: Ray needs up to 30 s to notice that a node is lost.
 _TELL_S = 300.0
+_WAITS = "RAY_gcs_server_port_wait_time_s"  # How often ray.init asks a head that does not answer, for 40 s each time.
 _log = logging.getLogger("ckpt_tasks")
 
 
@@ -255,7 +257,8 @@ class RayGang:
             try:
                 if port.isdecimal() and "/" not in host:  # ray.init would wait for a missing head node for minutes.
                     socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-                ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
+                with _asking_once():
+                    ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
             except (OSError, RuntimeError, ValueError) as error:
                 raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
             if in_main:
@@ -345,6 +348,18 @@ class RayGang:
                 node.lost = f"its agent has failed: {error.cause}"
             except RayError as error:
                 node.lost = str(error).partition("\n")[0]
+
+
+@contextmanager
+def _asking_once() -> Iterator[None]:
+    """Let ray.init ask a head that listens and does not answer for less than a minute, not for a quarter of an hour."""
+    ours = _WAITS not in os.environ
+    os.environ.setdefault(_WAITS, "1")
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[_WAITS]
 
 
 def _needed(newest: Sequence[Offer], here: set[int], own: set[int]) -> list[Offer]:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CkptError, RankError
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
@@ -151,6 +152,17 @@ def test_an_engine_keeps_to_ranks_that_were_asked_for() -> None:
     """Only a number from the least to all of them, and only once: what else is refused cannot be waited for."""
     engine = RayGang(4, 2, "127.0.0.1:1")
     assert [engine.keep_to(ranks) for ranks in (None, 1, 5, 3, 3, 4)] == [False, False, False, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_head_that_listens_and_does_not_answer_is_an_error() -> None:
+    """As one that is lost while its host lives: a start says so within a minute, and Ray is left as it was."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(RankError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
+            RayGang(2, 2, f"127.0.0.1:{port}").prepare()
+    assert not is_connected()
+    assert "RAY_gcs_server_port_wait_time_s" not in os.environ
 
 
 @pytest.mark.slow
