@@ -160,18 +160,25 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metric", ["constructor", "__proto__", "toString"])
 def test_a_metric_may_have_the_name_of_a_member_of_every_object(page: Page, tmp_path: Path, metric: str) -> None:
-    """Its chart has its values, and the charts of the other metrics are there."""
-    with Checkpointer(config(tmp_path / "run")) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, some_state(step), metrics={metric: 0.5, "loss": 0.25})
+    """Its chart has the values of the run that has it, beside a run that has none, and other metrics are there."""
+    for run, metrics in {"run": {metric: 0.5, "loss": 0.25}, "other": {"loss": 0.125}}.items():
+        with Checkpointer(config(tmp_path / run)) as ckpt:
+            for step in (1, 2):
+                ckpt.save(step, some_state(step), metrics=metrics)
     table = RunTable(LocalStore(tmp_path))
     with PageServer(table, "127.0.0.1", 0, None) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         table.start()
-        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=run")
+        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=run&run=other")
         labels = "[...document.querySelectorAll('.chart-canvas')].map(one => one.ariaLabel)"
-        for name, value in {metric: "0.5", "loss": "0.25"}.items():
-            page.until(f"{labels}.some(label => label.startsWith({name!r}) && label.includes('run ends at {value}'))")
+        for name, run, value in ((metric, "run", "0.5"), ("loss", "run", "0.25"), ("loss", "other", "0.125")):
+            page.until(f"{labels}.some(label => label.startsWith({name!r}) && label.includes('{run} ends at {value}'))")
+        assert (
+            page.value("[...document.querySelectorAll('#table tbody tr')].map(row => row.innerText).join()").count(
+                "native code"
+            )
+            == 0
+        )
         server.shutdown()
 
 
