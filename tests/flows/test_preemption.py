@@ -267,6 +267,8 @@ def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Star
     run.until(lambda: run.states().count("AwaitingRetry") == 2, "the flow run is scheduled again")
     run.ended()
     after = run.client.read_flow_run(run.run)
+    assert before.next_scheduled_start_time is not None
+    assert after.next_scheduled_start_time is not None
     assert after.empirical_policy.retry_type != "in_process"  # workers pass over those
     assert after.next_scheduled_start_time < before.next_scheduled_start_time
 

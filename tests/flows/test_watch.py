@@ -216,8 +216,8 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
 
 def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> None:
     """Those that their supervisor has scheduled count as those that `ckpt down` schedules; what has ended does not."""
-    gone_on = [(AwaitingRetry(),), (Running(), Crashed()), (Running(),), (Pending(),)]
-    ended = [(Running(), Completed()), (Running(), Cancelled()), (Running(), Failed())]
+    gone_on: list[tuple[object, ...]] = [(AwaitingRetry(),), (Running(), Crashed()), (Running(),), (Pending(),)]
+    ended: list[tuple[object, ...]] = [(Running(), Completed()), (Running(), Cancelled()), (Running(), Failed())]
     runs = [made(client, "counted", *states) for states in (*gone_on, *ended)]
     assert [schedule_again(client, run) for run in runs] == [True] * len(gone_on) + [False] * len(ended)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_a_first_start_gives_a_silent_store_a_limited_time(url: str, tmp_path: P
 def test_a_training_in_a_terminal_reaches_its_store_first(caplog: pytest.LogCaptureFixture) -> None:
     """`ckpt train` and `ckpt evaluate` end before they start a server, and the client logs no traceback of its own."""
     config, program = CheckpointConfig(checkpoint_dir="gs://bucket/run", run_key="r"), "tests.support.tiny:Tiny"
-    verbs = [
+    verbs: list[Callable[[], object]] = [
         lambda: Training(program=program, config=config, steps=1, params={}).check(),
         lambda: evaluate_in_terminal(config, program, suite="heldout", which="latest"),
     ]
