@@ -55,7 +55,10 @@ def units(directory: Path, url: str) -> dict[str, str]:
 
 
 def main(part: str) -> None:
-    """Become the server or the worker, or end the worker's flow runs after a commit and then the worker (`stop`)."""
+    """Become the server or the worker, or end the worker's flow runs after a commit and then the worker (`stop`).
+
+    Raises SiteError if the worker's server does not answer.
+    """
     settings = get_current_settings()
     home, url = settings.home, str(settings.api.url)
     home.mkdir(parents=True, exist_ok=True)
