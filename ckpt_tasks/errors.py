@@ -115,8 +115,10 @@ class StateMismatchError(StateError):
     """The checkpoint and the target differ; three lists say in which keys.
 
     `missing` are keys that the target has and the checkpoint lacks, `unexpected` the reverse; `different` says for each
-    key which shape, dtype or kind differs.
+    key which shape, dtype or kind differs. `of_ranks`: only so many ranks can restore the values that each has saved.
     """
+
+    of_ranks: int | None = None
 
     def __init__(
         self,

@@ -15,7 +15,23 @@ from ckpt_tasks.ranks.exchange import Exchange, all_or_none, from_first
 from ckpt_tasks.saving.committer import Committer
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.storage.locations import await_first_answer
+from ckpt_tasks.storage.port import Store
 from ckpt_tasks.upkeep.pruning import Pruner
+
+_FIRST_ANSWER_S = 30.0
+
+
+def await_store_of(config: CheckpointConfig) -> None:
+    """Wait for the first answer of a run's store, as `take_run` does; raise StoreError or ConfigError."""
+    store = config.location.open(config.run_key)
+    await_store(store, SnapshotCache(store, config.memory_dir, config.local_dir))
+
+
+def await_store(store: Store, cache: SnapshotCache) -> None:
+    """Wait half a minute for a store's first answer, if no process of this host has had one; raise StoreError then."""
+    if not (store.near or cache.was_used()):
+        await_first_answer(store, _FIRST_ANSWER_S)
 
 
 def share_tenure(
@@ -67,6 +83,7 @@ def take_run(
     or StoreError; the directory is not held then.
     """
     cache.check()
+    await_store(history.store, cache)
     key = config.run_key or history.store.url.rstrip("/").rpartition("/")[2]
     history.create(key, single_writer=single_writer)
     key = history.check(config.run_key) or key

@@ -229,11 +229,15 @@ def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) ->
         return RunFaults(checkpoints, (), ()), done[0]
 
 
-def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
+def _is_unreadable(fault: str) -> bool:
     from ckpt_tasks.upkeep.upkeep import UNREADABLE
 
+    return fault.startswith(UNREADABLE)
+
+
+def _result(row: tuple[Checkpoint, tuple[str, ...]]) -> str:
     place = row[0].manifest.rpartition("/")[0] + "/"
-    faults = [fault if fault.startswith(UNREADABLE) else fault.replace(place, "") for fault in row[1]]
+    faults = [fault if _is_unreadable(fault) else fault.replace(place, "") for fault in row[1]]
     return "\n".join(first(faults, _FAULTS_SHOWN)) or "good"
 
 
@@ -249,8 +253,6 @@ _COLUMNS = (
 
 
 def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Iterator[Any]:
-    from ckpt_tasks.upkeep.upkeep import UNREADABLE
-
     yield title(run)
     yield listing(_COLUMNS, faults.checkpoints.values(), lambda row: "red" if row[1] else "")
     for names, what, style in (
@@ -271,7 +273,7 @@ def _fault_parts(run: Run, faults: RunFaults, work: str, unrecorded: str) -> Ite
     elif bad:
         others = bad < len(run.checkpoints())
         then = " A restore passes over them." if others else " There is none that could be restored."
-        if any(wrong and wrong[0].startswith(UNREADABLE) for _, wrong in faults.checkpoints.values()):
+        if any(wrong and _is_unreadable(wrong[0]) for _, wrong in faults.checkpoints.values()):
             then = " A restore does not pass over what cannot be read: it waits, and then fails."
         yield [("Damaged", "bold red"), f": {bad} of {count(checked, 'checkpoint')}, {work}.{then}"]
     else:

@@ -271,8 +271,9 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
     """
     with report_errors(as_json) as out:
         with importing_prefect():
+            from ckpt_tasks.deploying.server import local_url
             from ckpt_tasks.deploying.site import bring_up
-            from ckpt_tasks.deploying.systemd import local_url, units
+            from ckpt_tasks.deploying.systemd import units
         if systemd:
             texts = units(Path.cwd(), local_url(port))
             out.answer(texts, [])

@@ -5,8 +5,9 @@ Invariants
 1. The first ledger entry of a fork holds the checkpoint, its origin and the parameters, and is put if absent: a fork
    exists whole or not at all. Before this entry no process can train in the directory, which has objects but no ledger.
 2. All objects that the entry names are durable before the entry is put. If two forks have one target, one of them wins.
-3. During the copy the checkpoint is leased at the source. After the copy neither run uses the other's directory, and no
-   change of one run is visible in the other run.
+3. During the copy the checkpoint is leased at the source; the lease is two entries of its ledger, so whatever can be
+   checked before (every part is there, the target can be written) is. After the copy neither run uses the other's
+   directory, and no change of one run is visible in the other run.
 4. The owner epoch of a fork's first owner is above the epochs in all copied names, so owners can sweep retired objects.
 5. A fork deletes nothing, even if it fails: another process may be about to commit the same fork. A repeated call
    finds the copied objects and continues. If another fork has made the run, its owners sweep these objects as orphans.
@@ -141,24 +142,28 @@ def run_fork(
     """
     if plan.done:
         return Moved(found_bytes=plan.checkpoint.size_bytes)
-    history, moved, rows = History(target), Moved(), by_object(plan.opened.rows)
-    with (
-        renewed_lease(source, plan.source, _HOLDER) as renew,
-        Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer,
-    ):
-        for record in plan.opened.manifest.objects:  # Check all headers before the first write.
-            check_header(source.history.store, record)
-        for record in plan.records:  # Copy the index first: from then on no process can begin a run here.
-            renew()
+    history, rows = History(target), by_object(plan.opened.rows)
+    with Transfer(source.history.store, target, State(), on_progress, adopts=True) as transfer:
+
+        def bring(record: ObjectRecord) -> Moved:
             more = transfer.bring(record, rows.get(record.name, ()))
             if more.sent_bytes or more.found_bytes:
                 transfer.check([record])
-            moved = moved.plus(more)
-        history.create(plan.run_key, single_writer=single_writer)
-        history.check(plan.run_key)
-        _put_manifest(target, plan)
-        open_checkpoint(target, plan.checkpoint)
-        _commit(history, plan, source.head().state)
+            return more
+
+        for record in plan.opened.manifest.objects:  # Check all headers before the first write.
+            check_header(source.history.store, record)
+        index, *others = plan.records
+        moved = bring(index)  # Copy the index first: from then on no process can begin a run here.
+        with renewed_lease(source, plan.source, _HOLDER) as renew:
+            for record in others:
+                renew()
+                moved = moved.plus(bring(record))
+            history.create(plan.run_key, single_writer=single_writer)
+            history.check(plan.run_key)
+            _put_manifest(target, plan)
+            open_checkpoint(target, plan.checkpoint)
+            _commit(history, plan, source.head().state)
     return moved
 
 

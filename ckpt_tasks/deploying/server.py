@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -46,16 +46,23 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
     command, environment = server_start(host, port, options, password)
     log_path = settings.home / "server.log"
     server, begin = start_apart(command, log_path, environment)
-    deadline = time.monotonic() + _PATIENCE_S
-    while not answers(url):
-        if server.poll() is not None:
+    if not await_answer(url, lambda: server.poll() is None):
+        if server.returncode is not None:
             raise SiteError(f"the server ended with status {server.returncode}:\n{end_of(log_path, begin)}")
-        if time.monotonic() > deadline:
-            server.terminate()
-            raise SiteError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
-        time.sleep(_LOOK_S)
+        server.terminate()
+        raise SiteError(f"the server did not answer at {url} within {_PATIENCE_S} s; see {log_path}")
     (settings.home / "server.pid").write_text(str(server.pid))  # `prefect server stop` reads this file.
     return server.pid
+
+
+def await_answer(url: str, lives: Callable[[], bool] = lambda: True) -> bool:
+    """Wait until a server answers; return False if it does not in time, or no longer `lives`."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not answers(url):
+        if not lives() or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
 
 
 def server_start(
@@ -114,6 +121,12 @@ def api_url(host: str, port: int) -> str:
     """Return the API's address for clients on this host."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 (compared, not bound)
     return f"http://{reached}:{port}/api"
+
+
+def local_url(port: int | None) -> str:
+    """Return the URL of the API that a server of this machine has at `port`, or at Prefect's own."""
+    api = get_current_settings().server.api
+    return api_url(api.host, port or api.port)
 
 
 def answers(url: str) -> bool:

@@ -31,6 +31,7 @@ from ckpt_tasks.deploying.server import (
     answers,
     api_url,
     end_of,
+    local_url,
     make_password,
     read_password,
     start_apart,
@@ -176,16 +177,16 @@ def end_workers(home: Path, site: Site) -> str:
         return ""
     try:
         with client_of(site) as client:
-            for run in runs:  # Most have been scheduled again by their own supervisor.
-                start_again(client, UUID(run.flow_run_id), "Its site was taken down.")
-            again = sum(_is_scheduled(client, run.flow_run_id) for run in runs)
+            again = sum(schedule_again(client, UUID(run.flow_run_id)) for run in runs)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
     return f"; flow runs that the next worker resumes: {again} of {len(runs)}"
 
 
-def _is_scheduled(client: SyncPrefectClient, flow_run_id: str) -> bool:
-    state = client.read_flow_run(UUID(flow_run_id)).state
+def schedule_again(client: SyncPrefectClient, flow_run_id: UUID) -> bool:
+    """Schedule a flow run again; return True if it is scheduled now, also by its own supervisor, as most are."""
+    start_again(client, flow_run_id, "Its site was taken down.")
+    state = client.read_flow_run(flow_run_id).state
     return state is not None and state.is_scheduled()
 
 
@@ -195,9 +196,7 @@ def _mark(home: Path) -> str:
 
 
 def _url(port: int | None) -> str:
-    settings = get_current_settings()
-    own = api_url(settings.server.api.host, port or settings.server.api.port)
-    return own if port is not None else (settings.api.url or own).rstrip("/")
+    return local_url(port) if port is not None else (get_current_settings().api.url or local_url(port)).rstrip("/")
 
 
 def _server(site: Site, home: Path, port: int | None) -> tuple[Site, SitePart]:

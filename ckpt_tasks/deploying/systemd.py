@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from prefect.settings import get_current_settings
 
 from ckpt_tasks.deploying.parts import Site
-from ckpt_tasks.deploying.server import answers, api_url, make_password, read_password, server_start
+from ckpt_tasks.deploying.server import await_answer, make_password, read_password, server_start
 from ckpt_tasks.deploying.site import client_of, end_workers, prepare, worker_start
 from ckpt_tasks.errors import SiteError
 
-_PATIENCE_S, _LOOK_S = 180.0, 0.5
 _UNIT = """\
 [Unit]
 Description=Prefect {part} of ckpt-tasks
@@ -57,7 +55,10 @@ def units(directory: Path, url: str) -> dict[str, str]:
 
 
 def main(part: str) -> None:
-    """Become the server or the worker, or end the worker's flow runs after a commit and then the worker (`stop`)."""
+    """Become the server or the worker, or end the worker's flow runs after a commit and then the worker (`stop`).
+
+    Raises SiteError if the worker's server does not answer.
+    """
     settings = get_current_settings()
     home, url = settings.home, str(settings.api.url)
     home.mkdir(parents=True, exist_ok=True)
@@ -70,25 +71,12 @@ def main(part: str) -> None:
         password = read_password(Path(site.password_file))
         command, environment = server_start(place.hostname or "127.0.0.1", place.port or 4200, password=password)
     else:
-        _wait_for_server(url)
+        if not await_answer(url):
+            raise SiteError(f"no server answers at {url}", hint="systemctl --user status ckpt-server")
         with client_of(site) as client:
             prepare(Path.cwd(), site, client)
         command, environment = worker_start(site, home)
     os.execve(command[0], command, environment)  # noqa: S606 (no shell; systemd watches this process)
-
-
-def _wait_for_server(url: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not answers(url):
-        if time.monotonic() > deadline:
-            raise SiteError(f"no server answers at {url}", hint="systemctl --user status ckpt-server")
-        time.sleep(_LOOK_S)
-
-
-def local_url(port: int | None) -> str:
-    """Return the URL of the API that a server of this machine has at `port`, or at Prefect's own."""
-    api = get_current_settings().server.api
-    return api_url(api.host, port or api.port)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import get_current_settings
 from rich.console import Console
 
+from ckpt_tasks.checkpoint.acquiring import await_store_of
 from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate, evaluate_in
@@ -74,6 +75,7 @@ class Training:
         """
         BatchLength(steps=self.batch_steps)
         check_ranks(self.ranks, self.engine, self.min_ranks)
+        await_store_of(self.config)
         check_program(self.config, self.program)
         factory = find_program(self.program)
         if self.fork_from is not None:
@@ -192,6 +194,7 @@ def evaluate_in_terminal(
     results: list[EvaluationResult] = []
     out = Screen(stderr=stderr)
     with _exit_status() as status:
+        await_store_of(config)
         find_program(program)
         with _prefect(out), EvaluationLine(out):
             where: dict[str, Any] = {"run_key": str(config.run_key), "checkpoint_dir": config.location}

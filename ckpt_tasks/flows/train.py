@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
+from ckpt_tasks.checkpoint.acquiring import await_store_of
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.engines import find_engine
@@ -147,6 +148,8 @@ def _begin(
     check_saves(config)
     if back[0] is None and back[1] is not None:
         raise ConfigError("skip_batches needs rollback_to: the batches after which step?")
+    if flow_run.run_count == 1:  # A later start is resumed, and its store may be away for minutes.
+        await_store_of(config)
     skip_while_the_run_trains(config)
     factory = find_program(program)
     check_program(config, program)

@@ -47,6 +47,12 @@ class Engine(Protocol):
     def has_more(self) -> bool:
         """Return True if a new gang would have more ranks than this gang; begin to prepare the new ranks."""
 
+    def keep_to(self, ranks: int | None) -> bool:
+        """Start exactly so many ranks from now on; return False if the engine cannot, or if it does so already."""
+
+    def has_room(self) -> bool:
+        """Return False while the ranks that it must keep to have no room; log that now and then."""
+
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some ranks; only `hear` shows which ranks have ended."""
 

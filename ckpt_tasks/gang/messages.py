@@ -18,6 +18,7 @@ from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoi
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ranks.meeting import opened, sealed
 from ckpt_tasks.reading.restore import RestoreReport
+from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.session.session import Progress
 from ckpt_tasks.storage.answers import answer_of
 from ckpt_tasks.storage.locations import Location
@@ -228,6 +229,17 @@ def read_progress(fields: Mapping[str, Any]) -> Progress:
     """Read the result of `write_progress`."""
     commit: Checkpoint | None = read_checkpoint(fields["commit"]) if fields["commit"] else None
     return Progress(**{**fields, "commit": commit})
+
+
+def tell(listener: Listener, message: Told) -> None:
+    """Call a listener with an event of rank 0."""
+    value = message.value
+    if message.event == "committed" and listener.committed:
+        listener.committed(read_checkpoint(value))
+    elif message.event == "restored" and listener.restored:
+        listener.restored(read_report(value))
+    elif message.event == "failed" and listener.failed:
+        listener.failed(value["step"], Failed(**value).exception(0))
 
 
 def read_report(fields: Mapping[str, Any]) -> RestoreReport:

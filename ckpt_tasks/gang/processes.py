@@ -128,6 +128,14 @@ class Gang:
         """Return False: on one host all requested ranks are started."""
         return False
 
+    def keep_to(self, ranks: int | None) -> bool:
+        """Return False: the number of ranks never changes."""
+        return False
+
+    def has_room(self) -> bool:
+        """Return True: on one host the ranks are started at once."""
+        return True
+
     def tell(self, ranks: Sequence[RankProcess], message: Message) -> None:
         """Send a message to some of the ranks."""
         wanted = {rank.rank for rank in ranks}

@@ -11,12 +11,15 @@ Invariants
 
 from __future__ import annotations
 
+import logging
+import math
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +36,9 @@ from ckpt_tasks.gang.ray_agent import ANSWER_S, POLL_S, Agent
 _START_S = 300.0  # A busy machine imports torch slowly.
 _ROOM_S = 60.0
 _DOUBT_S = 60.0  # Do not use a lost node for this time: Ray needs up to 30 s to notice that a node is lost.
+_TELL_S = 300.0
+_WAITS = "RAY_gcs_server_port_wait_time_s"  # How often ray.init asks a head that does not answer, for 40 s each time.
+_log = logging.getLogger("ckpt_tasks")
 
 
 @dataclass(eq=False)
@@ -71,6 +77,8 @@ class RayGang:
         self._nodes: list[_Node] = []
         self._doubted: dict[str, float] = {}  # The time at which each node was lost.
         self._connected = False
+        self._kept = False  # True if another number of ranks cannot restore the run.
+        self._told_s = -math.inf
 
     @property
     def ranks(self) -> list[RankProcess]:
@@ -93,6 +101,27 @@ class RayGang:
         self.prepare()
         room = sum(node.room for node in self._nodes if node.is_ready)
         return min(room, self._size) > len(self.ranks)
+
+    def keep_to(self, ranks: int | None) -> bool:
+        """Start exactly so many ranks from now on; return False if that is outside `least` to `size`, or no change."""
+        if ranks is None or not self._least <= ranks <= self._size or self._least == self._size:
+            return False
+        self._least = self._size = ranks
+        self._kept = True
+        return True
+
+    def has_room(self) -> bool:
+        """Return False while the ranks that the gang must keep to have no room; log that every five minutes."""
+        if not self._kept:
+            return True  # `start` waits for room, and gives up.
+        self.prepare()
+        [*self._answers([(node, node.ready) for node in self._nodes if node.is_ready], ANSWER_S)]
+        self._give_up_lost()
+        room = sum(node.room for node in self._nodes if node.is_ready)
+        if room < self._least and time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            _log.warning("The Ray cluster has room for %d of %d ranks: training waits for more.", room, self._least)
+        return room >= self._least
 
     def start(self, begin: Begin) -> int:
         """Start the ranks on the available nodes; return the port on rank 0's node. Raises RankError."""
@@ -194,7 +223,8 @@ class RayGang:
             try:
                 if port.isdecimal() and "/" not in host:  # ray.init would wait for a missing head node for minutes.
                     socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-                ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
+                with _asking_once():
+                    ray.init(address=self._address, configure_logging=False, runtime_env=self._runtime_env or None)
             except (OSError, RuntimeError, ValueError) as error:
                 raise RankError(f"no Ray cluster answers at {self._address}: {error}") from error
             if in_main:
@@ -284,3 +314,15 @@ class RayGang:
                 node.lost = f"its agent has failed: {error.cause}"
             except RayError as error:
                 node.lost = str(error).partition("\n")[0]
+
+
+@contextmanager
+def _asking_once() -> Iterator[None]:
+    """Let ray.init ask a head that listens and does not answer for less than a minute, not for a quarter of an hour."""
+    ours = _WAITS not in os.environ
+    os.environ.setdefault(_WAITS, "1")
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[_WAITS]

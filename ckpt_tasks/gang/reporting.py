@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ckpt_tasks.errors import RankError
 from ckpt_tasks.gang.engine import RankProcess
 from ckpt_tasks.gang.messages import Done
 
+_log = logging.getLogger("ckpt_tasks")
 _MOST_ROWS = 32
 _MOST_NAMED = 3
 _MAIN = ("gang/rank.py", "_serve")  # This frame marks the main thread of a rank.
@@ -57,6 +60,20 @@ def waits_for_others(stacks: str) -> bool:
         if any(file.endswith(_MAIN[0]) and name == _MAIN[1] for file, _, name in frames):
             return any(part in frames[0][0] for part in _OF_COLLECTIVES)
     return False
+
+
+def hung(ranks: Sequence[RankProcess], silent: Sequence[int], silent_s: float, step: int) -> RankError:
+    """Log the stacks that the running ranks have written, and return the error for a hang of the `silent` ranks."""
+    for rank in ranks:
+        if not rank.is_stopped:
+            _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written or "it wrote none")
+    error = RankError(
+        f"{hung_words(ranks, silent)}: no step for {silent_s:.0f} s",
+        step=step,
+        hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
+    )
+    error.add_note(table_of(ranks))
+    return error
 
 
 def hung_words(ranks: Sequence[RankProcess], silent: Sequence[int]) -> str:

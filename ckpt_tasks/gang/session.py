@@ -25,7 +25,15 @@ from typing import Any, Self
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, NonFiniteError, OwnedError, RankError, StateError
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CkptError,
+    NonFiniteError,
+    OwnedError,
+    RankError,
+    StateError,
+    StateMismatchError,
+)
 from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
 from ckpt_tasks.gang.engine import Engine, Heard, RankProcess
 from ckpt_tasks.gang.messages import (
@@ -41,11 +49,11 @@ from ckpt_tasks.gang.messages import (
     Stop,
     Told,
     read_progress,
-    read_report,
+    tell,
     write_config,
 )
 from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.gang.reporting import GangRows, endings_of, hung_words, table_of
+from ckpt_tasks.gang.reporting import GangRows, endings_of, hung, table_of
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.ledger.history import Head
 from ckpt_tasks.ledger.metrics import GoingBack
@@ -56,6 +64,7 @@ from ckpt_tasks.session.session import Progress, watcher
 _LOOK_S = 0.05
 _STACKS_S = 2.0
 _EXIT_S = 10.0
+_ROOM_S = 1.0
 # A step may take `flush_timeout_s`. A restore, a save (ranks watch each other in both) and a rank's first step, which
 # may compile the model, may take this many times as long.
 _LONGER = 3
@@ -165,7 +174,7 @@ class GangSession:
                 self._end(keep=True)
             if not self._gang.ranks:
                 self._start()
-            self._order("restore", back=vars(self._back))
+            self._order_restore()
             self._back.went_back(self.position)
             if self._gang.ranks:  # None are left after a signal during the restore, even if its handler returned.
                 on = self._rows.began(self._gang.ranks, gethostname(), self._done)
@@ -218,7 +227,22 @@ class GangSession:
             self._interrupt.uninstall()
             self._interrupt.deliver()
 
+    def _order_restore(self) -> None:
+        """Restore; if only the ranks that have saved the checkpoint can, wait until there is room for as many."""
+        try:
+            self._order("restore", back=vars(self._back))
+        except StateMismatchError as error:
+            if not self._gang.keep_to(error.of_ranks):
+                raise
+            _log.warning("%s. Now %s ranks are waited for.", str(error).rstrip("."), error.of_ranks)
+            self._release()
+            self._start()
+            self._order("restore", back=vars(self._back))
+
     def _start(self) -> None:
+        while not self._gang.has_room():
+            self._let_through()
+            time.sleep(_ROOM_S)
         self._gang.start(replace(self._begin, secret=token_hex()))
         self._owner_pid = self._gang.ranks[0].pid
 
@@ -290,7 +314,8 @@ class GangSession:
             silent_s = {rank: time.monotonic() - at_s for rank, at_s in moved_s.items() if rank not in done}
             late = [rank for rank, for_s in silent_s.items() if for_s > deadline_s]
             if late and not self._may_be_busy(name, late, max(silent_s.values())):
-                raise self._hung(late, max(silent_s.values()))
+                self._gang.write_stacks(_STACKS_S)
+                raise hung(self._gang.ranks, late, max(silent_s.values()), self.position)
 
     def _may_be_busy(self, name: str, late: list[int], silent_s: float) -> bool:
         """Return True if the late ranks may need more than a step's time for their work, and no rank is stopped."""
@@ -331,7 +356,7 @@ class GangSession:
         elif isinstance(message, Told):
             for listener in self._listeners:
                 try:
-                    _tell(listener, message)
+                    tell(listener, message)
                 except Exception:  # noqa: BLE001 (logged: a listener must not stop training)
                     _log.exception("A listener failed after an event %r; the run goes on", message.event)
 
@@ -340,20 +365,6 @@ class GangSession:
         self._back.passed(progress.step)
         if watch := watcher.get():
             watch(progress)
-
-    def _hung(self, silent: list[int], silent_s: float) -> RankError:
-        """Log the stacks of the running ranks, and return the error for a hang."""
-        self._gang.write_stacks(_STACKS_S)
-        for rank in self._gang.ranks:
-            if not rank.is_stopped:
-                _log.warning("The stacks of rank %d:\n%s", rank.rank, rank.written or "it wrote none")
-        error = RankError(
-            f"{hung_words(self._gang.ranks, silent)}: no step for {silent_s:.0f} s",
-            step=self.position,
-            hint="The log has the stacks. If a step may take as long, raise flush_timeout_s.",
-        )
-        error.add_note(table_of(self._gang.ranks))
-        return error
 
     def _opened(self) -> Run:
         if self._run is None:
@@ -384,13 +395,3 @@ class GangSession:
         ckpt = Checkpointer(config, take_over=True, flow_run_id=self._flow_run_id)
         ckpt.acquire()
         return ckpt
-
-
-def _tell(listener: Listener, message: Told) -> None:
-    value = message.value
-    if message.event == "committed" and listener.committed:
-        listener.committed(read_checkpoint(value))
-    elif message.event == "restored" and listener.restored:
-        listener.restored(read_report(value))
-    elif message.event == "failed" and listener.failed:
-        listener.failed(value["step"], Failed(**value).exception(0))

@@ -32,6 +32,7 @@ class Differences:
     different: list[str] = field(default_factory=list)
     hint: str | None = None
     loose: bool = False
+    of_ranks: int | None = None  # Only so many ranks can restore the checkpoint.
     groups: tuple[str, ...] = ()  # The groups that are restored.
     missing_tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # By name.
     # The state's dtypes of tensors that differ from the checkpoint only in the dtype.
@@ -66,13 +67,15 @@ class Differences:
     def raise_any(self) -> None:
         """Raise StateMismatchError with all recorded differences; do nothing without differences."""
         if self.missing or self.unexpected or self.different:
-            raise StateMismatchError(
+            error = StateMismatchError(
                 "the checkpoint does not fit the state; nothing was changed",
                 missing=tuple(self.missing),
                 unexpected=tuple(self.unexpected),
                 different=tuple(self.different),
                 hint=self.hint or (_LOOSE_HINT if self.loose else self._what_to_do()),
             )
+            error.of_ranks = self.of_ranks
+            raise error
 
     def _renamed(self) -> dict[str, str]:
         return renamed_places(self.missing_tensors, self.missing, self.unexpected, self.stored, self.groups)

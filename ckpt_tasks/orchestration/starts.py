@@ -5,6 +5,7 @@ A killed process cannot end its task runs: on the pages they would stay "Running
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,9 +36,10 @@ from prefect.states import Cancelled, Crashed, Pending
 from ckpt_tasks.errors import CheckpointNotFoundError
 from ckpt_tasks.ledger.config import CheckpointConfig
 from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.orchestration.events import absolute
+from ckpt_tasks.orchestration.events import absolute, client_without_retries
 from ckpt_tasks.reading.reading import run_of
 
+_ANSWER_S = 10.0
 _PAGE = 200  # The server's limit for one answer.
 _log = logging.getLogger("ckpt_tasks")
 
@@ -68,16 +70,30 @@ def let_workers_take_it() -> None:
     """Let a worker take this flow run when it is scheduled again, although Prefect has retried it in this process.
 
     Workers ignore a flow run that waits for a retry in its own process, and Prefect does not forget that when the retry
-    begins: after a preemption nothing would start it for minutes (Prefect 3.8.8, issue 22847).
+    begins: after a preemption nothing would start it for minutes (Prefect 3.8.8, issue 22847). A preemption during the
+    delay before a retry is as bad, so the end of this process lets workers take it as well.
     """
-    if not flow_run.id or flow_run.run_count < 2:
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None:
         return
+    if run.run_count > 1:
+        _forget_retry(run.id)
+    if run.empirical_policy.retries and run.id not in _at_exit:
+        _at_exit.add(run.id)
+        atexit.register(_forget_retry, run.id)
+
+
+_at_exit: set[UUID] = set()  # The flow runs whose retry the end of this process forgets.
+
+
+def _forget_retry(run_id: UUID) -> None:
     try:
-        with get_client(sync_client=True) as client:
-            policy = client.read_flow_run(UUID(flow_run.id)).empirical_policy
+        with client_without_retries(_ANSWER_S) as client:
+            policy = client.read_flow_run(run_id).empirical_policy
             if policy.retry_type == "in_process":
                 policy = policy.model_copy(update={"retry_type": None})
-                client.update_flow_run(UUID(flow_run.id), empirical_policy=policy)
+                client.update_flow_run(run_id, empirical_policy=policy)
     except (httpx.HTTPError, PrefectException) as error:
         _log.warning("A preempted flow run may wait for minutes before a worker takes it: %s", error)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ class SnapshotCache:
         """Raise ConfigError if other users can access our directory in the configured memory directory."""
         if self._memory_dir not in (None, "auto"):
             private_root(Path(self._memory_dir))
+
+    def was_used(self) -> bool:
+        """Return True if an earlier process of this host has taken a run at this URL: its store has answered then."""
+        if self.copies is not None and self.copies.has(FORMAT_NAME):
+            return True
+        urls: set[str] = set()
+
+        def note(name: str, url: str) -> bool:
+            urls.add(url)
+            return False  # Remove nothing.
+
+        if (directory := self._directory(0)) is not None:
+            with suppress(ConfigError):
+                sweep(private_root(directory), note, left_s=0)
+        return self.store.url in urls
 
     @property
     def outlives(self) -> bool:

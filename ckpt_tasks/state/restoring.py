@@ -224,6 +224,7 @@ def _refuse_foreign(wanted: Mapping[str, Saved], state: Groups, differences: Dif
     for name in foreign:
         differences.differ(name, f"each rank's own, of {of_ranks} ranks; here are more or fewer")
         anew = f"begin it anew: restore(state, leave={foreign})"
+        differences.of_ranks = of_ranks
         differences.hint = f"Say what other ranks get, ByRank(value, others=…), or {anew}"
 
 

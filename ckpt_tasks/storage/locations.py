@@ -4,8 +4,9 @@ Unknown schemes are looked up in the entry points of the group `ckpt_tasks.place
 scheme, and loads a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
 location can name a Prefect block (block://NAME), although this room does not import Prefect (docs/decisions/0022).
 
-A run waits for minutes until an outage ends. At the command line a misspelled name or missing credentials are more
-likely than an outage, so the wait is short; some clients (Google's) search for credentials for minutes.
+A run waits for minutes until an outage ends. At the command line, and at a host's first start of a run, a misspelled
+name or missing credentials are more likely than an outage, so the wait is short; some clients (Google's) search for
+credentials for minutes.
 """
 
 from __future__ import annotations
@@ -208,14 +209,19 @@ def _known() -> list[str]:
 
 _DOUBLED = re.compile(rf"({'|'.join(SCHEMES)})//+")
 _PAUSE_S = 0.5
+_answered: set[str] = set()  # The URLs of the stores that have answered this process.
 _HINT = "Check its name, its endpoint, the credentials and the network: ckpt doctor-store tries each request."
 
 
 def await_first_answer(store: Store, limit_s: float) -> None:
     """Wait until a store has answered one small request, even with a refusal.
 
-    Raises StoreError if the store does not answer within `limit_s` seconds, ConfigError if its options are wrong.
+    Returns at once if the store has answered this process before. Raises StoreError if it does not answer within
+    `limit_s` seconds, ConfigError if its options are wrong.
     """
+    store = unwrapped(store)
+    if store.url in _answered:
+        return
     given_up, failure = threading.Event(), list[CkptError]()
 
     def ask() -> None:
@@ -224,8 +230,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
             try:
                 store.size(FORMAT_NAME)
             except CkptError as error:
-                transient = isinstance(error, StoreError) and error.transient
-                if not transient or time.monotonic() > until_s:
+                if not _is_silent(error) or time.monotonic() > until_s:
                     failure.append(error)
                     return
             else:
@@ -242,5 +247,11 @@ def await_first_answer(store: Store, limit_s: float) -> None:
     for error in failure:
         if isinstance(error, ConfigError):
             raise error
-        if isinstance(error, StoreError) and error.transient:
+        if _is_silent(error):
             raise StoreError(f"{store.url} does not answer: {error.message}", hint=_HINT) from error
+    _answered.add(store.url)
+
+
+def _is_silent(error: CkptError) -> bool:
+    """Return True if an error is no answer; an overloaded store, which refuses, has answered."""
+    return isinstance(error, StoreError) and error.transient and not error.refused

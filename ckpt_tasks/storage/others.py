@@ -11,7 +11,6 @@ from ckpt_tasks.errors import IntegrityError, StoreError
 from ckpt_tasks.storage.loop import each, failed, slices
 
 _T = TypeVar("_T")
-_SILENT = logging.NullHandler()
 
 
 class OtherRequests:
@@ -20,7 +19,8 @@ class OtherRequests:
     def __init__(self, fs: Any, bucket: str):
         self._fs = fs
         self._bucket = bucket
-        logging.getLogger("gcsfs").addHandler(_SILENT)  # Without a handler it prints a traceback for each of its tries.
+        if (log := logging.getLogger("gcsfs")).level == logging.NOTSET:
+            log.setLevel(logging.CRITICAL)  # It logs a traceback for each of its tries; our error has its words.
 
     async def put(self, key: str, body: Sequence[memoryview], *, absent: bool) -> None:
         size_bytes = sum(piece.nbytes for piece in body)

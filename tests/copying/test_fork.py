@@ -13,7 +13,7 @@ import pytest
 from ckpt_tasks.copying.fork import plan_fork, run_fork, without_user
 from ckpt_tasks.copying.syncing import plan_sync, run_sync
 from ckpt_tasks.copying.transfer import Moved
-from ckpt_tasks.errors import ConfigError, IntegrityError, RunMismatchError, StateError
+from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, RunMismatchError, StateError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
@@ -143,6 +143,23 @@ def test_a_place_that_holds_something_is_refused(a: Path, b: Path, tmp_path: Pat
         fork(a, 3, a / "inside")
     with pytest.raises(ConfigError, match="run's key"):
         fork(a, 3, tmp_path / "e", run_key="../up")
+
+
+@pytest.mark.parametrize("why", ["the target is a run", "the target cannot be written", "a part is missing"])
+def test_a_fork_that_fails_leaves_its_source_as_it_was(a: Path, b: Path, why: str) -> None:
+    """Nothing is written into the source's ledger, neither a lease nor its end: all is checked before the lease."""
+    place = b
+    if why == "the target is a run":
+        train(b, 1)
+    elif why == "the target cannot be written":
+        b.write_text("a file")
+        place = b / "inside"
+    else:
+        next(a.glob("checkpoint_000000000003/*/model-*")).unlink()
+    before = tree(a)
+    with pytest.raises(CkptError):
+        fork(a, 3, place, {"lr": 0.5})
+    assert tree(a) == before
 
 
 def test_the_same_fork_again_changes_nothing(a: Path, b: Path) -> None:

@@ -15,11 +15,12 @@ from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.flows.train import train
 from tests.support.tiny import Tiny
 
-__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "retried", "timed"]
+__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "delayed", "retried", "timed"]
 
 TIMEOUT_S = 30.0
 timed = train.with_options(timeout_seconds=TIMEOUT_S)
 retried = train.with_options(retries=3)
+delayed = train.with_options(retries=3, retry_delay_seconds=600)
 
 
 class Gated(Tiny):
@@ -27,8 +28,8 @@ class Gated(Tiny):
     in the place "again" it raises at that step first, and waits there in the next attempt.
 
     `folder` holds the files: "at" is made when the process is there, "alarm" when the flow's timeout comes meanwhile,
-    and every completed step is a line of "steps". In the place "retry" the step raises instead, once: the process waits
-    in the delay before the retry.
+    and every completed step is a line of "steps". In the places "retry" and "delay" the step raises instead, once: the
+    process waits in the delay before the retry, of the task or of the flow.
     """
 
     def __init__(self, *, folder: str, place: str, at: int = 3):
@@ -66,7 +67,7 @@ class Gated(Tiny):
             self.stop()
         if step == self._at and self._place == "again" and (self._folder / "failed").exists():
             self.stop()
-        if step == self._at and self._place in ("retry", "again") and not (self._folder / "failed").exists():
+        if step == self._at and self._place in ("retry", "delay", "again") and not (self._folder / "failed").exists():
             (self._folder / "failed").touch()
             raise RuntimeError(f"injected in step {step}")
 

@@ -22,7 +22,7 @@ from prefect.utilities import engine
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
-from tests.flows.gated import retried, timed
+from tests.flows.gated import delayed, retried, timed
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -46,8 +46,8 @@ class Attempt:
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         flow = options.pop("flow", train)
-        named = {train: "flows/train.py:train", timed: "tests/flows/gated.py:timed"}
-        entrypoint = named.get(flow, "tests/flows/gated.py:retried")
+        names = {timed: "timed", retried: "retried", delayed: "delayed"}
+        entrypoint = f"tests/flows/gated.py:{names[flow]}" if flow in names else "flows/train.py:train"
         deployment = client.create_deployment(
             client.create_flow(flow), folder.name, entrypoint=entrypoint, pull_steps=[here]
         )
@@ -79,7 +79,9 @@ class Attempt:
 
     def until_there(self) -> None:
         """Wait until the process is where it is to be acted upon."""
-        if self.place == "retry":  # the engine's own word: before it the failed attempt is still tidied up
+        if self.place == "delay":
+            self.until(lambda: "AwaitingRetry" in self.states(), "the retry of the flow is waited for")
+        elif self.place == "retry":  # the engine's own word: before it the failed attempt is still tidied up
             self.until(lambda: "will start" in self.output(), "the retry is waited for")
         else:
             self.until((self.folder / "at").exists, "the program is there")
@@ -254,6 +256,21 @@ def test_a_worker_takes_a_preempted_flow_run_that_prefect_has_retried(start: Sta
     run.go()
     assert run.ended() == 0
     assert run.client.read_flow_run(run.run).empirical_policy.retry_type != "in_process"  # workers pass over those
+
+
+def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Start) -> None:
+    """P69: in the delay before a retry of the whole flow nothing trains; a preemption leaves nothing to wait for."""
+    run = start("delay", flow=delayed, retries=0)
+    before = run.client.read_flow_run(run.run)
+    assert (before.run_count, before.empirical_policy.retry_type) == (1, "in_process")
+    run.terminate()
+    run.until(lambda: run.states().count("AwaitingRetry") == 2, "the flow run is scheduled again")
+    run.ended()
+    after = run.client.read_flow_run(run.run)
+    assert before.next_scheduled_start_time is not None
+    assert after.next_scheduled_start_time is not None
+    assert after.empirical_policy.retry_type != "in_process"  # workers pass over those
+    assert after.next_scheduled_start_time < before.next_scheduled_start_time
 
 
 def test_a_cancelled_training_ends_without_its_supervisor(start: Start) -> None:

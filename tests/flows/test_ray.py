@@ -81,10 +81,12 @@ def test_a_lost_node_is_a_retry_with_the_ranks_that_are_left(
         until(lambda: nodes.ranks() == [])
     states, [rows] = pages(run_dir)
     assert states == ["Completed"]
-    assert [(row["ranks"], row["hosts"], row["steps"]) for row in rows] == [
-        ("2", "127.0.0.2: 0 to 1", "5 to 15"),
-        ("4", "127.0.0.2: 0 to 1, 127.0.0.3: 2 to 3", "0 to 5"),
+    assert [(row["ranks"], row["hosts"]) for row in rows] == [
+        ("2", "127.0.0.2: 0 to 1"),
+        ("4", "127.0.0.2: 0 to 1, 127.0.0.3: 2 to 3"),
     ]
+    assert rows[0]["steps"] == "5 to 15"
+    assert rows[1]["steps"] in {"0 to 5", "0 to 6"}  # the step before the last one may not have been told of
     assert rows[1]["ended by"].startswith("the node 127.0.0.3 of rank 2, 3 is lost: ")
     plain(tmp_path / "plain", (4, 5), (2, 15))
     assert trained(run_dir) == trained(tmp_path / "plain")

@@ -25,6 +25,7 @@ from prefect.states import (
     Suspended,
 )
 
+from ckpt_tasks.deploying.site import schedule_again
 from ckpt_tasks.doctor.server import check_flow_runs
 from ckpt_tasks.flows.watch import watch
 from ckpt_tasks.orchestration.abandoned import Limits, start_again
@@ -211,6 +212,14 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
     assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
     for run in (late.id, soon.id, silent):
         client.delete_flow_run(run)
+
+
+def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> None:
+    """Those that their supervisor has scheduled count as those that `ckpt down` schedules; what has ended does not."""
+    gone_on: list[tuple[object, ...]] = [(AwaitingRetry(),), (Running(), Crashed()), (Running(),), (Pending(),)]
+    ended: list[tuple[object, ...]] = [(Running(), Completed()), (Running(), Cancelled()), (Running(), Failed())]
+    runs = [made(client, "counted", *states) for states in (*gone_on, *ended)]
+    assert [schedule_again(client, run) for run in runs] == [True] * len(gone_on) + [False] * len(ended)
 
 
 def test_who_was_ended_is_marked_before_it_waits(client: SyncPrefectClient) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,14 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.errors import CkptError
+from ckpt_tasks.errors import CkptError, RankError
 from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.restore import RestoreReport
 from ckpt_tasks.saving.listening import Listener
 from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
-from tests.support.elastic import ELASTIC, trained
+from tests.support.elastic import ELASTIC, OWNED, trained
 
 ray = pytest.importorskip("ray")
 
@@ -145,6 +146,49 @@ def test_a_lost_node_is_fewer_ranks_and_a_new_one_more(run_dir: Path, tmp_path: 
     assert failure.__notes__[0].count(f"on the lost node 127.0.0.{lost}") == 2
     assert_as_plain(run_dir, tmp_path / "plain", training.sizes)
     until(lambda: nodes.ranks() == [])
+
+
+def test_an_engine_keeps_to_ranks_that_were_asked_for() -> None:
+    """Only a number from the least to all of them, and only once: what else is refused cannot be waited for."""
+    engine = RayGang(4, 2, "127.0.0.1:1")
+    assert [engine.keep_to(ranks) for ranks in (None, 1, 5, 3, 3, 4)] == [False, False, False, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_head_that_listens_and_does_not_answer_is_an_error() -> None:
+    """As one that is lost while its host lives: a start says so within a minute, and Ray is left as it was."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(RankError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
+            RayGang(2, 2, f"127.0.0.1:{port}").prepare()
+    assert not is_connected()
+    assert "RAY_gcs_server_port_wait_time_s" not in os.environ
+
+
+@pytest.mark.slow
+def test_ranks_with_values_of_their_own_wait_for_a_node(
+    run_dir: Path, tmp_path: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
+    training, lost = Training(), max(nodes.numbers)
+    engine, params = RayGang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
+
+    def train_on() -> None:
+        config = config_of(run_dir)
+        with GangSession(config, OWNED, params, ranks=4, engine=engine, flow_run_id="a flow run") as session:
+            training.run(session, training.to(10))
+
+    going = threading.Thread(target=train_on, daemon=True)
+    going.start()
+    until((tmp_path / "stopped").exists)
+    nodes.kill(lost)
+    until(lambda: "2 of 4 ranks: training waits for more" in caplog.text)
+    assert training.sizes == {5: 4}
+    nodes.add(lost + 1)  # in this thread: a raylet dies with the thread that has started it
+    going.join(240)
+    assert training.sizes == {5: 4, 10: 4}
+    [failure] = training.failures
+    assert str(failure).startswith(f"the node 127.0.0.{lost} of rank 2, 3 is lost: ")
 
 
 def assert_as_plain(run_dir: Path, plain: Path, sizes: dict[int, int]) -> None:

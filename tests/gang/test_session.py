@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ckpt_tasks.gang.session import GangSession
 from ckpt_tasks.reading.reading import open_run
 from ckpt_tasks.session.session import Progress, watcher
 from ckpt_tasks.system import host_name
-from tests.support.agents import MARK, PARALLEL, config_of, kept, left, main, train, trained
+from tests.support.agents import MARK, PARALLEL, KeptGang, config_of, kept, left, main, train, trained
 from tests.support.children import Child
 
 TOTAL = 18
@@ -256,3 +257,81 @@ def test_a_signal_is_one_commit_at_one_step(
     assert 3 <= run.find("latest").step == last < TOTAL
     assert train(config_of(run_dir), {}, TOTAL) == []
     assert trained(run_dir) == whole
+
+
+class Small(KeptGang):
+    """A place for one rank at first, and for more once it was asked for their room three times."""
+
+    def __init__(self, size: int = 1):
+        super().__init__()
+        kept.prepare()
+        self._server = kept._server
+        self._size, self.asked = size, 0
+        self.kept_to: list[int | None] = []
+
+    def start(self, begin: Begin) -> int:
+        return super().start(replace(begin, size=self._size, local_size=self._size))
+
+    def keep_to(self, ranks: int | None) -> bool:
+        self.kept_to.append(ranks)
+        if ranks is None or ranks == self._size:
+            return False
+        self._size = ranks
+        return True
+
+    def has_room(self) -> bool:
+        self.asked += bool(self.kept_to)
+        return self.asked == 0 or self.asked > 3
+
+
+def test_a_state_of_each_rank_waits_for_as_many_ranks(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With room for fewer than those that have each saved their own, a start waits for them, and says so once.
+
+    It has not failed then, and training goes on where it was. A state that any number of ranks can restore waits for
+    nothing.
+    """
+    program = "tests.support.parallel:Owned"
+    for engine, wanted in ((Small(2), 5), (Small(), 10)):
+        with GangSession(config_of(run_dir), program, ranks=2, engine=engine, flow_run_id="a flow run") as session:
+            assert session.restore() == wanted - 5
+            session.run(wanted)
+            session.save(wanted)
+            assert session.ranks == 2
+    assert (engine.kept_to, engine.asked) == ([2], 4)
+    [said] = [record.getMessage() for record in caplog.records if "waited for" in record.getMessage()]
+    assert "own (each rank's own, of 2 ranks" in said
+    assert said.endswith("Now 2 ranks are waited for.")
+    assert [note["note"] for note in open_run(str(run_dir)).notes() if note["note"] == "failure"] == []
+    free = run_dir.with_name("free")
+    for engine in (Small(2), Small()):
+        with GangSession(config_of(free), PARALLEL, ranks=2, engine=engine, flow_run_id="a flow run") as session:
+            session.save(session.restore() or 1)
+        assert engine.kept_to == []
+
+
+def test_a_start_that_waits_for_ranks_hears_a_signal(run_dir: Path) -> None:
+    """SIGTERM ends the wait at once."""
+
+    class Never(Small):
+        def has_room(self) -> bool:
+            if self.kept_to:
+                signal.raise_signal(signal.SIGTERM)
+            return not self.kept_to
+
+    program = "tests.support.parallel:Owned"
+    with GangSession(config_of(run_dir), program, ranks=2, engine=Small(2), flow_run_id="a flow run") as session:
+        session.restore()
+        session.run(1)
+        session.save(1)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(InterruptedError(number)))
+    try:
+        with (
+            pytest.raises(InterruptedError),
+            GangSession(config_of(run_dir), program, ranks=2, engine=Never(), flow_run_id="a flow run") as session,
+        ):
+            session.restore()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    owner = open_run(str(run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released

@@ -268,12 +268,18 @@ def test_trainers_own_switch_counts_until_the_run_has_a_checkpoint(tmp_path: Pat
     assert lines[-1][0] == "end"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("job", "status"), [(LIGHTNING, 0), pytest.param(TRAINER, -15, marks=pytest.mark.slow)]
 )  # Lightning raises SystemExit
-def test_sigterm_ends_after_the_step_with_a_commit(job: str, status: int, tmp_path: Path) -> None:
-    """P69: the step in hand is finished and committed, and the framework ends as it does after a SIGTERM."""
-    reference, legs, statuses = compared(job, tmp_path, {"interval": 100}, within([7]), number=signal.SIGTERM)
+def test_a_signal_ends_after_the_step_with_a_commit(
+    job: str, status: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    """P69: the step in hand is finished and committed, and the framework ends as it does after a SIGTERM.
+
+    So it does at the signal that Slurm sends before it ends a job.
+    """
+    reference, legs, statuses = compared(job, tmp_path, {"interval": 100}, within([7]), number=number)
     assert statuses == [0, status, 0]
     assert begins(legs) == [0, 8]
     assert_equal(reference, legs)

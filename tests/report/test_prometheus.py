@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ from ckpt_tasks.ledger.goodput import follow
 from ckpt_tasks.ledger.timeline import read_timeline
 from ckpt_tasks.report.prometheus import Runs, registry_of
 from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
+from tests.servers.process import free_port
 from tests.support.cli_runs import ckpt
 from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
@@ -69,6 +71,32 @@ def runs(tmp_path: Path) -> Path:
     (tmp_path / "damaged" / "format.json").unlink()
     (tmp_path / "nothing").mkdir()
     return tmp_path
+
+
+def test_metrics_are_served_to_this_machine_only(runs: Path) -> None:
+    """`ckpt metrics --port` has the rule of `ckpt serve`: a Host header of another site is refused."""
+    port = free_port()
+    command = [sys.executable, "-m", "ckpt_tasks", "metrics", str(runs), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert "Serving" in server.stdout.readline()
+            answers = {host: get(port, host) for host in ("localhost", "127.0.0.1:80", "evil.example", "")}
+        finally:
+            server.kill()
+    assert [status for status, _ in answers.values()] == [200, 200, 421, 421]
+    assert "ckpt_last_checkpoint_step" in answers["localhost"][1]
+    assert "ckpt_" not in answers["evil.example"][1]
+
+
+def get(port: int, host: str) -> tuple[int, str]:
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        line.request("GET", "/metrics", headers={"Host": host})
+        answer = line.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        line.close()
 
 
 def test_each_metric_is_what_the_ledger_says(runs: Path) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serve import make_root
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.serving.server import PageServer
 from ckpt_tasks.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.browser import Page, browser
+from tests.support.cli_runs import config, some_state
 from tests.support.histories import Told, trained
 
 ROWS = "[...document.querySelectorAll('#table tbody tr .name')].map(cell => cell.textContent)"
@@ -153,6 +155,30 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
         page.value("document.querySelector('.name button').click()")
         page.until(f"document.querySelector('#abouts').innerText.includes({EVIL!r})")
         assert page.value("document.querySelectorAll('img').length") == 0
+        server.shutdown()
+
+
+@pytest.mark.parametrize("metric", ["constructor", "__proto__", "toString"])
+def test_a_metric_may_have_the_name_of_a_member_of_every_object(page: Page, tmp_path: Path, metric: str) -> None:
+    """Its chart has the values of the run that has it, beside a run that has none, and other metrics are there."""
+    for run, metrics in {"run": {metric: 0.5, "loss": 0.25}, "other": {"loss": 0.125}}.items():
+        with Checkpointer(config(tmp_path / run)) as ckpt:
+            for step in (1, 2):
+                ckpt.save(step, some_state(step), metrics=metrics)
+    table = RunTable(LocalStore(tmp_path))
+    with PageServer(table, "127.0.0.1", 0, None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        table.start()
+        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=run&run=other")
+        labels = "[...document.querySelectorAll('.chart-canvas')].map(one => one.ariaLabel)"
+        for name, run, value in ((metric, "run", "0.5"), ("loss", "run", "0.25"), ("loss", "other", "0.125")):
+            page.until(f"{labels}.some(label => label.startsWith({name!r}) && label.includes('{run} ends at {value}'))")
+        assert (
+            page.value("[...document.querySelectorAll('#table tbody tr')].map(row => row.innerText).join()").count(
+                "native code"
+            )
+            == 0
+        )
         server.shutdown()
 
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from ckpt_tasks import ByRank
+
 
 class Parallel:
     """Fit noise with a net that has dropout, in a DistributedDataParallel or sharded; each rank has its own batches.
@@ -182,3 +184,15 @@ class Initialising(Parallel):
     def __init__(self, **options: Any):
         dist.init_process_group()
         super().__init__(**options)
+
+
+class Owned(Parallel):
+    """Each rank has a value of its own in the state, which only as many ranks can restore."""
+
+    def __init__(self, **params: Any):
+        super().__init__(**params)
+        self.state["own"] = ByRank({"rank": self._rank})
+
+    def train_step(self) -> dict[str, float]:
+        assert self.state["own"].value == {"rank": self._rank}
+        return super().train_step()
