@@ -36,6 +36,7 @@ from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.names import named_parameters
 from ckpt_tasks.objects.optimizers import is_ordinary
 from ckpt_tasks.objects.started import Started
+from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
@@ -89,6 +90,8 @@ class Unsaved:
         for name, value, before in watched:
             if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
+        if not any(isinstance(value, Covering) or _may_hold_others(value) for value in state.values()):
+            watch_gradients(state, step)
         if self.has_looked or step <= restored_step:
             return
         self.has_looked = True
