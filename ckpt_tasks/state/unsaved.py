@@ -59,7 +59,8 @@ _ANY_NUMBER = ("generator", "table")
 _OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.", "ckpt_tasks.integrations.")
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
-    *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.", "ckpt_tasks.integrations.", "contextlib", "tqdm."),
+    *("ckpt_tasks.checkpoint.", "ckpt_tasks.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
+    *("contextlib", "tqdm."),
     *("accelerate.", "lightning.", "pytorch_lightning.", "torch.", "transformers.", "trl."),
 )
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
