@@ -23,7 +23,8 @@ class Program:
     def __init__(self, run: Path, adopted: str, fail_at: int = 0):
         torch.manual_seed(0)
         self.run, self.adopted, self.fail_at, self.steps = run, adopted, fail_at, 0
-        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        self.body = nn.Linear(2, 2)
+        self.net = nn.Sequential(self.body, nn.Linear(2, 1))
         self.net[0].requires_grad_(False)
 
     def step(self, x: torch.Tensor, *optimizers: torch.optim.Optimizer) -> None:
@@ -64,7 +65,7 @@ class Program:
         self.phase("head", head)
         self.net[0].requires_grad_(True)
         self.phase("body", other or torch.optim.Adam(self.net[0].parameters()))
-        return self.net[0].weight.detach()
+        return self.body.weight.detach()
 
     def in_one_directory(self) -> torch.Tensor:
         data = ResumableLoader(DATA, 2, shuffle=True, seed=0)
@@ -78,7 +79,7 @@ class Program:
                     self.step(x, head, body)
                     ckpt.step(number, state)
                     done = number
-        return self.net[0].weight.detach()
+        return self.body.weight.detach()
 
     def train(self, form: str) -> torch.Tensor:
         return self.in_one_directory() if form == "one" else self.in_two_directories(early=form == "two, made early")
@@ -174,7 +175,7 @@ def averaged(run: Path, until: int) -> torch.Tensor:
 
 def test_an_optimizer_with_modes_of_its_own_is_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Saved in either mode and resumed, it ends bit for bit; what it counts and switches itself is no setting."""
-    for until in (1, 4, 5, 8):
-        resumed = averaged(tmp_path / "resumed", until)
-    assert torch.equal(resumed, averaged(tmp_path / "whole", 8))
+    for until in (1, 4, 5):
+        averaged(tmp_path / "resumed", until)
+    assert torch.equal(averaged(tmp_path / "resumed", 8), averaged(tmp_path / "whole", 8))
     assert caplog.messages == []
