@@ -206,7 +206,8 @@ def test_the_sums_of_a_class_of_ones_own_are_state(by_mode: bool, tmp_path: Path
             str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=True, learning_rate=0.1, logging_steps=3, remove_unused_columns=False,
         )  # fmt: skip
-        recording, sums = Recording(stop), defaultdict(list)
+        recording = Recording(stop)
+        sums: Any = defaultdict(list)
         trainer = Averaging(
             {"train": sums, "eval": defaultdict(list)} if by_mode else sums,
             model=Squares(torch.nn.Linear(4, 4)),
