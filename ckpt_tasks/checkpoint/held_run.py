@@ -34,8 +34,9 @@ from ckpt_tasks.saving.saver import Saver
 from ckpt_tasks.saving.schedule import SaveSchedule
 from ckpt_tasks.saving.tenure import Line, Tenure
 from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups
-from ckpt_tasks.state.unsaved import warn_of_trained
+from ckpt_tasks.state.unsaved import warn_of_trained, watch_optimizers
 from ckpt_tasks.system import gang_rank, system
 from ckpt_tasks.upkeep.pruning import Pruner
 from ckpt_tasks.upkeep.upkeep import verify_checkpoint
@@ -338,6 +339,8 @@ class HeldRun:
     def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
+        watch_gradients(state)
+        watch_optimizers(state)
         earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
         if self._own().committer is not None and earlier:
             soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
@@ -352,6 +355,8 @@ class HeldRun:
 
         A fork applies its own parameters later, so there is no warning of them.
         """
+        watch_gradients(state)
+        watch_optimizers(state)
         if self._ranks.first:
             self._start.restored(chosen, snapshot, self._cache.reached)
         origin = self._history.head().state.origin if report.replaced else None

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,6 @@ _PROGRESS = (
 )
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 _OF_TRL = ("_step", "_buffered_inputs", "_total_train_tokens")
-_SUMS_OF_TRL = ("_metrics", "_stored_metrics")  # By mode ("train", "eval") and name.
 _LOADERS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler")
 _LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
 _ORDER = "The epoch goes on in another order: some of its samples come twice, others not at all."
@@ -239,9 +239,8 @@ class TrainerProgress(Started):
         self._trainer._tr_loss.fill_(given["loss"])
         self._trainer.current_flos = given["flos"]
         for name, value in given.get("reused", {}).items():
-            if name in _SUMS_OF_TRL:
-                for mode, metrics in value.items():
-                    vars(self._trainer)[name][mode].update(metrics)
+            if name not in _OF_TRL:
+                _fill(vars(self._trainer).get(name, {}), value)
             else:
                 setattr(self._trainer, name, send_to_device(value, self._trainer.args.device))
 
@@ -280,15 +279,35 @@ class TrainerProgress(Started):
 
 
 def _reused(trainer: Any) -> dict[str, Any]:
-    """Return what TRL's trainers keep between steps: sums of metrics, tokens, reused generations with their count."""
-    sums = {name: vars(trainer)[name] for name in _SUMS_OF_TRL if isinstance(vars(trainer).get(name), dict)}
-    if not sums:
-        return {}
-    own = {name: vars(trainer)[name] for name in _OF_TRL if name in vars(trainer)}
+    """Return what a class below Trainer keeps between steps: sums of metrics, and of TRL's tokens and generations."""
+    sums = {name: _plain(value) for name, value in vars(trainer).items() if _is_sums(value)}
+    is_trls = any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+    own = {name: vars(trainer)[name] for name in _OF_TRL if is_trls and name in vars(trainer)}
     if "_buffered_inputs" in own:
         every = getattr(trainer.args, "steps_per_generation", 1) * getattr(trainer, "num_iterations", 1)
         own["_buffered_inputs"] = send_to_device(own["_buffered_inputs"], "cpu") if own["_step"] % every else None
-    return {**own, **{name: {mode: dict(of) for mode, of in value.items()} for name, value in sums.items()}}
+    return {**own, **sums}
+
+
+def _is_sums(value: Any) -> bool:
+    """Return True for numbers, or lists of them, in a defaultdict by name, or in a dict of these by mode."""
+    if not isinstance(value, defaultdict):
+        by_mode = value.values() if type(value) is dict else ()
+        return bool(by_mode) and all(isinstance(one, defaultdict) and _is_sums(one) for one in by_mode)
+    items = [one for item in value.values() for one in (item if isinstance(item, list) else [item])]
+    return all(isinstance(one, (int, float, np.generic, torch.Tensor)) or _is_sums(one) for one in items)
+
+
+def _plain(sums: Any) -> Any:
+    return {name: _plain(value) for name, value in sums.items()} if isinstance(sums, dict) else sums
+
+
+def _fill(sums: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    for name, value in saved.items():
+        if isinstance(value, Mapping):
+            _fill(sums[name], value)
+        else:
+            sums[name] = value
 
 
 class _Base(Trainer):

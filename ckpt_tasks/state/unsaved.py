@@ -3,9 +3,9 @@
 The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, tables and averages
 only in the variables of the loop that saves, since others in the process may belong to other code; a trainer's loop is
 the code that calls the trainer. If the state has an object of an unknown class, which may hold such objects, only
-loaders that draw numbers cause a warning. A scaler or
-generator causes a warning only if it has changed by the next save: a generator that only made or split the data is not
-part of training.
+loaders that draw numbers cause a warning. A scaler or generator causes a warning only if it has changed by the next
+save: a generator that only made or split the data is not part of training. An optimizer that was alive at the start
+causes one only at the first save after it has stepped: it may belong to another phase of the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.objects.names import named_parameters
 from ckpt_tasks.objects.optimizers import is_ordinary
 from ckpt_tasks.objects.started import Started
+from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.tables.table import LookupTable
 from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
@@ -43,6 +44,7 @@ from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[Unsaved] = WeakSet()
+_steps: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # True: has stepped since the start.
 _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
@@ -57,7 +59,8 @@ _ANY_NUMBER = ("generator", "table")
 _OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.", "ckpt_tasks.integrations.")
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
-    *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.", "ckpt_tasks.integrations.", "contextlib", "tqdm."),
+    *("ckpt_tasks.checkpoint.", "ckpt_tasks.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
+    *("contextlib", "tqdm."),
     *("accelerate.", "lightning.", "pytorch_lightning.", "torch.", "transformers.", "trl."),
 )
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
@@ -78,6 +81,7 @@ class Unsaved:
         self.has_looked = False
         self._held: list[Any] = []  # The state's objects of _KINDS.
         self._watched: list[tuple[str, Any, Any]] = []
+        self._outside: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         _lookers.add(self)
 
     def look(self, state: Groups, step: int, restored_step: int) -> None:
@@ -89,6 +93,9 @@ class Unsaved:
         for name, value, before in watched:
             if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
+        if not any(isinstance(value, Covering) or _may_hold_others(value) for value in state.values()):
+            watch_gradients(state, step)
+        _warn_of_optimizers(self._outside)
         if self.has_looked or step <= restored_step:
             return
         self.has_looked = True
@@ -103,7 +110,9 @@ class Unsaved:
         by_trainer = any(isinstance(value, Covering) and isinstance(value, Started) for value in state.values())
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
-            _warn_of_optimizers(state, optimizers)
+            outside = _outside(state, optimizers)
+            _warn_of_optimizers(outside)
+            self._outside = WeakKeyDictionary(outside)
             _warn_of_schedules(state, [one for one in schedules if not any(one is known for known in covered)])
             _warn_of_ranks(state, {*map(id, covered)})
             _warn_of_parameters(state)
@@ -194,19 +203,39 @@ def _has_stepped(of_parameter: object) -> bool:
     return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
-def _warn_of_optimizers(state: Groups, optimizers: list[Optimizer]) -> None:
-    """Warn of optimizers that train the state's parameters but are not in the state."""
+def watch_optimizers(state: Groups) -> None:
+    """Note at a start which optimizers outside the state train its parameters, to learn whether they step in this run.
+
+    The program may have made an optimizer for another phase of training.
+    """
+    for value in _outside(state, _alive(Optimizer)):
+        if value not in _steps and is_ordinary(value):
+            value.register_step_post_hook(_note_step)
+        _steps[value] = not is_ordinary(value)
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _steps[optimizer] = True
+
+
+def _outside(state: Groups, optimizers: Iterable[Optimizer]) -> dict[Optimizer, str]:
+    """Return the optimizers outside the state that train its parameters, each with the name of a module."""
     of_module = {id(parameter): name.partition("/")[0] for name, parameter in named_parameters(state.modules)}
     for number in (n for value in state.values() if isinstance(value, Optimizer) for n in _parameters(value)):
         of_module.pop(number, None)
-    for value in _new(value for value in optimizers if not _parameters(value).isdisjoint(of_module)):
-        own = _parameters(value)
-        module = next(name for number, name in of_module.items() if number in own)
+    trained = ((value, next(filter(None, map(of_module.get, _parameters(value))), None)) for value in optimizers)
+    return {value: module for value, module in trained if module is not None}
+
+
+def _warn_of_optimizers(outside: Mapping[Optimizer, str]) -> None:
+    """Warn of optimizers outside the state that have stepped since the start."""
+    for value in _new(value for value in outside if _steps.get(value, True)):
         _log.warning(
             "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
             "Save it too: state={..., 'optimizer': optimizer}",
             type(value).__qualname__,
-            module,
+            outside[value],
         )
 
 

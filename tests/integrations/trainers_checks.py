@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,53 @@ class Squares(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": (self.net(x) - 1).square().mean()}
+
+
+class Averaging(CkptTrainer):
+    """A class of a user's own that logs means over the steps since its last log."""
+
+    def __init__(self, sums: Any, **options: Any):
+        super().__init__(**options)
+        self.own_sums, self.cache = sums, {"train": object()}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss: Any = super().compute_loss(model, inputs, *args, **kwargs)
+        sums = self.own_sums.get("train", self.own_sums)
+        sums["squares"].append(loss.item() ** 2)
+        sums["count"] = sums["count"] + 1 if "count" in sums else 1
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        sums = self.own_sums.get("train", self.own_sums)
+        if "loss" in logs:
+            logs["squares"] = sum(sums["squares"]) / sums["count"]
+            sums.clear()
+        super().log(logs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("by_mode", [False, True])
+def test_the_sums_of_a_class_of_ones_own_are_state(by_mode: bool, tmp_path: Path) -> None:
+    """Numbers and lists in a defaultdict, or in one for each mode, are those of the steps since the last log."""
+
+    def train(run: str, stop: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+        set_seed(1)
+        args = TrainingArguments(
+            str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=True, learning_rate=0.1, logging_steps=3, remove_unused_columns=False,
+        )  # fmt: skip
+        recording = Recording(stop)
+        sums: Any = defaultdict(list)
+        trainer = Averaging(
+            {"train": sums, "eval": defaultdict(list)} if by_mode else sums,
+            model=Squares(torch.nn.Linear(4, 4)),
+            args=args,
+            train_dataset=[{"x": torch.randn(4)} for _ in range(24)],
+            callbacks=[recording],
+            checkpoint=CheckpointConfig(checkpoint_dir=tmp_path / run, step_interval=1),
+        )
+        return trained(trainer, recording)
+
+    check_stops(train, 2, 4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL

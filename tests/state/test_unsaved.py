@@ -26,8 +26,9 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from tqdm import tqdm
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader, ResumableSampler
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader, ResumableSampler, resumable
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 
@@ -137,6 +138,25 @@ def test_an_optimizer_whose_parameters_are_elsewhere(
         trained(2, {**training(), "alphas": torch.optim.Adam([alpha]), **more.get(held, {})}, tmp_path, lambda: None)
     said = ["alphas trains 1 parameters that are not in the state (shapes [3])" in text for text in caplog.messages]
     assert said == [True] * (held == "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["AveragedModel", "Generator", "numpy"])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_what_a_loop_of_two_lines_forgets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_saved: bool
+) -> None:
+    """P1: what a plain loop is told of its variables is told in a loop of `resumable`, also in a progress bar."""
+    (make, use), state = KINDS[kind], training()
+    live = make(state)
+    more = {"live": live} if is_saved else {}
+    config = CheckpointConfig(checkpoint_dir=str(tmp_path), step_interval=1, memory_dir=None)
+    loader, epochs = resumable(config, DataLoader(DATA, batch_size=2), 1, **state, **more)
+    for _ in epochs:
+        for (x,) in tqdm(loader, disable=None):
+            state["model"](x).sum().backward()
+            use(state, live)
+            state["optimizer"].step()
+    assert [text.startswith("live (") for text in caplog.messages] == [True] * (not is_saved)
 
 
 class PartOf(Sampler[int]):
