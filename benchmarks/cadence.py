@@ -26,9 +26,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ckpt_tasks.ledger.observing import ENTRIES_READ
-from ckpt_tasks.policy.cadence import OVERHEAD_CAP, AutoCadence, Observed, daly_interval_s
-from ckpt_tasks.report.words import span
+from ckpt_tasks.format.policy.cadence import OVERHEAD_CAP, AutoCadence, Observed, daly_interval_s
+from ckpt_tasks.run.ledger.observing import ENTRIES_READ
+from ckpt_tasks.run.report.words import span
 
 __all__ = ["BLOCKING", "CLAIMED", "Failures", "Learner", "Scenario", "main", "measure", "run_auto", "run_fixed"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.apart import summary
 from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 
 __all__ = ["measure"]

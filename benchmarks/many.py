@@ -18,7 +18,7 @@ from benchmarks.peers import OURS, Contender, flat, states
 from benchmarks.states import Trained, size_bytes
 from benchmarks.together import check_same, durable_save_s, opened
 from ckpt_tasks import open_run
-from ckpt_tasks.reading.opening import open_checkpoint
+from ckpt_tasks.run.opening import open_checkpoint
 
 __all__ = ["measure"]
 

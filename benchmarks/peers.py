@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.checkpoint.save.listening import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

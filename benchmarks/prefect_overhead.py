@@ -12,8 +12,8 @@ from prefect.testing.utilities import prefect_test_harness
 
 from benchmarks.sleeper import Sleeper
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.flows.prefect.attempts import attempted_task
 from ckpt_tasks.flows.train import train
-from ckpt_tasks.orchestration.attempts import attempted_task
 
 __all__ = ["measure"]
 

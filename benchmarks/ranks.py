@@ -36,8 +36,8 @@ from benchmarks.apart import summary
 from benchmarks.peers import OURS
 from benchmarks.stall import fsync_all
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.state.tensors.placements import local_of
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.tensors.placements import local_of
 
 __all__ = ["measure"]
 

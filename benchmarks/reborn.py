@@ -25,7 +25,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from benchmarks.states import Trained, build, flat, states
-from ckpt_tasks.tensors.memcpy import copy_tensors
+from ckpt_tasks.state.tensors.memcpy import copy_tensors
 
 if TYPE_CHECKING:
     from ckpt_tasks import Checkpointer

@@ -29,17 +29,11 @@ import torch.distributed as dist
 
 from benchmarks.apart import summary
 from benchmarks.peers import OURS
-from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.layout.index import Index
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import acquire, identify
-from ckpt_tasks.objects.parts import Captured, GroupState
-from ckpt_tasks.policy.retention import RetentionPolicy
-from ckpt_tasks.ranks.exchange import StoreExchange
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.committer import Committer
-from ckpt_tasks.saving.parts import (
+from ckpt_tasks.checkpoint.memory.samples import Samples, take_samples
+from ckpt_tasks.checkpoint.memory.snapshot import ImageSet, plan_snapshot
+from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
+from ckpt_tasks.checkpoint.save.committer import Committer
+from ckpt_tasks.checkpoint.save.parts import (
     RankPart,
     Saving,
     digest_image,
@@ -48,15 +42,21 @@ from ckpt_tasks.saving.parts import (
     new_attempt,
     same_step,
 )
-from ckpt_tasks.saving.prepared import compared, prepare_checkpoint
-from ckpt_tasks.saving.tenure import Line
-from ckpt_tasks.snapshot.samples import Samples, take_samples
-from ckpt_tasks.snapshot.snapshot import ImageSet, plan_snapshot
+from ckpt_tasks.checkpoint.save.prepared import compared, prepare_checkpoint
+from ckpt_tasks.checkpoint.save.pruning import Pruner
+from ckpt_tasks.checkpoint.save.tenure import Line
+from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.format.layout.index import Index
+from ckpt_tasks.format.policy.retention import RetentionPolicy
+from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.ownership import acquire, identify
+from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.kinds.parts import Captured, GroupState
+from ckpt_tasks.state.tensors.device import Devices
+from ckpt_tasks.state.tensors.placements import World
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.tensors.device import Devices
-from ckpt_tasks.tensors.placements import World
-from ckpt_tasks.upkeep.pruning import Pruner
 
 __all__ = ["Simulation", "check_moved", "commit", "measure", "moved"]
 

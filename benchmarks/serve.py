@@ -24,11 +24,11 @@ from typing import Any
 
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix, evaluation_name, ledger_name, steps_name
+from ckpt_tasks.format.layout.steps import StepMetrics, write_steps
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import cut, write_segment
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Owner
-from ckpt_tasks.layout.steps import StepMetrics, write_steps
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 
 _STEPS, _EVERY_S = 10, 60.0  # Steps and seconds between two commits.

@@ -14,24 +14,24 @@ from ckpt_tasks.logs import guard_log
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+    from ckpt_tasks.checkpoint.restore.reading import open_run
+    from ckpt_tasks.checkpoint.restore.restore import RestoreReport
     from ckpt_tasks.checkpoint.resumable import resumable
-    from ckpt_tasks.copying.export import export_checkpoint
-    from ckpt_tasks.copying.syncing import plan_sync, run_sync
-    from ckpt_tasks.data.drawing import sample_generator
-    from ckpt_tasks.data.loader import ResumableLoader
-    from ckpt_tasks.data.sampler import ResumableSampler
-    from ckpt_tasks.data.shuffling import ShuffleBuffer
+    from ckpt_tasks.checkpoint.save.listening import Listener
+    from ckpt_tasks.checkpoint.transfer.export import export_checkpoint
+    from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
+    from ckpt_tasks.flows.prefect.attempts import AttemptHooks, resumable_task
+    from ckpt_tasks.flows.prefect.blocks import CheckpointStore
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.ledger.config import CheckpointConfig
-    from ckpt_tasks.objects.modules import Gradients
-    from ckpt_tasks.orchestration.attempts import AttemptHooks, resumable_task
-    from ckpt_tasks.orchestration.blocks import CheckpointStore
-    from ckpt_tasks.reading.reading import open_run
-    from ckpt_tasks.reading.restore import RestoreReport
-    from ckpt_tasks.saving.listening import Listener
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
+    from ckpt_tasks.state.data.drawing import sample_generator
+    from ckpt_tasks.state.data.loader import ResumableLoader
+    from ckpt_tasks.state.data.sampler import ResumableSampler
+    from ckpt_tasks.state.data.shuffling import ShuffleBuffer
     from ckpt_tasks.state.groups import ByRank
+    from ckpt_tasks.state.kinds.modules import Gradients
+    from ckpt_tasks.state.tables.table import LookupTable
     from ckpt_tasks.storage.locations import Location
-    from ckpt_tasks.tables.table import LookupTable
 
 __version__ = "0.1.0.dev0"
 
@@ -63,27 +63,27 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AttemptHooks": "ckpt_tasks.orchestration.attempts",
+    "AttemptHooks": "ckpt_tasks.flows.prefect.attempts",
     "ByRank": "ckpt_tasks.state.groups",
     "Checkpoint": "ckpt_tasks.format.records",
-    "CheckpointConfig": "ckpt_tasks.ledger.config",
-    "CheckpointStore": "ckpt_tasks.orchestration.blocks",
+    "CheckpointConfig": "ckpt_tasks.run.ledger.config",
+    "CheckpointStore": "ckpt_tasks.flows.prefect.blocks",
     "Checkpointer": "ckpt_tasks.checkpoint.checkpointer",
-    "Gradients": "ckpt_tasks.objects.modules",
-    "Listener": "ckpt_tasks.saving.listening",
+    "Gradients": "ckpt_tasks.state.kinds.modules",
+    "Listener": "ckpt_tasks.checkpoint.save.listening",
     "Location": "ckpt_tasks.storage.locations",
-    "RestoreReport": "ckpt_tasks.reading.restore",
-    "LookupTable": "ckpt_tasks.tables.table",
-    "ResumableLoader": "ckpt_tasks.data.loader",
-    "ResumableSampler": "ckpt_tasks.data.sampler",
-    "ShuffleBuffer": "ckpt_tasks.data.shuffling",
-    "export_checkpoint": "ckpt_tasks.copying.export",
-    "open_run": "ckpt_tasks.reading.reading",
-    "plan_sync": "ckpt_tasks.copying.syncing",
+    "RestoreReport": "ckpt_tasks.checkpoint.restore.restore",
+    "LookupTable": "ckpt_tasks.state.tables.table",
+    "ResumableLoader": "ckpt_tasks.state.data.loader",
+    "ResumableSampler": "ckpt_tasks.state.data.sampler",
+    "ShuffleBuffer": "ckpt_tasks.state.data.shuffling",
+    "export_checkpoint": "ckpt_tasks.checkpoint.transfer.export",
+    "open_run": "ckpt_tasks.checkpoint.restore.reading",
+    "plan_sync": "ckpt_tasks.checkpoint.transfer.syncing",
     "resumable": "ckpt_tasks.checkpoint.resumable",
-    "resumable_task": "ckpt_tasks.orchestration.attempts",
-    "run_sync": "ckpt_tasks.copying.syncing",
-    "sample_generator": "ckpt_tasks.data.drawing",
+    "resumable_task": "ckpt_tasks.flows.prefect.attempts",
+    "run_sync": "ckpt_tasks.checkpoint.transfer.syncing",
+    "sample_generator": "ckpt_tasks.state.data.drawing",
 }
 
 

@@ -1,6 +1,6 @@
-"""`python -m deployments.automations apply|show|remove`; the code is in ckpt_tasks/deploying/automations.py."""
+"""`python -m deployments.automations apply|show|remove`; the code is in ckpt_tasks/flows/site/automations.py."""
 
-from ckpt_tasks.deploying.automations import main
+from ckpt_tasks.flows.site.automations import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -33,17 +33,17 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import acquiring
+from ckpt_tasks.checkpoint.save import commit, one_save, prepared, saver
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.format.versions import FORMAT_VERSION
-from ckpt_tasks.ledger import history
-from ckpt_tasks.saving import commit, one_save, prepared, saver
+from ckpt_tasks.run.ledger import history
+from ckpt_tasks.state.tables.rules import Adagrad
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
-from ckpt_tasks.tables.rules import Adagrad
 from tests.golden.kinds import OF_TORCHAO, kinds_at, wrapped
 
 HERE = Path(__file__).parents[1] / "tests" / "golden"

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
+from ckpt_tasks.checkpoint.save import parts
 from ckpt_tasks.format.keys import heartbeat_name
-from ckpt_tasks.saving import parts
-from ckpt_tasks.tensors import placements
+from ckpt_tasks.state.tensors import placements
 from tests.support.gang import run
 from tools.golden import HERE, fixed
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tasks.process.gc_pause import gc_paused
+from ckpt_tasks.gc_pause import gc_paused
 
 ROOT = Path(__file__).resolve().parents[1]
 # What `make` and the tests leave in a checkout.

@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
+from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
+from ckpt_tasks.checkpoint.ranks.exchange import Exchange, all_or_none, from_first
+from ckpt_tasks.checkpoint.save.committer import Committer
+from ckpt_tasks.checkpoint.save.pruning import Pruner
+from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import ObjectNotFoundError, StoreError
 from ckpt_tasks.format.records import read_owner
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import acquire, damage, identify
-from ckpt_tasks.ranks.exchange import Exchange, all_or_none, from_first
-from ckpt_tasks.saving.committer import Committer
-from ckpt_tasks.saving.tenure import Line, Tenure
-from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.ownership import acquire, damage, identify
 from ckpt_tasks.storage.locations import await_first_answer
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep.pruning import Pruner
 
 _FIRST_ANSWER_S = 30.0
 

@@ -13,16 +13,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tasks.checkpoint.acquiring import share_tenure
+from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
+from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange, Together, all_or_none, find_exchange, from_first
+from ckpt_tasks.checkpoint.ranks.horizon import Horizon
+from ckpt_tasks.checkpoint.restore.restore import HostSnapshot
+from ckpt_tasks.checkpoint.save.prepared import refuse_differences
+from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ranks.exchange import StoreExchange, Together, all_or_none, find_exchange, from_first
-from ckpt_tasks.ranks.horizon import Horizon
-from ckpt_tasks.reading.restore import HostSnapshot
-from ckpt_tasks.saving.prepared import refuse_differences
-from ckpt_tasks.saving.tenure import Line, Tenure
-from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.tensors.placements import World
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.state.tensors.placements import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckpt_tasks.checkpoint.agreement import Tried
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
+from ckpt_tasks.checkpoint.memory.cache import CachedSnapshot
+from ckpt_tasks.checkpoint.memory.rank_snapshot import RankSnapshot
+from ckpt_tasks.checkpoint.restore.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.checkpoint.rollback import LeftOut, Spikes, can_leave_out, goes_back
-from ckpt_tasks.data.loader import check_dealt, check_passes
-from ckpt_tasks.data.passes import may_train
+from ckpt_tasks.checkpoint.save.parts import encode_groups
+from ckpt_tasks.checkpoint.save.pipeline import Snapshot
+from ckpt_tasks.checkpoint.save.schedule import Position, check_epoch, check_step, point
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
+from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.metrics import FiniteMetrics
-from ckpt_tasks.ledger.steps import StepLog, read_steps_file
-from ckpt_tasks.objects.switches import note_begun
-from ckpt_tasks.policy.cadence import SavePoint
-from ckpt_tasks.process.gc_pause import gc_paused
-from ckpt_tasks.reading.restore import RestoreReport, of_checkpoints, restore_newest
-from ckpt_tasks.saving.parts import encode_groups
-from ckpt_tasks.saving.pipeline import Snapshot
-from ckpt_tasks.saving.schedule import Position, check_epoch, check_step, point
-from ckpt_tasks.snapshot.cache import CachedSnapshot
-from ckpt_tasks.snapshot.rank_snapshot import RankSnapshot
+from ckpt_tasks.gc_pause import gc_paused
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.metrics import FiniteMetrics
+from ckpt_tasks.run.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.data.loader import check_dealt, check_passes
+from ckpt_tasks.state.data.passes import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
+from ckpt_tasks.state.kinds.switches import note_begun
 from ckpt_tasks.state.selection import Only, Selection
 from ckpt_tasks.state.unsaved import Unsaved
 from ckpt_tasks.system import system

@@ -30,17 +30,17 @@ from pathlib import Path
 
 import torch
 
+from ckpt_tasks.checkpoint.save.pruning import Background
+from ckpt_tasks.checkpoint.save.tenure import Tenure
 from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import COMPILED_PREFIX, Compiled, compiled_name, parse_compiled
 from ckpt_tasks.format.pack import MAX_PACK_BYTES, is_packed_path, pack, unpack
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.process.held_directory import hold
-from ckpt_tasks.process.processes import close_descriptor, open_descriptor
-from ckpt_tasks.saving.tenure import Tenure
+from ckpt_tasks.process import close_descriptor, open_descriptor
+from ckpt_tasks.storage.held_directory import hold
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
-from ckpt_tasks.upkeep.pruning import Background
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _MOST_KINDS = 2

@@ -14,32 +14,32 @@ from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.agreement import Agreement
 from ckpt_tasks.checkpoint.compiled import CompiledCode
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
+from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
+from ckpt_tasks.checkpoint.restore.reading import Run
+from ckpt_tasks.checkpoint.restore.restore import HostSnapshot, RestoreReport
 from ckpt_tasks.checkpoint.rollback import checked_skip
+from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
+from ckpt_tasks.checkpoint.save.listening import Listener
+from ckpt_tasks.checkpoint.save.pruning import Pruner
+from ckpt_tasks.checkpoint.save.saver import Saver
+from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
+from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.checkpoint.telling import Start
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
 from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.policy.cadence import FIRST_INTERVAL_S
+from ckpt_tasks.format.policy.retention import Verdict
 from ckpt_tasks.format.records import Checkpoint, Rollback
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import left_here
-from ckpt_tasks.objects.started import Started
-from ckpt_tasks.policy.cadence import FIRST_INTERVAL_S
-from ckpt_tasks.policy.retention import Verdict
-from ckpt_tasks.process.processes import Process, fill_standard_descriptors, finalize_here
-from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.reading.restore import HostSnapshot, RestoreReport
-from ckpt_tasks.saving.ending import end_with_interpreter
-from ckpt_tasks.saving.listening import Listener
-from ckpt_tasks.saving.saver import Saver
-from ckpt_tasks.saving.schedule import SaveSchedule
-from ckpt_tasks.saving.tenure import Line, Tenure
-from ckpt_tasks.snapshot.cache import SnapshotCache
+from ckpt_tasks.process import Process, fill_standard_descriptors, finalize_here
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.ownership import left_here
+from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups
+from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.state.unsaved import warn_of_trained, watch_optimizers
 from ckpt_tasks.system import gang_rank, system
-from ckpt_tasks.upkeep.pruning import Pruner
-from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

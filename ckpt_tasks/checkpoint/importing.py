@@ -16,21 +16,21 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tasks.checkpoint.held_run import HeldRun
+from ckpt_tasks.checkpoint.memory.snapshot import bytes_of
+from ckpt_tasks.checkpoint.save.parts import RankPart, Saving, Stored, joined, put_tensors
+from ckpt_tasks.checkpoint.save.prepared import prepare_checkpoint
+from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
+from ckpt_tasks.checkpoint.transfer.importing.plan import ImportPlan, spec_of
+from ckpt_tasks.checkpoint.transfer.importing.sources import SourceTensor
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, StateError
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, shard_name
+from ckpt_tasks.format.layout.image import TensorSpec, plan_image, plan_parts
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.importing.plan import ImportPlan, spec_of
-from ckpt_tasks.importing.sources import SourceTensor
-from ckpt_tasks.layout.image import TensorSpec, plan_image, plan_parts
-from ckpt_tasks.ledger.ownership import identify
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.saving.parts import RankPart, Saving, Stored, joined, put_tensors
-from ckpt_tasks.saving.prepared import prepare_checkpoint
-from ckpt_tasks.saving.tenure import Line, Tenure
-from ckpt_tasks.snapshot.snapshot import bytes_of
+from ckpt_tasks.run.ledger.ownership import identify
+from ckpt_tasks.run.opening import open_checkpoint
+from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 from ckpt_tasks.storage.port import Store, WatchedStore
-from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 
 IMPORTED_FROM = "imported_from"  # A manifest's environment has the source under this key.
 _SHARD_BYTES = 32 << 20  # The tensors of one file are in memory while it is written.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from ckpt_tasks.process.processes import start_thread
+from ckpt_tasks.process import start_thread
 
 _TIMEOUT_S = 2.0
 _WAIT_S = 30  # Google's server delays its answer up to this long, until a change.

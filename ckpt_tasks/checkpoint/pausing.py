@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import CodeType
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.memory.snapshot import Image
+from ckpt_tasks.checkpoint.save.saver import UnderWay
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.metrics import GoingBack
-from ckpt_tasks.saving.saver import UnderWay
-from ckpt_tasks.snapshot.snapshot import Image
+from ckpt_tasks.run.ledger.metrics import GoingBack
 
 
 def go_back(ckpt: Checkpointer, back: GoingBack) -> None:

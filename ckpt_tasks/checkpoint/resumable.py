@@ -29,9 +29,9 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.counting import Steps
 from ckpt_tasks.checkpoint.pausing import hold_within
-from ckpt_tasks.data.loader import ResumableLoader
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.rebinding import refuse_rebound
 from ckpt_tasks.state.unsaved import stands_in_for
 from ckpt_tasks.storage.locations import Location

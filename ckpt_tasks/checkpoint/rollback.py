@@ -14,14 +14,14 @@ from typing import Any
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.layout.steps import StepMetrics
+from ckpt_tasks.format.policy.spikes import SEEN, STREAK, is_spike
 from ckpt_tasks.format.records import Checkpoint, Rollback
-from ckpt_tasks.layout.steps import StepMetrics
-from ckpt_tasks.ledger.curve import read_curve
-from ckpt_tasks.ledger.goodput import follow
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.metrics import checked_metrics
-from ckpt_tasks.ledger.timeline import read_timeline
-from ckpt_tasks.policy.spikes import SEEN, STREAK, is_spike
+from ckpt_tasks.run.ledger.curve import read_curve
+from ckpt_tasks.run.ledger.goodput import follow
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.metrics import checked_metrics
+from ckpt_tasks.run.ledger.timeline import read_timeline
 from ckpt_tasks.state.groups import objects_of
 
 _log = logging.getLogger("ckpt_tasks")

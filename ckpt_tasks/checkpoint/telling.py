@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from ckpt_tasks.checkpoint.restore.restore import HostSnapshot
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.logs import tell
-from ckpt_tasks.reading.restore import HostSnapshot
-from ckpt_tasks.report.words import age, printable, when
+from ckpt_tasks.run.report.words import age, printable, when
 
 _log = logging.getLogger("ckpt_tasks")
 

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt_tasks.cli.compare import diff, verify_resume
 from ckpt_tasks.cli.copy import fork, sync
-from ckpt_tasks.cli.doctor import doctor, doctor_store, restore_drill, verify
+from ckpt_tasks.cli.doctor.verb import doctor, doctor_store, restore_drill, verify
 from ckpt_tasks.cli.files import export, import_
 from ckpt_tasks.cli.hub import pull, push
 from ckpt_tasks.cli.keep import pin, prune, rm, rollback, unpin
@@ -27,7 +27,7 @@ from ckpt_tasks.cli.report import metrics, report
 from ckpt_tasks.cli.show import samples, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
 from ckpt_tasks.cli.watch import serve, watch
-from ckpt_tasks.process.processes import fill_standard_descriptors
+from ckpt_tasks.process import fill_standard_descriptors
 
 __all__ = ["app", "main"]
 

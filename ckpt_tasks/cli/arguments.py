@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args,
 import typer
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.config import CheckpointConfig, option_texts
-from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.run.ledger.config import CheckpointConfig, option_texts
+from ckpt_tasks.run.ledger.targets import split_target
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.restore.reading import Run
     from ckpt_tasks.format.ledger import State
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.reading.reading import Run
 
 _STEPS_SHOWN = 100
 # Complete only these names. A shell would split, expand or run other names; it completes and quotes those itself.
@@ -69,8 +69,8 @@ def complete_checkpoint(incomplete: str) -> list[str]:
     directory, at, which = incomplete.rpartition("@")
     if not at or not directory or "://" in directory or not os.path.isdir(directory):
         return complete_run(incomplete)
+    from ckpt_tasks.checkpoint.restore.reading import open_run
     from ckpt_tasks.errors import CkptError
-    from ckpt_tasks.reading.reading import open_run
 
     try:
         steps = [str(checkpoint.step) for checkpoint in open_run(directory).checkpoints()]
@@ -108,7 +108,7 @@ class Target(NamedTuple):
 
     def open(self) -> Run:
         """Open the run; raise CheckpointNotFoundError if the directory has no run."""
-        from ckpt_tasks.reading.reading import open_run
+        from ckpt_tasks.checkpoint.restore.reading import open_run
 
         return open_run(self.checkpoint_dir)
 

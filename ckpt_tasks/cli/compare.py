@@ -22,14 +22,14 @@ from ckpt_tasks.cli.arguments import (
 from ckpt_tasks.cli.copy import parse_changes
 from ckpt_tasks.cli.output import Output, column, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import count, number
+from ckpt_tasks.run.report.words import count, number
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.compare import Comparison, Difference
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.checkpoint.transfer.compare import Comparison, Difference
+    from ckpt_tasks.cli.proving.proof import Proof
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.proving.proof import Proof
-    from ckpt_tasks.reading.reading import Run
 
 _VALUES_SHOWN = 5
 _DIFFERENCES_SHOWN = 24
@@ -83,7 +83,7 @@ def diff(
 
 
 def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) -> Comparison:
-    from ckpt_tasks.copying.compare import compare_checkpoints
+    from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
 
     (_, a), (_, b) = sides
     with reading(out, "comparing", a.size_bytes + b.size_bytes) as on_progress:
@@ -253,7 +253,7 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
 
 def _proof(program: list[str], steps: int | None, params: list[str], ranks: int | None) -> Proof:
     if _is_program(program):
-        from ckpt_tasks.proving.proof import verify_resume as prove
+        from ckpt_tasks.cli.proving.proof import verify_resume as prove
 
         given = {"steps": steps, "ranks": ranks}
         return prove(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
@@ -261,7 +261,7 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
         raise ConfigError(
             "--steps, --set and --ranks are for a program", hint="Give a command its own options, after the --."
         )
-    from ckpt_tasks.proving.script import verify_script
+    from ckpt_tasks.cli.proving.script import verify_script
 
     return verify_script(program)
 

@@ -24,14 +24,14 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, from_here, grid, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.report.words import age, count, size, span
+from ckpt_tasks.run.report.words import age, count, size, span
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.fork import ForkPlan
-    from ckpt_tasks.copying.syncing import SyncReport
-    from ckpt_tasks.copying.transfer import Moved
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.checkpoint.transfer.fork import ForkPlan
+    from ckpt_tasks.checkpoint.transfer.syncing import SyncReport
+    from ckpt_tasks.checkpoint.transfer.transfer import Moved
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 CopyArgument = Annotated[str, argument("TO", "the target run directory: a new one, or a copy of this run")]
@@ -100,7 +100,7 @@ def copy_run(
 
 
 def _say_sync(out: Output, run: Run, only: Checkpoint | None, target: Store) -> None:
-    from ckpt_tasks.copying.syncing import plan_sync
+    from ckpt_tasks.checkpoint.transfer.syncing import plan_sync
 
     plan = plan_sync(run, target, only)
     steps = [one.step for one in plan.chosen if one.manifest_digest in plan.diff.missing]
@@ -110,7 +110,7 @@ def _say_sync(out: Output, run: Run, only: Checkpoint | None, target: Store) -> 
 
 
 def _copy(out: Output, run: Run, only: Checkpoint | None, target: Store, *, single_writer: bool) -> SyncReport:
-    from ckpt_tasks.copying.syncing import plan_sync, run_sync
+    from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 
     plan = plan_sync(run, target, only)
     with reading(out, "copying", plan.size_bytes) as on_progress:
@@ -183,7 +183,7 @@ def fork(
         changed, wanted = parse_changes(changes or []), parse_target(checkpoint)
         run = wanted.open()
         _check_changes(run, changed)
-        from ckpt_tasks.copying.fork import find_source, plan_fork, run_fork
+        from ckpt_tasks.checkpoint.transfer.fork import find_source, plan_fork, run_fork
         from ckpt_tasks.storage.locations import Location
 
         place = Location(to).resolve(run_key)
@@ -215,7 +215,7 @@ def fork(
             "leased": not run.read_only,
         }
         out.answer(facts, _fork_parts(planned, target, moved, took_s))
-        from ckpt_tasks.reading.opening import ranks_of
+        from ckpt_tasks.run.opening import ranks_of
 
         ranks = ranks_of(target, planned.checkpoint)
         out.print_next(*_next_steps(planned, target.url, run.head().state.program, ranks))

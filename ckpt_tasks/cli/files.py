@@ -20,13 +20,13 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import column, first, from_here, listing, output, reading, title
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
-from ckpt_tasks.report.words import count, size
+from ckpt_tasks.run.report.words import count, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.copying.export import ExportPlan, ExportReport
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.checkpoint.transfer.export import ExportPlan, ExportReport
+    from ckpt_tasks.checkpoint.transfer.importing.plan import ImportPlan
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.importing.plan import ImportPlan
-    from ckpt_tasks.reading.reading import Run
     from ckpt_tasks.storage.port import Store
 
 _LINES_SHOWN = 8
@@ -75,7 +75,7 @@ def export(
     value that torch.load would refuse is an error. dcp writes a directory; peft writes a directory with an adapter,
     which PeftModel.from_pretrained loads. Verifies every byte; OUT appears when all of it is good, or not at all.
     """
-    from ckpt_tasks.copying.export import write_export
+    from ckpt_tasks.checkpoint.transfer.export import write_export
 
     with output(as_json) as result:
         chosen = format_ or ("torch" if PurePath(out).suffix in _TORCH_SUFFIXES else "safetensors")
@@ -115,7 +115,7 @@ def export(
 def _as_dcp(place: str, run: Run, record: Checkpoint, out: str, how: Mapping[str, Any]) -> ExportReport:
     if how["max_shard_bytes"] is not None or how["overwrite"]:
         raise ConfigError("a DCP directory is new, and DCP cuts its files", hint="Name a directory that is not there.")
-    from ckpt_tasks.dcp.directories import export_directory
+    from ckpt_tasks.integrations.dcp.directories import export_directory
 
     return export_directory(place, run, record, out, how["groups"])
 
@@ -129,16 +129,16 @@ def how_to_export(group: list[str] | None, max_shard_size: str | None, *, overwr
 def plan_files(store: Store, checkpoint: Checkpoint, out: str, chosen: str, how: Mapping[str, Any]) -> ExportPlan:
     """Plan an export in a format, with the options of `how_to_export`; raise ConfigError if an option does not fit."""
     if chosen == "safetensors":
-        from ckpt_tasks.copying.export import plan_export
+        from ckpt_tasks.checkpoint.transfer.export import plan_export
 
         return plan_export(store, checkpoint, out, **how)
     if chosen == "peft" and how["max_shard_bytes"] is None:
-        from ckpt_tasks.copying.export_peft import plan_peft_export
+        from ckpt_tasks.checkpoint.transfer.export_peft import plan_peft_export
 
         return plan_peft_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
     if how["max_shard_bytes"] is not None:
         raise ConfigError(f"--format {chosen} cuts nothing into shards", hint="Export safetensors to a directory.")
-    from ckpt_tasks.copying.export_torch import plan_torch_export
+    from ckpt_tasks.checkpoint.transfer.export_torch import plan_torch_export
 
     return plan_torch_export(store, checkpoint, out, groups=how["groups"], overwrite=how["overwrite"])
 
@@ -219,8 +219,8 @@ def import_(
     """
     with output(as_json) as out:
         from ckpt_tasks.checkpoint.importing import ImportedRun
-        from ckpt_tasks.importing.plan import plan_import
-        from ckpt_tasks.ledger.config import CheckpointConfig
+        from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
+        from ckpt_tasks.run.ledger.config import CheckpointConfig
         from ckpt_tasks.storage.locations import Location
 
         plan = _dcp_plan(source, step, group) or plan_import(source, step=step, groups=group or ())
@@ -253,7 +253,7 @@ def _dcp_plan(source: str, step: int | None, groups: list[str] | None) -> Import
         return None
     if groups:
         raise ConfigError("a DCP checkpoint is imported as a whole", hint="Leave --group out.")
-    from ckpt_tasks.dcp.directories import plan_directory
+    from ckpt_tasks.integrations.dcp.directories import plan_directory
 
     return plan_directory(source, step=step)
 
@@ -269,7 +269,7 @@ _TAKEN = (
 
 
 def _import_parts(plan: ImportPlan, run: str, checkpoint: Checkpoint) -> Iterator[Any]:
-    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.checkpoint.restore.reading import open_run
 
     yield title(open_run(run), f" step {checkpoint.step}")
     yield listing(_TAKEN, plan.taken)

@@ -18,10 +18,10 @@ from ckpt_tasks.cli.arguments import (
 from ckpt_tasks.cli.files import GroupOption, SizeOption, how_to_export, plan_files
 from ckpt_tasks.cli.output import Output, output, reading, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import count, size
+from ckpt_tasks.run.report.words import count, size
 
 if TYPE_CHECKING:
-    from ckpt_tasks.hub.repository import HubRepository
+    from ckpt_tasks.checkpoint.transfer.hub.repository import HubRepository
 
 RepositoryArgument = Annotated[str, argument("REPO", "ORG/NAME or ORG/NAME@REVISION, a model repository of the Hub")]
 PulledArgument = Annotated[str, argument("TO", "a new directory")]
@@ -59,8 +59,8 @@ def push(
                 words = f"{hub.url} would get {size(plan.read_bytes)} of step {record.step}, as {format_}."
                 out.answer({"dry_run": True, **facts, "size_bytes": plan.read_bytes}, [words])
                 return
-            from ckpt_tasks.copying.export import write_export
-            from ckpt_tasks.hub.weights import push_weights
+            from ckpt_tasks.checkpoint.transfer.export import write_export
+            from ckpt_tasks.checkpoint.transfer.hub.weights import push_weights
 
             with reading(out, "exporting", plan.read_bytes) as on_progress:
                 report = write_export(store, plan, on_progress)
@@ -88,7 +88,7 @@ def pull(
     """
     with output(as_json) as out:
         hub = _repository(repository, out)
-        from ckpt_tasks.hub.weights import files_to_pull, pull_weights
+        from ckpt_tasks.checkpoint.transfer.hub.weights import files_to_pull, pull_weights
 
         names = files_to_pull(hub, to)
         facts = {"from": hub.url, "commit": hub.at, "to": to, "files": names}
@@ -105,7 +105,7 @@ def pull(
 def _repository(name: str, out: Output) -> HubRepository:
     """Open a repository; huggingface_hub shows its progress only on a terminal."""
     try:
-        from ckpt_tasks.hub.repository import HubRepository
+        from ckpt_tasks.checkpoint.transfer.hub.repository import HubRepository
     except ImportError as error:
         raise ConfigError("the Hub needs pip install 'ckpt-tasks[hub]'") from error
     return HubRepository(name, quiet=out.as_json or not sys.stderr.isatty())

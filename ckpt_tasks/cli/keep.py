@@ -20,14 +20,14 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError
-from ckpt_tasks.report.words import age, count, size
+from ckpt_tasks.run.report.words import age, count, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.format.policy.retention import Verdict
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.ledger.config import CheckpointConfig
-    from ckpt_tasks.policy.retention import Verdict
-    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 ReasonOption = Annotated[str, option("--reason -m", "TEXT", "why it must stay")]
 NewestOption = Annotated[int | None, option("--max-num-checkpoints", "N", "keep the newest N checkpoints")]
@@ -128,9 +128,9 @@ def prune(
     and leased checkpoints always stay. Takes ownership of the run while it works, so it refuses a run that is training,
     which prunes itself. Frees the run's snapshots in this host's memory, unless storage does not have one of them yet.
     """
-    from ckpt_tasks.ledger.config import CheckpointConfig
-    from ckpt_tasks.reading.reading import open_run
-    from ckpt_tasks.upkeep.upkeep import missing_metric
+    from ckpt_tasks.checkpoint.restore.reading import open_run
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
+    from ckpt_tasks.run.upkeep.upkeep import missing_metric
 
     with output(as_json) as out:
         run = open_run(directory)
@@ -173,7 +173,7 @@ def rollback(
     for a moment, so it refuses a run that is training.
     """
     from ckpt_tasks.checkpoint.rollback import parse_skip
-    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
 
     with output(as_json) as out:
         parsed = parse_target(target)
@@ -195,7 +195,7 @@ def rollback(
 
 
 def _say_back(out: Output, run: Run, checkpoint: Checkpoint, skip: tuple[int, int] | None) -> None:
-    from ckpt_tasks.upkeep.upkeep import verify_checkpoint
+    from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 
     if faults := verify_checkpoint(run.history.store, checkpoint):
         raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=checkpoint.step)
@@ -215,7 +215,7 @@ def _named(text: str) -> tuple[Run, Checkpoint]:
 
 
 def _look(run: Run, checkpoint: Checkpoint) -> Verdict:
-    from ckpt_tasks.upkeep.upkeep import newest_good, plan_removal
+    from ckpt_tasks.run.upkeep.upkeep import newest_good, plan_removal
 
     state = run.head().state
     verified = frozenset({newest_good(run.history.store, state).manifest_digest})
@@ -224,7 +224,7 @@ def _look(run: Run, checkpoint: Checkpoint) -> Verdict:
 
 
 def _remove(directory: str, checkpoint: Checkpoint) -> Verdict:
-    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
 
     config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=None, memory_dir=None)
     hint = "Only the process that trains a run removes its checkpoints. Stop it first, or let it prune."
@@ -272,7 +272,7 @@ _COLUMNS = (
 
 
 def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> None:
-    from ckpt_tasks.upkeep.upkeep import orphans, plan_prune
+    from ckpt_tasks.run.upkeep.upkeep import orphans, plan_prune
 
     head, store = run.head(), run.history.store
     before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}

@@ -19,15 +19,15 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
-from ckpt_tasks.report.kept import kept_because
-from ckpt_tasks.report.words import age, count, drill_words, number, size, span, verification_words, when
+from ckpt_tasks.run.report.kept import kept_because
+from ckpt_tasks.run.report.words import age, count, drill_words, number, size, span, verification_words, when
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.restore.reading import Run
     from ckpt_tasks.format.ledger import State
     from ckpt_tasks.format.records import Checkpoint, Owner
-    from ckpt_tasks.ledger.history import Head
-    from ckpt_tasks.reading.overview import RunSummary
-    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.run.ledger.history import Head
+    from ckpt_tasks.run.overview import RunSummary
 
 _METRICS_SHOWN = 3
 _EVALUATIONS_SHOWN = 2
@@ -51,8 +51,8 @@ def ls(
     number and size of its live checkpoints, and its last metrics; suite/metric is a metric of an evaluation. Exits with
     1 if a run is damaged.
     """
-    from ckpt_tasks.reading.overview import summaries_below
-    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.checkpoint.restore.reading import open_run
+    from ckpt_tasks.run.overview import summaries_below
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as out:
@@ -180,7 +180,7 @@ def _number(value: float | None) -> str:
 
 def _metric_columns(rows: list[_Row]) -> list[tuple[str, str]]:
     """Return (suite, metric), the most important first: one metric of training, two of evaluations, then all others."""
-    from ckpt_tasks.report.picture import sort_metrics
+    from ckpt_tasks.run.report.picture import sort_metrics
 
     own = [("", name) for name in sort_metrics({name for row in rows for name in row.checkpoint.metrics})]
     suites = dict.fromkeys(suite for row in rows for suite in row.evaluations)
@@ -203,7 +203,7 @@ def _column(name: str, rows: list[_Row]) -> tuple[str, str]:
 
 
 def _holder(owner: Owner | None) -> str:
-    from ckpt_tasks.ledger.ownership import identify, why_free
+    from ckpt_tasks.run.ledger.ownership import identify, why_free
 
     if owner is None:
         return "No process has held this run."
@@ -275,13 +275,13 @@ def sort_runs(runs: Sequence[RunSummary], sort: str) -> list[RunSummary]:
 
 
 def _these(known: set[str]) -> str:
-    from ckpt_tasks.report.picture import sort_metrics
+    from ckpt_tasks.run.report.picture import sort_metrics
 
     return f"There are {', '.join(sort_metrics(known))}." if known else "None has any."
 
 
 def _parts_of_runs(url: str, runs: Sequence[RunSummary], metrics: Sequence[str], sort: str) -> Iterator[Any]:
-    from ckpt_tasks.report.picture import sort_metrics
+    from ckpt_tasks.run.report.picture import sort_metrics
 
     def metric(name: str) -> Column:
         return column(name, lambda run: run.metrics.get(name), _number, numbers=True)

@@ -20,13 +20,13 @@ import typer
 
 from ckpt_tasks.errors import CkptError, ConfigError, SiteError
 from ckpt_tasks.format.parsing import finite_json
-from ckpt_tasks.report.words import HEADER_STYLE, plain_table, printable, size, span
+from ckpt_tasks.run.report.words import HEADER_STYLE, plain_table, printable, size, span
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.checkpoint.restore.reading import Run
 
 _HEAD_BYTES = 4096
 

@@ -15,7 +15,7 @@ import typer
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
 from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.policy.cadence import (
+from ckpt_tasks.format.policy.cadence import (
     OVERHEAD_CAP,
     Observed,
     Recommendation,
@@ -24,12 +24,12 @@ from ckpt_tasks.policy.cadence import (
     trade_off,
     trade_off_at,
 )
-from ckpt_tasks.report.kept import kept_because
-from ckpt_tasks.report.words import count, fine_span, percent
+from ckpt_tasks.run.report.kept import kept_because
+from ckpt_tasks.run.report.words import count, fine_span, percent
 
 if TYPE_CHECKING:
-    from ckpt_tasks.reading.reading import Run
-    from ckpt_tasks.report.report import Report
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.run.report.report import Report
 
 _RETURNS = 8
 # The width of the bar in characters.
@@ -54,11 +54,11 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     Also prints how often the run should save: at the interval at which waiting for saves and repeating lost work
     together cost least, by the costs of its newest saves and its failures so far; and what other intervals would cost.
     """
-    from ckpt_tasks.ledger.curve import read_curve
-    from ckpt_tasks.ledger.timeline import read_timeline
-    from ckpt_tasks.reading.reading import open_run
-    from ckpt_tasks.report.html import to_html
-    from ckpt_tasks.report.report import make_report
+    from ckpt_tasks.checkpoint.restore.reading import open_run
+    from ckpt_tasks.run.ledger.curve import read_curve
+    from ckpt_tasks.run.ledger.timeline import read_timeline
+    from ckpt_tasks.run.report.html import to_html
+    from ckpt_tasks.run.report.report import make_report
 
     with output(as_json) as shown:
         run = open_run(directory)
@@ -80,13 +80,13 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
 
 
 def _is_report(head: bytes) -> bool:
-    from ckpt_tasks.report.html import GENERATOR
+    from ckpt_tasks.run.report.html import GENERATOR
 
     return not head or GENERATOR.encode() in head
 
 
 def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path) -> Iterator[Any]:
-    from ckpt_tasks.report.report import SHARES_MEAN
+    from ckpt_tasks.run.report.report import SHARES_MEAN
 
     yield title(run)
     yield made.summary, "bold"
@@ -143,7 +143,7 @@ class _Planned:
 
 def _planned(run: Run) -> _Planned | None:
     """Return how often a run should save; None before its first checkpoint."""
-    from ckpt_tasks.ledger.observing import observe
+    from ckpt_tasks.run.ledger.observing import observe
 
     observed = observe(run.history)
     return None if observed is None else _Planned(observed=observed, recommended=recommend(observed))
@@ -229,8 +229,8 @@ def metrics(
     from prometheus_client.exposition import ThreadingWSGIServer
     from prometheus_client.parser import text_string_to_metric_families as families
 
-    from ckpt_tasks.report.prometheus import registry_of
-    from ckpt_tasks.serving.access import Access, guarded
+    from ckpt_tasks.cli.serving.access import Access, guarded
+    from ckpt_tasks.run.report.prometheus import registry_of
     from ckpt_tasks.storage.locations import Location
 
     class Quiet(WSGIRequestHandler):
@@ -252,7 +252,7 @@ def metrics(
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
             server.serve_forever()
         if otlp:
-            from ckpt_tasks.report.otel import push
+            from ckpt_tasks.run.report.otel import push
 
             push(registry)
         text = generate_latest(registry).decode()

@@ -11,13 +11,13 @@ from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, lineage_fac
 from ckpt_tasks.cli.output import column, grid, listing, output, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_shard
-from ckpt_tasks.report.words import age, count, number, size, span, when
+from ckpt_tasks.run.report.words import age, count, number, size, span, when
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.restore.reading import Run
+    from ckpt_tasks.format.layout.index import IndexRow
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.layout.index import IndexRow
-    from ckpt_tasks.reading.opening import Opened
-    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.run.opening import Opened
 
 _NOTES_SHOWN = 8
 # Cut a field of a note after this many characters: the note of an early stop has every evaluation.
@@ -32,7 +32,7 @@ ObjectsOption = Annotated[bool, option("--all", None, f"list every object, not o
 
 def show(checkpoint: CheckpointArgument, *, every: ObjectsOption = False, as_json: JsonOption = False) -> None:
     """Show what is in DIR@STEP, and what made it."""
-    from ckpt_tasks.reading.opening import open_checkpoint
+    from ckpt_tasks.run.opening import open_checkpoint
 
     with output(as_json) as out:
         run, record = parse_target(checkpoint).find()
@@ -205,7 +205,7 @@ def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_js
     skipped. Shows only counts for a stream, which does not number its samples. Reads only the checkpoint's manifest and
     index.
     """
-    from ckpt_tasks.reading.opening import open_checkpoint
+    from ckpt_tasks.run.opening import open_checkpoint
 
     with output(as_json) as out:
         run, record = parse_target(checkpoint).find()
@@ -231,7 +231,7 @@ def samples(checkpoint: CheckpointArgument, *, order: OrderOption = False, as_js
 
 def _data(opened: Opened, order: bool) -> Iterator[dict[str, Any]]:
     """Yield the facts of each position in the data; positions that differ by rank are listed rank by rank."""
-    from ckpt_tasks.data.seen import is_stream, positions_in
+    from ckpt_tasks.state.data.seen import is_stream, positions_in
 
     for name, group in opened.groups.items():
         trees = group.trees
@@ -254,7 +254,7 @@ def _of_stream(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_sampler(state: Mapping[str, Any], order: bool) -> dict[str, Any]:
-    from ckpt_tasks.data.seen import ids_in, order_in, outside, spans_of, times_seen
+    from ckpt_tasks.state.data.seen import ids_in, order_in, outside, spans_of, times_seen
 
     facts = {"kind": "samples", **{name: state[name] for name in ("size", "seed", "shuffle", "epoch", "samples")}}
     if "seen" not in state:

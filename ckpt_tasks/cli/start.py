@@ -38,8 +38,8 @@ from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.system import gang_rank
 
 if TYPE_CHECKING:
-    from ckpt_tasks.gang.launched import Place
-    from ckpt_tasks.ledger.config import CheckpointConfig
+    from ckpt_tasks.flows.gang.launched import Place
+    from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
 NameOption = Annotated[
@@ -97,7 +97,7 @@ def init(directory: DirectoryArgument, *, name: NameOption = None, as_json: Json
     The project has a program with a small example of a model and its data, which you replace; deployments; and a test
     that kills the training and resumes it. DIR must be new or empty.
     """
-    from ckpt_tasks.deploying.project import PROGRAM, write_project
+    from ckpt_tasks.flows.site.project import PROGRAM, write_project
 
     with output(as_json) as out:
         named, written = write_project(directory, name)
@@ -133,7 +133,7 @@ def train(
     MODULE:PROGRAM is a class, or a function that returns an object, with `state`, `train_step()` and `evaluate(suite)`.
     Python looks for the module in the working directory first. `ckpt init` writes a program to start from.
     """
-    from ckpt_tasks.orchestration.config import check_saves, config_of_run
+    from ckpt_tasks.flows.prefect.config import check_saves, config_of_run
 
     with report_errors(as_json) as out:
         name = named_program(program, named)
@@ -173,7 +173,7 @@ def _starting(as_json: bool) -> Iterator[None]:
     """Begin Prefect's embedded server if one is needed, and say on a terminal that the block's imports take seconds."""
     text = "Importing Prefect and PyTorch …"
     with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect():
-        from ckpt_tasks.orchestration.embedded import begin_embedded_server
+        from ckpt_tasks.flows.prefect.embedded import begin_embedded_server
 
         begin_embedded_server()  # The server starts while our own imports run, which take as long.
         yield
@@ -181,7 +181,7 @@ def _starting(as_json: bool) -> Iterator[None]:
 
 def _place() -> Place | None:
     """Return the place that a launcher gave to this process; None without a launcher."""
-    from ckpt_tasks.gang.launched import Place
+    from ckpt_tasks.flows.gang.launched import Place
 
     return Place.find()
 
@@ -223,7 +223,7 @@ def evaluate(
 
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """
-    from ckpt_tasks.orchestration.config import check_evaluation, check_ranks
+    from ckpt_tasks.flows.prefect.config import check_evaluation, check_ranks
 
     with report_errors(as_json) as out:
         name = named_program(program, named)
@@ -249,8 +249,8 @@ def evaluate(
 
 def check_example(config: CheckpointConfig) -> None:
     """Raise ConfigError if the run trains another program than the example, which is the default program."""
-    from ckpt_tasks.reading.reading import run_of
-    from ckpt_tasks.session.forked import trains
+    from ckpt_tasks.checkpoint.restore.reading import run_of
+    from ckpt_tasks.flows.session.forked import trains
 
     with suppress(CheckpointNotFoundError):
         state = run_of(config).head().state
@@ -271,9 +271,9 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
     """
     with report_errors(as_json) as out:
         with importing_prefect():
-            from ckpt_tasks.deploying.server import local_url
-            from ckpt_tasks.deploying.site import bring_up
-            from ckpt_tasks.deploying.systemd import units
+            from ckpt_tasks.flows.site.server import local_url
+            from ckpt_tasks.flows.site.site import bring_up
+            from ckpt_tasks.flows.site.systemd import units
         if systemd:
             texts = units(Path.cwd(), local_url(port))
             out.answer(texts, [])
@@ -305,7 +305,7 @@ def down(*, as_json: JsonOption = False) -> None:
     """
     with report_errors(as_json) as out:
         with importing_prefect():
-            from ckpt_tasks.deploying.site import take_down
+            from ckpt_tasks.flows.site.site import take_down
 
         parts = take_down()
         shown: Any = listing(_PARTS, parts) if parts else "Nothing of ckpt up is there to end."

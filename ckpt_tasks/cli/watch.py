@@ -19,16 +19,16 @@ from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete
 from ckpt_tasks.cli.output import console, output, rendered, title, writing
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.parsing import finite_json
-from ckpt_tasks.report.words import age, number, printable, size, span
+from ckpt_tasks.run.report.words import age, number, printable, size, span
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from ckpt_tasks.checkpoint.restore.reading import Run
     from ckpt_tasks.format.ledger import Entry
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.ledger.history import Head
-    from ckpt_tasks.ledger.timeline import Moment
-    from ckpt_tasks.reading.reading import Run
+    from ckpt_tasks.run.ledger.history import Head
+    from ckpt_tasks.run.ledger.timeline import Moment
 
 _FIRST = 256  # Read this many ledger entries for the first curve.
 _POINTS = 512
@@ -46,7 +46,7 @@ def watch(directory: RunArgument, *, every: EveryOption = 1.0, as_json: LinesOpt
 
     Ctrl-C ends the watch. Only reads: the training does not notice. Without a terminal, prints one line per event.
     """
-    from ckpt_tasks.reading.reading import open_run
+    from ckpt_tasks.checkpoint.restore.reading import open_run
 
     with output(as_json) as out, suppress(KeyboardInterrupt):
         if not 0 < every <= _MOST_S:  # This also refuses NaN.
@@ -86,9 +86,9 @@ class _Course:
     """The known facts of a run; `new` reads the ledger again and returns the events since the last call."""
 
     def __init__(self, run: Run):
-        from ckpt_tasks.ledger.config import CheckpointConfig
-        from ckpt_tasks.ledger.ownership import Signs
-        from ckpt_tasks.ledger.timeline import read_timeline
+        from ckpt_tasks.run.ledger.config import CheckpointConfig
+        from ckpt_tasks.run.ledger.ownership import Signs
+        from ckpt_tasks.run.ledger.timeline import read_timeline
 
         self._run = run
         self._timeout_s = CheckpointConfig.owner_timeout_s  # The ledger does not have a run's own timeout.
@@ -131,7 +131,7 @@ class _Course:
         return events
 
     def _entry(self, n: int) -> dict[str, Any]:
-        from ckpt_tasks.ledger.timeline import moment
+        from ckpt_tasks.run.ledger.timeline import moment
 
         try:
             entry, _ = self._run.history.read_entry(n)
@@ -146,7 +146,7 @@ class _Course:
 
     def _owner(self) -> list[dict[str, Any]]:
         """Return an event that says whether the owner is alive: at the first call, and after each change."""
-        from ckpt_tasks.ledger.ownership import identify, why_free
+        from ckpt_tasks.run.ledger.ownership import identify, why_free
 
         owner = self._head.state.owner
         silent_s = None if owner is None or owner.released else self._signs.silent_s(owner)
@@ -194,7 +194,7 @@ class _Course:
         return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run goes on.", "dim")]))
 
     def _curve(self, width: int) -> list[Any]:
-        from ckpt_tasks.report.picture import main_metric
+        from ckpt_tasks.run.report.picture import main_metric
 
         name = main_metric(commit.metrics for commit in self._commits)
         if name is None:
@@ -245,8 +245,8 @@ def _raw(entry: Entry) -> dict[str, Any]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    from ckpt_tasks.report.picture import sort_metrics
-    from ckpt_tasks.report.words import when
+    from ckpt_tasks.run.report.picture import sort_metrics
+    from ckpt_tasks.run.report.words import when
 
     metrics = event.get("metrics") or {}
     parts = [
@@ -285,9 +285,9 @@ def serve(
     that other hosts can reach, every request needs a token: CKPT_SERVE_TOKEN, or else a new token, which is printed.
     --json only prints the table, and listens nowhere.
     """
-    from ckpt_tasks.serving.access import is_loopback
-    from ckpt_tasks.serving.server import PageServer
-    from ckpt_tasks.serving.table import RunTable
+    from ckpt_tasks.cli.serving.access import is_loopback
+    from ckpt_tasks.cli.serving.server import PageServer
+    from ckpt_tasks.cli.serving.table import RunTable
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as out:

@@ -22,27 +22,27 @@ from rich.console import Console
 
 from ckpt_tasks.checkpoint.acquiring import await_store_of
 from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
+from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate, evaluate_in
+from ckpt_tasks.flows.gang.launched import Place, launched
+from ckpt_tasks.flows.prefect.config import BatchLength, check_ranks, position_of_run
+from ckpt_tasks.flows.prefect.embedded import begin_embedded_server, start_embedded_server
+from ckpt_tasks.flows.prefect.endings import CrashError
+from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator, recorded_evaluation
+from ckpt_tasks.flows.prefect.starts import flow_run_to_go_on
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
+from ckpt_tasks.flows.session.forked import check_program, fork_run, recorded_params
+from ckpt_tasks.flows.session.local import END_SUITE, find_program
+from ckpt_tasks.flows.session.parameters import effective_params
+from ckpt_tasks.flows.session.session import ProgramSession, at_end
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.gang.launched import Place, launched
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.ownership import identify, lives_here
 from ckpt_tasks.logs import shown_meanwhile
-from ckpt_tasks.orchestration.config import BatchLength, check_ranks, position_of_run
-from ckpt_tasks.orchestration.embedded import begin_embedded_server, start_embedded_server
-from ckpt_tasks.orchestration.endings import CrashError
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, recorded_evaluation
-from ckpt_tasks.orchestration.starts import flow_run_to_go_on
-from ckpt_tasks.reading.opening import ranks_of
-from ckpt_tasks.reading.reading import run_of
-from ckpt_tasks.report.words import ranks_words, when
-from ckpt_tasks.session.forked import check_program, fork_run, recorded_params
-from ckpt_tasks.session.local import END_SUITE, find_program
-from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.session.session import ProgramSession, at_end
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.ownership import identify, lives_here
+from ckpt_tasks.run.opening import ranks_of
+from ckpt_tasks.run.report.words import ranks_words, when
 from ckpt_tasks.storage.secrets import without_secrets
 
 _ENDING_S = 5.0  # After a signal to stop, a process ends its step, commits and releases the run within this time.

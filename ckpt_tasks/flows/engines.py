@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.gang.engine import Engine
-from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.orchestration.blocks import RayCluster
-from ckpt_tasks.orchestration.config import check_ranks
+from ckpt_tasks.flows.gang.engine import Engine
+from ckpt_tasks.flows.gang.processes import Gang
+from ckpt_tasks.flows.prefect.blocks import RayCluster
+from ckpt_tasks.flows.prefect.config import check_ranks
 
 
 def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine | None:
@@ -21,7 +21,7 @@ def find_engine(name: str, ranks: int, min_ranks: int | None = None) -> Engine |
     if name == "local":
         return Gang() if ranks > 1 else None
     try:
-        from ckpt_tasks.gang.ray import RayGang
+        from ckpt_tasks.flows.gang.ray import RayGang
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"engine={name!r} needs Ray: {error}", hint="Install it: pip install 'ckpt-tasks[ray]'."

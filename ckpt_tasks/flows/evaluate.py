@@ -13,19 +13,19 @@ from prefect.futures import as_completed
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.flows.engines import find_engine
+from ckpt_tasks.flows.gang.engine import Engine
+from ckpt_tasks.flows.prefect.attempts import attempted_task
+from ckpt_tasks.flows.prefect.config import check_evaluation, config_of_run
+from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
+from ckpt_tasks.flows.prefect.events import absolute
+from ckpt_tasks.flows.prefect.starts import leave_to_follower
+from ckpt_tasks.flows.session.local import find_program
+from ckpt_tasks.flows.session.parameters import effective_params
+from ckpt_tasks.flows.session.session import ProgramSession
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.gang.engine import Engine
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.attempts import attempted_task
-from ckpt_tasks.orchestration.config import check_evaluation, config_of_run
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
-from ckpt_tasks.orchestration.events import absolute
-from ckpt_tasks.orchestration.starts import leave_to_follower
-from ckpt_tasks.reading.reading import Run
-from ckpt_tasks.session.local import find_program
-from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.session.session import ProgramSession
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.locations import Location
 
 _RETRY_DELAY_S = 2.0
@@ -93,7 +93,7 @@ def _in_ranks(
     if processes is None:
         yield evaluator
         return
-    from ckpt_tasks.gang.session import GangSession
+    from ckpt_tasks.flows.gang.session import GangSession
 
     built_with = effective_params(find_program(evaluator.program), run.head().state.params, evaluator.params)
     with GangSession(config, evaluator.program, built_with, ranks=ranks, engine=processes) as session:

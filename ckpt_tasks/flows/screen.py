@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ckpt_tasks.checkpoint.restore.reading import run_of
+from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, evaluation_watcher
+from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, evaluation_watcher
-from ckpt_tasks.reading.reading import run_of
-from ckpt_tasks.report.picture import sort_metrics
-from ckpt_tasks.report.words import clock, fine_span, plain_table, printable, size
-from ckpt_tasks.session.session import Progress, watcher
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.report.picture import sort_metrics
+from ckpt_tasks.run.report.words import clock, fine_span, plain_table, printable, size
 
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3

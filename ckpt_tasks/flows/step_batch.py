@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from prefect import Task
 from prefect.logging import get_run_logger
 
-from ckpt_tasks.orchestration.attempts import Attempts, attempted_task
-from ckpt_tasks.orchestration.config import BatchLength, position_of_run
-from ckpt_tasks.session.session import ProgramSession
+from ckpt_tasks.flows.prefect.attempts import Attempts, attempted_task
+from ckpt_tasks.flows.prefect.config import BatchLength, position_of_run
+from ckpt_tasks.flows.session.session import ProgramSession
 
 _MAX_STALLED_ATTEMPTS = 10
 

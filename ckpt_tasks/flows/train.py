@@ -15,15 +15,13 @@ from ckpt_tasks.checkpoint.acquiring import await_store_of
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.engines import find_engine
-from ckpt_tasks.flows.step_batch import run_in_batches, step_batch
-from ckpt_tasks.gang.engine import Engine
-from ckpt_tasks.gang.launched import launched
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.orchestration.artifacts import RunPages
-from ckpt_tasks.orchestration.config import BatchLength, check_saves, config_of_run
-from ckpt_tasks.orchestration.console_log import keep_log_readers_out
-from ckpt_tasks.orchestration.early_stop import EarlyStopping, stay_as_decided
-from ckpt_tasks.orchestration.endings import (
+from ckpt_tasks.flows.gang.engine import Engine
+from ckpt_tasks.flows.gang.launched import launched
+from ckpt_tasks.flows.prefect.artifacts import RunPages
+from ckpt_tasks.flows.prefect.config import BatchLength, check_saves, config_of_run
+from ckpt_tasks.flows.prefect.console_log import keep_log_readers_out
+from ckpt_tasks.flows.prefect.early_stop import EarlyStopping, stay_as_decided
+from ckpt_tasks.flows.prefect.endings import (
     crashes_for_its_launcher,
     crashes_while_the_api_is_away,
     crashes_while_the_store_is_away,
@@ -31,13 +29,15 @@ from ckpt_tasks.orchestration.endings import (
     ends_when_cancelled,
     skip_while_the_run_trains,
 )
-from ckpt_tasks.orchestration.events import announce, delivers_events
-from ckpt_tasks.orchestration.starts import crash_lost_task_runs, logged_with_the_flow_run
-from ckpt_tasks.policy.stopping import EarlyStop
-from ckpt_tasks.session.forked import check_program, fork_run, recorded_params, roll_back
-from ckpt_tasks.session.local import LocalSession, find_program
-from ckpt_tasks.session.parameters import effective_params
-from ckpt_tasks.session.session import ProgramSession, at_end
+from ckpt_tasks.flows.prefect.events import announce, delivers_events
+from ckpt_tasks.flows.prefect.starts import crash_lost_task_runs, logged_with_the_flow_run
+from ckpt_tasks.flows.session.forked import check_program, fork_run, recorded_params, roll_back
+from ckpt_tasks.flows.session.local import LocalSession, find_program
+from ckpt_tasks.flows.session.parameters import effective_params
+from ckpt_tasks.flows.session.session import ProgramSession, at_end
+from ckpt_tasks.flows.step_batch import run_in_batches, step_batch
+from ckpt_tasks.format.policy.stopping import EarlyStop
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _session(
         with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
             yield LocalSession(ckpt, program, params)
         return
-    from ckpt_tasks.gang.session import GangSession
+    from ckpt_tasks.flows.gang.session import GangSession
 
     with GangSession(config, program, params, ranks=ranks, engine=processes, flow_run_id=flow_run.id) as session:
         yield session

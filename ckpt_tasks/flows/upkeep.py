@@ -10,15 +10,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.logging import get_run_logger
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError
+from ckpt_tasks.flows.prefect.config import config_of_run
+from ckpt_tasks.flows.session.drill import drill_run
 from ckpt_tasks.format.records import Drill
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.ownership import identify, why_free
-from ckpt_tasks.orchestration.config import config_of_run
-from ckpt_tasks.reading.reading import run_of
-from ckpt_tasks.report.words import drill_words
-from ckpt_tasks.session.drill import drill_run
-from ckpt_tasks.upkeep.upkeep import record_verification, verify_run_directory
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.ownership import identify, why_free
+from ckpt_tasks.run.report.words import drill_words
+from ckpt_tasks.run.upkeep.upkeep import record_verification, verify_run_directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
 
-from ckpt_tasks.orchestration.abandoned import Limits, find_abandoned, start_again
+from ckpt_tasks.flows.prefect.abandoned import Limits, find_abandoned, start_again
 
 
 @dataclass(frozen=True, kw_only=True)

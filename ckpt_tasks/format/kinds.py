@@ -122,7 +122,7 @@ class SavedKind(NamedTuple):
     exports: bool = True
 
 
-# One row for each kind; objects/kinds.py says how live objects are captured and restored.
+# One row for each kind; state/kinds/kinds.py says how live objects are captured and restored.
 KINDS = {
     "module": SavedKind(1, _check_module),
     "optimizer": SavedKind(1, _check_optimizer),

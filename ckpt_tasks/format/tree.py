@@ -66,7 +66,7 @@ new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] =
 
 
 class Typed(NamedTuple):
-    """A value that `tensors/kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
+    """A value that `state/tensors/kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
 
     tag: str
     head: tuple[Any, ...]
@@ -360,7 +360,7 @@ _TYPED = dict.fromkeys(
     3,
 )
 _TYPED |= {"~wrapper": 5, "~buffer": 6}  # Versions 5 and 6 add only these tags.
-# One row for each kind of value that JSON lacks. tensors/kinds.py has the live type of each Typed kind.
+# One row for each kind of value that JSON lacks. state/tensors/kinds.py has the live type of each Typed kind.
 KINDS = (
     Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
     Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
-from ckpt_tasks.tensors.tensors import DTYPES, ConstantTensor
+from ckpt_tasks.state.tensors.tensors import DTYPES, ConstantTensor
 
 Array = np.ndarray[Any, Any]
 

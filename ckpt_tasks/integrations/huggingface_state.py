@@ -28,8 +28,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
-from ckpt_tasks.objects.started import Started, outline_of
-from ckpt_tasks.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
+from ckpt_tasks.state.kinds.started import Started, outline_of
+from ckpt_tasks.state.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (

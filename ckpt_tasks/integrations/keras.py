@@ -21,14 +21,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.data.loader import ResumableLoader
-from ckpt_tasks.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.keras_state import BACKEND, Variables, named, state_of
-from ckpt_tasks.ledger.config import CheckpointConfig, config_of
-from ckpt_tasks.objects.started import Started
-from ckpt_tasks.tensors.streams import current_streams, set_streams
+from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.data.loader import ResumableLoader
+from ckpt_tasks.state.data.sampler import ResumableSampler, SampleId
+from ckpt_tasks.state.kinds.started import Started
+from ckpt_tasks.state.tensors.streams import current_streams, set_streams
 
 
 class CkptCallback(keras.callbacks.Callback):

@@ -26,8 +26,8 @@ from ckpt_tasks.integrations.lightning_state import (
     fetches_in_step,
     logged_values,
 )
-from ckpt_tasks.ledger.config import CheckpointConfig, config_of
-from ckpt_tasks.tensors.streams import current_streams, set_streams
+from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.tensors.streams import current_streams, set_streams
 
 
 class CkptCallback(Callback):

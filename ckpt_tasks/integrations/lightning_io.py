@@ -21,16 +21,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.copying.publishing import new_directory
+from ckpt_tasks.checkpoint.restore.reading import Run, open_run
+from ckpt_tasks.checkpoint.restore.values import Values, read_values
+from ckpt_tasks.checkpoint.transfer.publishing import new_directory
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.integrations.lightning_state import set_up_again
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.targets import split_target
-from ckpt_tasks.objects.optimizers import numbered
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.reading.reading import Run, open_run
-from ckpt_tasks.reading.values import Values, read_values
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.targets import split_target
+from ckpt_tasks.run.opening import open_checkpoint
+from ckpt_tasks.state.kinds.optimizers import numbered
 
 _MODEL, _OPTIMIZERS, _REST = "model", "optimizers", "lightning"  # CkptCallback gives its groups these names.
 

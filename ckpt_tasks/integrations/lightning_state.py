@@ -21,12 +21,12 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric, MetricCollection
 
-from ckpt_tasks.data.loader import ResumableLoader
-from ckpt_tasks.data.sampler import ResumableSampler
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
-from ckpt_tasks.objects.differences import Differences
-from ckpt_tasks.objects.modules import Gradients
-from ckpt_tasks.objects.started import Started, note_changes, outline_of
+from ckpt_tasks.state.data.loader import ResumableLoader
+from ckpt_tasks.state.data.sampler import ResumableSampler
+from ckpt_tasks.state.kinds.differences import Differences
+from ckpt_tasks.state.kinds.modules import Gradients
+from ckpt_tasks.state.kinds.started import Started, note_changes, outline_of
 
 _log = logging.getLogger("ckpt_tasks")
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")

@@ -22,11 +22,11 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import stateful_random_ops
 from torch.utils.data import DataLoader
 
-from ckpt_tasks.copying.publishing import new_directory
+from ckpt_tasks.checkpoint.restore.reading import Run
+from ckpt_tasks.checkpoint.transfer.publishing import new_directory
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.integrations.arrays import array_of, tensor_of
-from ckpt_tasks.reading.reading import Run
 
 _WITHOUT_NUMBERS = (tf.string, tf.variant)
 _ROUND_BYTES = 1 << 16

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.layout.steps import StepMetrics
-from ckpt_tasks.reading.restore import RestoreReport
-from ckpt_tasks.saving.listening import Listener
+from ckpt_tasks.checkpoint.restore.restore import RestoreReport
+from ckpt_tasks.checkpoint.save.listening import Listener
+from ckpt_tasks.format.layout.steps import StepMetrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

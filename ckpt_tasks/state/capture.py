@@ -4,7 +4,7 @@ A *state* is a dict; each key names a *group*. A value is a module, an optimizer
 with state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them.
 `capture` copies only containers: the caller must copy the tensors before training changes them.
 
-The kind of a group decides how its values may differ between ranks (`KINDS` in objects/kinds.py); `ByRank` overrides
+The kind of a group decides how its values may differ between ranks (`KINDS` in state/kinds/kinds.py); `ByRank` overrides
 the kind.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.kinds import RNG
-from ckpt_tasks.objects.kinds import KINDS, Scope, kind_of
-from ckpt_tasks.objects.parts import Captured, GroupState
-from ckpt_tasks.process.gc_pause import gc_paused
+from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat
-from ckpt_tasks.tensors.placements import ALONE, World, reshard
-from ckpt_tasks.tensors.streams import current_streams, preserved_rng
-from ckpt_tasks.tensors.tensors import RankRule, TensorSet
+from ckpt_tasks.state.kinds.kinds import KINDS, Scope, kind_of
+from ckpt_tasks.state.kinds.parts import Captured, GroupState
+from ckpt_tasks.state.tensors.placements import ALONE, World, reshard
+from ckpt_tasks.state.tensors.streams import current_streams, preserved_rng
+from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 _ORDER = [*KINDS]
 

@@ -14,9 +14,9 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
-from ckpt_tasks.objects.modules import Gradients
-from ckpt_tasks.objects.optimizers import is_ordinary
 from ckpt_tasks.state.groups import Groups, objects_of
+from ckpt_tasks.state.kinds.modules import Gradients
+from ckpt_tasks.state.kinds.optimizers import is_ordinary
 
 _log = logging.getLogger("ckpt_tasks")
 _LOST = (

@@ -12,8 +12,8 @@ import numpy as np
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.tree import SCALARS
-from ckpt_tasks.objects.kinds import kind_of
 from ckpt_tasks.state.groups import flat
+from ckpt_tasks.state.kinds.kinds import kind_of
 
 _BACK = ("JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 

@@ -31,15 +31,15 @@ from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from ckpt_tasks.objects.kinds import kind_of, may_draw
-from ckpt_tasks.objects.modules import Gradients
-from ckpt_tasks.objects.names import named_parameters
-from ckpt_tasks.objects.optimizers import is_ordinary
-from ckpt_tasks.objects.started import Started
 from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
-from ckpt_tasks.tables.table import LookupTable
-from ckpt_tasks.tensors.streams import preserved_rng, same_state, stream_state
+from ckpt_tasks.state.kinds.kinds import kind_of, may_draw
+from ckpt_tasks.state.kinds.modules import Gradients
+from ckpt_tasks.state.kinds.names import named_parameters
+from ckpt_tasks.state.kinds.optimizers import is_ordinary
+from ckpt_tasks.state.kinds.started import Started
+from ckpt_tasks.state.tables.table import LookupTable
+from ckpt_tasks.state.tensors.streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
@@ -56,10 +56,10 @@ _BEGIN = re.compile(
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
 _ANY_NUMBER = ("generator", "table")
-_OURS = ("torch", "ckpt_tasks.data.", "ckpt_tasks.objects.", "ckpt_tasks.integrations.")
+_OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
-    *("ckpt_tasks.checkpoint.", "ckpt_tasks.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
+    *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
     *("contextlib", "tqdm."),
     *("accelerate.", "lightning.", "pytorch_lightning.", "torch.", "transformers.", "trl."),
 )

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
-from ckpt_tasks.process.processes import start_thread
+from ckpt_tasks.process import start_thread
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
 from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped

@@ -16,7 +16,7 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
 
-from ckpt_tasks.process.processes import start_thread
+from ckpt_tasks.process import start_thread
 
 _BLOCKING_THREADS = 6
 # Send at most 8 requests at a time, so that an upload in parts copies at most 8 parts of the image in memory.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
-from ckpt_tasks.process.processes import in_threads
+from ckpt_tasks.process import in_threads
 from ckpt_tasks.storage.port import Store
 
 _RACERS = 8

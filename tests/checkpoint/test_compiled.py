@@ -19,8 +19,8 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint.compiled import kind_of_host
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import Compiled, compiled_name, parse_compiled
-from ckpt_tasks.process import held_directory
-from ckpt_tasks.process.processes import close_descriptor
+from ckpt_tasks.process import close_descriptor
+from ckpt_tasks.storage import held_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import FaultyStore, located, settle
 from tests.support.cli_runs import ckpt, flip

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.layout.index import Index, write_index
+from ckpt_tasks.format.layout.index import Index, write_index
 from ckpt_tasks.testing import settle
 from tests.support.calls import WatchedCalls
 from tests.support.indexes import read_as_committed

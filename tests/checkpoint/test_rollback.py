@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.data.sampler import ResumableSampler
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ConfigError, IntegrityError, NonFiniteError, StateError
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.testing import die
 from tests.support import pipelines
 from tests.support.cli_runs import ckpt as command

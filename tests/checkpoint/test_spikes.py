@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.copying.compare import compare_checkpoints
-from ckpt_tasks.data.sampler import ResumableSampler
+from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
 from ckpt_tasks.errors import ConfigError, SpikeError, StateError
-from ckpt_tasks.policy.spikes import SEEN
+from ckpt_tasks.format.policy.spikes import SEEN
+from ckpt_tasks.state.data.sampler import ResumableSampler
 from tests.support.children import Child
 from tests.support.cli_runs import ckpt as command
 

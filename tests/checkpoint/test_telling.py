@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from tests.ranks.training import config, state_of
+from tests.checkpoint.ranks.training import config, state_of
 from tests.support.gang import Gang
 from tests.support.interpreters import python
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from tests.support.cli_runs import ckpt, flip, only, save, save_steps
 
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.doctor import measuring
-from ckpt_tasks.doctor.findings import EXCLUSIVE, Ability, Findings, judge
-from ckpt_tasks.doctor.measuring import measure
+from ckpt_tasks.cli.doctor import measuring
+from ckpt_tasks.cli.doctor.findings import EXCLUSIVE, Ability, Findings, judge
+from ckpt_tasks.cli.doctor.measuring import measure
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.objects import ObjectStore

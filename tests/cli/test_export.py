@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.transfer import export as exporting
 from ckpt_tasks.cli.files import how_to_export
-from ckpt_tasks.copying import export as exporting
 from tests.support.cli_runs import ckpt, config, only, save, save_steps
 from tests.support.measured import memory_of
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from tests.support.cli_runs import ckpt, config, flip, save_steps, some_state
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.cli.ls import sort_runs
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import heartbeat_name
-from ckpt_tasks.reading.overview import RunSummary, summaries_below
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.run.overview import RunSummary, summaries_below
 from ckpt_tasks.storage import objects
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.s3 import S3Requests

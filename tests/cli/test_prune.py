@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from tests.ledger.test_heartbeats import held_elsewhere
-from tests.ledger.test_ownership import owner_in
+from tests.run.ledger.test_heartbeats import held_elsewhere
+from tests.run.ledger.test_ownership import owner_in
 from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
 from tests.support.owner_child import OwnerChild
 
@@ -116,7 +116,7 @@ def snapshots(memory: Path) -> list[Path]:
 
 def test_the_snapshots_in_memory_go_too(run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P67: what a run that ended badly left in the default memory directory is freed; a dry run leaves it."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.cache.default_directory", lambda size_bytes: memory)
     left_in_memory(run_dir, "auto")
     assert snapshots(memory) != []
     assert ckpt("prune", run_dir, "--dry-run").status == 0

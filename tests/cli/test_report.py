@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.format.keys import LEDGER_PREFIX
-from ckpt_tasks.ledger.observing import observe
-from ckpt_tasks.policy.cadence import recommend
+from ckpt_tasks.format.policy.cadence import recommend
+from ckpt_tasks.run.ledger.observing import observe
 from tests.support.cli_runs import ckpt, flip, save_steps
 from tests.support.histories import LOST, Told, trained
 

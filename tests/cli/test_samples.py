@@ -12,7 +12,7 @@ import torch
 
 from ckpt_tasks import ByRank, Checkpointer, ResumableLoader
 from ckpt_tasks.errors import SpikeError
-from ckpt_tasks.policy.spikes import SEEN
+from ckpt_tasks.format.policy.spikes import SEEN
 from tests.support.cli_runs import ckpt, config, save
 
 SIZE = 50
@@ -51,7 +51,7 @@ def train(ckpt: Checkpointer, last: int, bad: tuple[int, ...] = ()) -> None:
 def compare(run_dir: Path, step: int) -> Any:
     """Compare the answer with what training has noted in the same checkpoint; return the answer."""
     from ckpt_tasks import open_run
-    from ckpt_tasks.reading.opening import open_checkpoint
+    from ckpt_tasks.run.opening import open_checkpoint
 
     run = open_run(run_dir)
     noted = open_checkpoint(run.history.store, run.find(step)).groups["noted"].tree["ids"]

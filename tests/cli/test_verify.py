@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.doctor.host import check_place
+from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.cli.doctor.host import check_place
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.reading.reading import open_run
 from tests.support.cli_runs import ckpt, flip, only, save_steps, tree
 
 

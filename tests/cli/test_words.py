@@ -11,7 +11,7 @@ import pytest
 
 from ckpt_tasks.cli.arguments import Target, parse_target
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.report.words import age, count, fine_span, number, percent, printable, size, span
+from ckpt_tasks.run.report.words import age, count, fine_span, number, percent, printable, size, span
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
-from ckpt_tasks.programs.byte_lm import use_deterministic_kernels
+from ckpt_tasks.flows.programs.byte_lm import use_deterministic_kernels
 from tests.crash.test_memory_kills import digests
 
 WIDTH = 512

@@ -19,7 +19,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.state.tensors.tensors import same_bits
 from ckpt_tasks.testing import images_of
 
 SIZE = 1 << 20

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ckpt_tasks.checkpoint.save.parts import Digested, digest_image
+from ckpt_tasks.checkpoint.save.pipeline import Snapshot
+from ckpt_tasks.checkpoint.save.rank_saver import RankSaver
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.records import Seal
-from ckpt_tasks.saving.parts import Digested, digest_image
-from ckpt_tasks.saving.pipeline import Snapshot
-from ckpt_tasks.saving.rank_saver import RankSaver
 from ckpt_tasks.testing import die, under_way
 from tests.support.calls import WatchedCalls
 from tests.support.pipelines import committed, opened

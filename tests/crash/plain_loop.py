@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.programs.byte_lm import Transformer
+from ckpt_tasks.flows.programs.byte_lm import Transformer
 from ckpt_tasks.storage.locations import Location
 from tests.support.recording import Recording
 

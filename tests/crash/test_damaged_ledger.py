@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import NoGoodCheckpointError
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.support import syncs
 from tests.support.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train
 

@@ -137,7 +137,7 @@ def check(case: Case, way: str, style: str) -> None:
         assert source.startswith(case.hosts if case.hosts and not clean else case.location.url), source
 
 
-# Ends that tests/saving/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
+# Ends that tests/checkpoint/save/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
 QUICK = [
     ("local", "SIGTERM", "with"),
     ("local", "SIGINT", "alone"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StoreError
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import OPERATIONS, READERS, fork, newest, prepare
 from tests.support.calls import FailingReads, Mode, WatchedCalls

@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader
 
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint.interrupt import held_back
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading.fetch import StoredTensors
-from ckpt_tasks.snapshot.memory import MemoryDirectory
-from ckpt_tasks.snapshot.slot import MappedTensors
+from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory
+from ckpt_tasks.checkpoint.memory.slot import MappedTensors
+from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
+from ckpt_tasks.checkpoint.save.pruning import Pruner
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.state.tensors.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.tensors.tensors import same_bits
-from ckpt_tasks.upkeep.pruning import Pruner
 from tests.crash.forked import (
     SIZE,
     Forking,
@@ -48,9 +48,9 @@ from tests.support.interpreters import python
 LAST = 4
 
 SAVING: dict[str, Phase] = {
-    "copy": ("ckpt_tasks.snapshot.snapshot", "copy_tensors"),
-    "digest": ("ckpt_tasks.saving.rank_saver", "digest_image"),
-    "prepare": ("ckpt_tasks.saving.rank_saver", "prepare_part"),
+    "copy": ("ckpt_tasks.checkpoint.memory.snapshot", "copy_tensors"),
+    "digest": ("ckpt_tasks.checkpoint.save.rank_saver", "digest_image"),
+    "prepare": ("ckpt_tasks.checkpoint.save.rank_saver", "prepare_part"),
     "seal": (MemoryDirectory, "seal"),
     "flush": (LocalStore, "put"),
     "commit": (History, "append"),

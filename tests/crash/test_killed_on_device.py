@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ckpt_tasks import open_run
-from ckpt_tasks.proving.proof import verify_resume
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.cli.proving.proof import verify_resume
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from tests.support.cli_runs import ckpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -83,7 +83,7 @@ def test_ranks_under_torchrun_go_on_with_nccl(tmp_path: Path) -> None:
 
     def train(name: str, steps: int) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        program = ["-m", "ckpt_tasks.programs.fsdp_lm", "--step-interval", "5", "--steps", str(steps)]
+        program = ["-m", "ckpt_tasks.flows.programs.fsdp_lm", "--step-interval", "5", "--steps", str(steps)]
         done = subprocess.run(
             [*torchrun, *program, "--checkpoint-dir", str(tmp_path / name)],
             capture_output=True, text=True, timeout=300, check=False, cwd=Path(__file__).parents[2],

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import open_run
+from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
+from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory
+from ckpt_tasks.checkpoint.save import rank_saver
+from ckpt_tasks.checkpoint.save.parts import digest_image
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
-from ckpt_tasks.saving import rank_saver
-from ckpt_tasks.saving.parts import digest_image
-from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.memory import MemoryDirectory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die, seal, settle, under_way
 from tests.crash.lives import SIZE, Fate, Life, end_threads, fated, seals, slots, state_of, step_of
@@ -366,7 +366,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     lives: Callable[..., Life], run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """P33: while one process holds the slots another one, which took the run over, uses its own memory and says so."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.cache.default_directory", lambda size_bytes: memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.cache.default_directory", lambda size_bytes: memory)
     (first := lives(memory_dir="auto")).train(1)
     with opened(run_dir, memory_dir="auto", take_over=True) as second:
         assert second.restore(state_of(0)) == 1

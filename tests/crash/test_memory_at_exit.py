@@ -23,7 +23,7 @@ def say():
 
 import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.snapshot import pages
+from ckpt_tasks.checkpoint.memory import pages
 
 touched, begun, madvise = 0, threading.Event(), pages._madvise
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.format.digests import digest_hex
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.testing import located
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.crash.lives import seals
 from tests.support.calls import WatchedCalls
 from tests.support.children import Child

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory, private_root, sweep
 from ckpt_tasks.errors import ConfigError, FencedError, StoreError
-from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root, sweep
 from tests.crash.lives import state_of, step_of
 from tests.support.interpreters import Python
 from tests.support.systems import Hurried, running_on
@@ -119,7 +119,7 @@ def test_a_snapshot_of_another_user_is_not_restored(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
 ) -> None:
     """A snapshot that is somebody else's is left alone: that is said, and the run goes on from storage."""
-    monkeypatch.setattr("ckpt_tasks.snapshot.room._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.room._SHARED_MEMORY", memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     with suppress(ZeroDivisionError), Checkpointer(config) as ckpt:
         ckpt.save(1, state_of(1))
@@ -172,7 +172,7 @@ def test_a_lock_dies_with_its_process(memory: Path, forks: bool) -> None:
     code = f"""
         import os, sys, time
         from pathlib import Path
-        from ckpt_tasks.snapshot.memory import MemoryDirectory
+        from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory
         held = MemoryDirectory(Path({str(root)!r}), "run")
         if {not forks} or os.fork() == 0:
             print("held", flush=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.copying.compare import compare_checkpoints
-from ckpt_tasks.reading.reading import open_run
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from tests.crash import plain_loop
 from tests.support.chaos import Chaos
 from tests.support.children import Child

@@ -36,7 +36,7 @@ def test_the_last_line_of_a_process_may_be_unread() -> None:
     """What is not committed at the end of the interpreter is reported on stderr; a closed one, or none, is no error."""
     code = """
 import sys
-from ckpt_tasks.saving.ending import report_lost
+from ckpt_tasks.checkpoint.save.ending import report_lost
 sys.stderr.close()
 report_lost(ValueError("x"), kept=False)
 sys.stderr = None

@@ -21,16 +21,16 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.importing import ImportedRun
-from ckpt_tasks.copying.fork import plan_fork, run_fork
-from ckpt_tasks.copying.syncing import plan_sync, run_sync
+from ckpt_tasks.checkpoint.restore.reading import Run
+from ckpt_tasks.checkpoint.transfer.fork import plan_fork, run_fork
+from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
+from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError, StoreError
-from ckpt_tasks.importing.plan import plan_import
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.testing import die, located
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.support.calls import FailingCalls, Mode
 from tests.support.runs import EXPECTED, UNTOUCHED, check_run, fingerprint, head_of, opened, options, state_of, train
 

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.testing import located, settle

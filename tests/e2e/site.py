@@ -27,8 +27,8 @@ from prefect.settings import (
 )
 
 from ckpt_tasks import Checkpoint, open_run
+from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.reading.reading import Run
 from tests.servers.process import free_port
 
 __all__ = ["ROOT", "Site", "Step"]
@@ -93,7 +93,7 @@ class Site:
 
     def start_server(self) -> None:
         """Start the server (again, on the same port and database) and wait until it answers."""
-        command = (sys.executable, "-m", "ckpt_tasks.deploying.serving", "server", "start")  # as `ckpt up` does
+        command = (sys.executable, "-m", "ckpt_tasks.flows.site.serving", "server", "start")  # as `ckpt up` does
         self.server = self._spawn("server", *command, "--host", "127.0.0.1", "--port", str(self._port))
         self.until(self._healthy, 120, "the server answers")
 

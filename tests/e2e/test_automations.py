@@ -14,7 +14,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Crashed, Running
 
-from ckpt_tasks.deploying import TAG
+from ckpt_tasks.flows.site import TAG
 from tests.e2e.site import Site
 
 

@@ -11,7 +11,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.types import SecretDict
 
-from ckpt_tasks.orchestration.blocks import CheckpointStore
+from ckpt_tasks.flows.prefect.blocks import CheckpointStore
 from tests.e2e.site import Site
 from tests.servers.process import token
 from tests.servers.s3 import S3Server

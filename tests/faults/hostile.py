@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.layout.index import Index, IndexRow, write_index
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.format.layout.index import Index, IndexRow, write_index
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 from tests.support.indexes import read_as_committed
 
 STEPS = (1, 2, 3)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_tasks.format.digests import canonical_json, digest_bytes, digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name
-from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.format.layout.regions import Box
 from tests.faults.hostile import Body, Hostile, Raw
 from tests.faults.hostile_values import NODES, put_at
 from tests.faults.hostile_verbs import ALL

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.format.layout.regions import Box
 from tests.faults.hostile import Body, Hostile, Raw, with_raw, without_raw
 
 At = tuple[str | int, ...]

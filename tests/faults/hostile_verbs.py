@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.copying.export import export_checkpoint
+from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.checkpoint.transfer.export import export_checkpoint
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.orchestration.evaluate import evaluate_checkpoint
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.flows.prefect.evaluate import evaluate_checkpoint
+from ckpt_tasks.run.opening import open_checkpoint
 from tests.faults.hostile import UNTOUCHED, Hostile, Model, config, draw, fingerprint, look, state_of
 from tests.faults.judged import judged
 from tests.support.cli_runs import ckpt

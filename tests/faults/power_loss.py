@@ -29,7 +29,7 @@ import torch
 
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.ledger import lineage
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support import runs
 from tests.support.block_log import KEEPS, Keep, Replay, die_with_parent, logged_disk, read_log

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.testing import located

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.importing import ImportedRun
+from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
+from ckpt_tasks.checkpoint.transfer.importing.sources import Source, SourceTensor, open_source
 from ckpt_tasks.errors import CkptError, IntegrityError
-from ckpt_tasks.importing.plan import plan_import
-from ckpt_tasks.importing.sources import Source, SourceTensor, open_source
-from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.state.tensors.tensors import same_bits
 from tests.faults.archives import BOMBS, PLACES, bomb, safetensors_files, torch_files, unzipped, zipped
 from tests.faults.judged import judged
 from tests.support.cli_runs import config

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.layout.arrow import FAULTS, read_arrow, write_metrics
-from ckpt_tasks.layout.index import Index, IndexRow, write_index
-from ckpt_tasks.layout.regions import Box
+from ckpt_tasks.format.layout.arrow import FAULTS, read_arrow, write_metrics
+from ckpt_tasks.format.layout.index import Index, IndexRow, write_index
+from ckpt_tasks.format.layout.regions import Box
 from tests.support.indexes import read_as_committed
 
 Field = tuple[int, bytes | list[bytes]]

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tasks.copying.transfer import Transfer
+from ckpt_tasks.checkpoint.transfer.transfer import Transfer
 from ckpt_tasks.errors import ConfigError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import parsing
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_FOLDED, MAX_LEDGER_NUMBER, ledger_name
+from ckpt_tasks.format.layout.image import REGION_BYTES
+from ckpt_tasks.format.layout.index import IndexRow
+from ckpt_tasks.format.layout.regions import Box, blocks
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.parsing import check_json, parse_json
+from ckpt_tasks.format.policy.retention import Verdict
 from ckpt_tasks.format.tree import MAX_OF_ONE_HASH, decode, encode
-from ckpt_tasks.layout.image import REGION_BYTES
-from ckpt_tasks.layout.index import IndexRow
-from ckpt_tasks.layout.regions import Box, blocks
-from ckpt_tasks.policy.retention import Verdict
+from ckpt_tasks.run.upkeep.retiring import Retirement
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep.retiring import Retirement
 from tests.support.indexes import indexed
 from tests.support.ledgers import made_reusing, owner_of
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, UnsupportedStateError
-from ckpt_tasks.importing.plan import plan_import
 from tests.support.cli_runs import ckpt
 
 WEIGHTS = {"weight": torch.arange(77, dtype=torch.float32), "bias": torch.ones(3)}

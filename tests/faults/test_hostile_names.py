@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.copying.syncing import plan_sync, run_sync
+from ckpt_tasks.checkpoint.restore.reading import Run, open_run
+from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name, parse_ledger_name
 from ckpt_tasks.format.manifest import Manifest
-from ckpt_tasks.ledger.history import History, newest_first
-from ckpt_tasks.reading.reading import Run, open_run
+from ckpt_tasks.run.ledger.history import History, newest_first
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.hostile import NEWEST, Hostile, train
 from tests.faults.hostile_values import attempt_of, put_at
 from tests.support.sweeps import strides

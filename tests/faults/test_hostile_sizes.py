@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.reading.opening import open_checkpoint
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.run.opening import open_checkpoint
 from tests.faults.hostile import Body, Hostile, train
 from tests.faults.hostile_cases import add_to_tree
 from tests.faults.hostile_values import attempt_of

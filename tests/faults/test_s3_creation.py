@@ -11,7 +11,7 @@ import pytest
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore

@@ -9,7 +9,7 @@ import pytest
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.locations import Location
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.support import answers

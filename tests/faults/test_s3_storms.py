@@ -15,9 +15,9 @@ import torch
 
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.testing import settle
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.support import answers
 from tests.support.ledgers import commit

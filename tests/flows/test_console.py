@@ -22,9 +22,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from ckpt_tasks import CheckpointConfig, open_run
 from ckpt_tasks.cli import app
 from ckpt_tasks.errors import CheckpointNotFoundError
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.ledger.ownership import acquire, identify
-from ckpt_tasks.orchestration.config import position_of_run
+from ckpt_tasks.flows.prefect.config import position_of_run
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.servers.process import free_port

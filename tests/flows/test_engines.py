@@ -15,10 +15,10 @@ from prefect.states import Scheduled
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.engines import find_engine
+from ckpt_tasks.flows.gang.processes import Gang
+from ckpt_tasks.flows.prefect.blocks import RayCluster
+from ckpt_tasks.flows.prefect.endings import CrashError
 from ckpt_tasks.flows.train import train
-from ckpt_tasks.gang.processes import Gang
-from ckpt_tasks.orchestration.blocks import RayCluster
-from ckpt_tasks.orchestration.endings import CrashError
 
 pytest.importorskip("ray")
 
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused(
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Ray is not installed the error says what to install; an engine of one host does not need it."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "ckpt_tasks.gang.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "ckpt_tasks.flows.gang.ray", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'ckpt-tasks\[ray\]'"):
         find_engine("ray", 2)
     assert isinstance(find_engine("local", 2), Gang)

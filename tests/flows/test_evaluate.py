@@ -15,10 +15,10 @@ from prefect.task_runners import ProcessPoolTaskRunner
 from safetensors.torch import load_file
 
 from ckpt_tasks import Checkpoint, CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, IntegrityError, ProgramError, RunMismatchError
 from ckpt_tasks.flows.evaluate import evaluate
-from ckpt_tasks.orchestration.evaluate import EvaluationResult, Evaluator
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import flip
 from tests.support.tiny import Tiny
@@ -141,7 +141,7 @@ def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
 
 def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow run that follows takes what comes as soon as it is committed, and ends soon after the run's owner has."""
-    monkeypatch.setattr("ckpt_tasks.orchestration.evaluate._RELEASED_S", 3.0)
+    monkeypatch.setattr("ckpt_tasks.flows.prefect.evaluate._RELEASED_S", 3.0)
 
     def train_on() -> None:
         until(lambda: open_run(str(trained)).evaluations() != [])  # the other one is at work
@@ -240,7 +240,7 @@ def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path,
     assert [type(error) for error in failed.value.exceptions] == [FileNotFoundError]
     at = open_run(str(trained))
     assert {one.step for one in at.evaluations()} == {2, 4, 6}
-    hook = {"promote": "ckpt_tasks.orchestration.evaluate:export_best"}
+    hook = {"promote": "ckpt_tasks.flows.prefect.evaluate:export_best"}
     evaluated(trained, which="best", **hook, promote_params={"out": str(tmp_path / "best" / "{run_key}.safetensors")})
     found, best = load_file(tmp_path / "best" / "tiny.safetensors"), Tiny(seed=3)
     at.restore(at.find(4), {"model": best.model}, partial=True)

@@ -42,7 +42,7 @@ class Attempt:
             "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
-            "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "ckpt_tasks.orchestration.console_log.UnreadConsole",
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_CLASS": "ckpt_tasks.flows.prefect.console_log.UnreadConsole",
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         flow = options.pop("flow", train)

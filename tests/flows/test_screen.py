@@ -9,9 +9,9 @@ import re
 import pytest
 
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError
+from ckpt_tasks.flows.prefect.evaluate import EvaluationResult
 from ckpt_tasks.flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
-from ckpt_tasks.orchestration.evaluate import EvaluationResult
-from ckpt_tasks.session.session import Progress
+from ckpt_tasks.flows.session.session import Progress
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
 

@@ -16,7 +16,7 @@ import sys, time
 import torch
 from prefect import flow, task
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.orchestration.attempts import resumable_task
+from ckpt_tasks.flows.prefect.attempts import resumable_task
 
 where, run = sys.argv[1:]
 state = {"weights": torch.zeros(1)}

@@ -24,10 +24,10 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
+from ckpt_tasks.flows.session.local import LocalSession, build_program
+from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.flows.step_batch import step_batch
 from ckpt_tasks.flows.train import TrainResult, train
-from ckpt_tasks.session.local import LocalSession, build_program
-from ckpt_tasks.session.session import Progress, watcher
 from tests.support.cli_runs import flip
 from tests.support.tiny import Tiny
 

@@ -10,8 +10,8 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, IntegrityError
+from ckpt_tasks.flows.session.local import LocalSession
 from ckpt_tasks.flows.upkeep import upkeep
-from ckpt_tasks.session.local import LocalSession
 from tests.support.cli_runs import flip
 from tests.support.ledgers import owner_of, take
 from tests.support.owner_child import OwnerChild

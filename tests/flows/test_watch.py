@@ -25,10 +25,10 @@ from prefect.states import (
     Suspended,
 )
 
-from ckpt_tasks.deploying.site import schedule_again
-from ckpt_tasks.doctor.server import check_flow_runs
+from ckpt_tasks.cli.doctor.server import check_flow_runs
+from ckpt_tasks.flows.prefect.abandoned import Limits, start_again
+from ckpt_tasks.flows.site.site import schedule_again
 from ckpt_tasks.flows.watch import watch
-from ckpt_tasks.orchestration.abandoned import Limits, start_again
 from tests.support.waiting import until
 
 
@@ -115,7 +115,7 @@ def test_what_crashed_is_resumed_some_times(client: SyncPrefectClient, monkeypat
     One that crashed before it began (a busy server refused its submission) is scheduled again, ten times. However many
     there are, each is looked at: a server gives them page by page. What crashed more than a day ago is left alone.
     """
-    monkeypatch.setattr("ckpt_tasks.orchestration.abandoned._PAGE", 2)
+    monkeypatch.setattr("ckpt_tasks.flows.prefect.abandoned._PAGE", 2)
     crashed = [made(client, "one", Running(), Crashed()) for _ in range(3)]
     once = made(client, "one", Crashed())
     often = made(client, "one", Running(), Crashed(), Running(), Crashed())
@@ -128,7 +128,7 @@ def test_what_crashed_is_resumed_some_times(client: SyncPrefectClient, monkeypat
     assert client.read_flow_run(once).run_count == client.read_flow_run(hopeless).run_count == 0
     assert watch(tag="one", crashed_s=3600).resumed == ()
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", later(timedelta(hours=25)))
+        patch.setattr("ckpt_tasks.flows.prefect.abandoned.datetime", later(timedelta(hours=25)))
         assert watch(tag="one", crashed_s=0).resumed == ()
     found = {*watch(tag="one", crashed_s=0, max_runs=2).resumed}
     assert found == {name_of(client, run) for run in (*crashed, once)}
@@ -207,7 +207,7 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
     silent = made(client, "back", Running())
     assert check_flow_runs(client, "back").verdict == "ok"
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tasks.orchestration.abandoned.datetime", later(-hour))
+        patch.setattr("ckpt_tasks.flows.prefect.abandoned.datetime", later(-hour))
         check = check_flow_runs(client, "back")
     assert (check.verdict, name_of(client, silent) in check.seen) == ("wrong", True)
     for run in (late.id, soon.id, silent):

@@ -15,7 +15,7 @@ from ckpt_tasks.format.keys import ledger_name, live_list_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.ledgers import ME, commit, made, owned, resealed, steps
 

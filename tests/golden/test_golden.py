@@ -26,10 +26,10 @@ from ckpt_tasks.errors import FormatVersionError
 from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.live import write_segment
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.state.tables.rules import Adagrad
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.tables.rules import Adagrad
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.golden.kinds import OF_TORCHAO, flattened, kinds_at, wrapped
 from tests.support.roundtrip import assert_same
 from tools.sources import ROOT

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.copying.export import write_export
-from ckpt_tasks.copying.export_peft import plan_peft_export
+from ckpt_tasks.checkpoint.transfer.export import write_export
+from ckpt_tasks.checkpoint.transfer.export_peft import plan_peft_export
 from ckpt_tasks.errors import ConfigError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.integrations.huggingface import CkptTrainer
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs, without_base

@@ -14,9 +14,9 @@ import pytest
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import NonFiniteError
+from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.integrations.trackers import MLflow, TensorBoard, Tracker, WandB
-from ckpt_tasks.layout.steps import StepMetrics
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 
 class Noted(Tracker):

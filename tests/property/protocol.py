@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -31,13 +32,12 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import orphans
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.testing import InjectedError, located, under_way
-from ckpt_tasks.upkeep.upkeep import orphans
 from tests.property.disk import Connection, Disk
 from tests.property.schedules import Process, Schedule
 from tests.property.simulated import SimulatedSystem, alone

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent  # type: ignore[import-untyped]
 
+from ckpt_tasks.state.tensors.streams import preserved_rng, seed_streams
 from ckpt_tasks.system import System
-from ckpt_tasks.tensors.streams import preserved_rng, seed_streams
 from tests.property.schedules import Schedule
 
 __all__ = ["SimulatedSystem", "alone"]

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
+from ckpt_tasks.checkpoint.save import committer, pruning
+from ckpt_tasks.checkpoint.save.commit import commit, discard
+from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, State
+from ckpt_tasks.format.policy.retention import Verdict, plan_retention
 from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.ledger import history
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.policy.retention import Verdict, plan_retention
-from ckpt_tasks.saving import committer
-from ckpt_tasks.saving.commit import commit, discard
-from ckpt_tasks.saving.prepared import PreparedCheckpoint
+from ckpt_tasks.run.ledger import history
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep import retiring, upkeep
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep import pruning, retiring, upkeep
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
 

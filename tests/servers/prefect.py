@@ -19,7 +19,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from ckpt_tasks.orchestration.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
+from ckpt_tasks.flows.prefect.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from tests.servers.process import free_port
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.state.tensors.tensors import same_bits
 from tests.support.roundtrip import Saved, assert_same, restore, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

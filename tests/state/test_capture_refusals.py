@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.tensors.placements import local_of
-from ckpt_tasks.tensors.tensors import same_bits
+from ckpt_tasks.state.tensors.placements import local_of
+from ckpt_tasks.state.tensors.tensors import same_bits
 from tests.support.roundtrip import Holder, one_rank, restore, same_module, save
 
 

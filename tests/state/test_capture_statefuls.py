@@ -16,8 +16,8 @@ from torch.optim.swa_utils import SWALR
 from torchdata import nodes
 
 from ckpt_tasks.errors import StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.objects.modules import Gradients
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.kinds.modules import Gradients
 from tests.support.roundtrip import Meter, assert_same, everything, fingerprint, restore, save
 
 

@@ -16,7 +16,7 @@ from gcsfs.retry import HttpError
 from s3fs.errors import translate_boto_error
 
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from ckpt_tasks.ledger.targets import split_target
+from ckpt_tasks.run.ledger.targets import split_target
 from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.objects import ObjectStore

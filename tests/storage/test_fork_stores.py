@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import Checkpointer, open_run
-from ckpt_tasks.copying.fork import plan_fork, run_fork
-from ckpt_tasks.copying.transfer import Moved
+from ckpt_tasks.checkpoint.restore.reading import Run
+from ckpt_tasks.checkpoint.transfer.fork import plan_fork, run_fork
+from ckpt_tasks.checkpoint.transfer.transfer import Moved
 from ckpt_tasks.errors import CheckpointNotFoundError, IntegrityError, StoreError
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 from tests.servers.s3 import S3Server
 from tests.support.answers import NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ckpt_tasks import CheckpointConfig, Location
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.orchestration.config import config_of_run
+from ckpt_tasks.flows.prefect.config import config_of_run
 
 SECRET = "hunter2"
 

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.port import Store
 from tests.servers.azurite import AzureServer

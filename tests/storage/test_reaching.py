@@ -10,11 +10,11 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.checkpoint import acquiring
+from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
+from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory, private_root
 from ckpt_tasks.cli import output
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.flows.console import Training, evaluate_in_terminal
-from ckpt_tasks.snapshot.cache import SnapshotCache
-from ckpt_tasks.snapshot.memory import MemoryDirectory, private_root
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import ckpt, save_steps
 

@@ -24,7 +24,7 @@ forking.set_forkserver_preload(
         "ckpt_tasks.storage.objects",
         "tests.crash.plain_loop",
         "tests.crash.zombie",
-        "tests.ranks.victims",
+        "tests.checkpoint.ranks.victims",
         "tests.support.frozen",
     ]
 )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.cli import app
-from ckpt_tasks.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 
 class Answer(NamedTuple):

@@ -10,16 +10,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ckpt_tasks.copying.export import ExportReport, export_checkpoint, write_export
-from ckpt_tasks.copying.export_torch import plan_torch_export
+from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.checkpoint.transfer.export import ExportReport, export_checkpoint, write_export
+from ckpt_tasks.checkpoint.transfer.export_torch import plan_torch_export
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
+from ckpt_tasks.format.layout.index import Index, IndexRow, write_index
+from ckpt_tasks.format.layout.regions import Box
 from ckpt_tasks.format.manifest import Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.layout.index import Index, IndexRow, write_index
-from ckpt_tasks.layout.regions import Box
-from ckpt_tasks.reading.reading import open_run
+from ckpt_tasks.state.tensors.tensors import same_bits
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.tensors.tensors import same_bits
 
 INDEX = "model.safetensors.index.json"
 

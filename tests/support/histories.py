@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tasks.format.keys import ledger_name, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.ledger.history import History
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support.ledgers import made, owner_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.layout.index import Index, IndexRow, read_index, write_index
+from ckpt_tasks.format.layout.index import Index, IndexRow, read_index, write_index
 
 __all__ = ["indexed", "read_as_committed"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.gang.launched import Place
-from ckpt_tasks.session.forked import recorded_params
-from ckpt_tasks.session.local import find_program
-from ckpt_tasks.session.parameters import effective_params
+from ckpt_tasks.flows.gang.launched import Place
+from ckpt_tasks.flows.session.forked import recorded_params
+from ckpt_tasks.flows.session.local import find_program
+from ckpt_tasks.flows.session.parameters import effective_params
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, config_of
 from tests.support.children import Child

@@ -12,7 +12,7 @@ from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import evaluation_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint, Evaluation, Owner
-from ckpt_tasks.ledger.history import Head, History
+from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.storage.local import LocalStore
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.programs.byte_lm import ByteLM
+from ckpt_tasks.flows.programs.byte_lm import ByteLM
 
 
 class Recording(ByteLM):

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group  # type: ignore[attr-defined]
 
 from ckpt_tasks.format.tree import decode, encode
-from ckpt_tasks.objects.parts import GroupState
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.kinds.parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.tensors.sources import HeldTensors
-from ckpt_tasks.tensors.tensors import DTYPES, same_bits
+from ckpt_tasks.state.tensors.sources import HeldTensors
+from ckpt_tasks.state.tensors.tensors import DTYPES, same_bits
 
 
 class Holder(nn.Module):

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.format.keys import attempt_prefix, parse_attempt
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.ledger.config import CheckpointConfig
-from ckpt_tasks.ledger.history import History
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.testing import located
-from ckpt_tasks.upkeep.upkeep import verify_checkpoint
 from tests.support.places import LocalPlace, Place
 
 Root = Path | Place  # a path is a local directory

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.copying.syncing import SyncReport, plan_sync, run_sync
+from ckpt_tasks.checkpoint.restore.reading import Run
+from ckpt_tasks.checkpoint.transfer.syncing import SyncReport, plan_sync, run_sync
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.reading.reading import Run
+from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
-from ckpt_tasks.upkeep.upkeep import verify_run_directory
 
 
 def opened(run_dir: Path, **options: Any) -> Checkpointer:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckpt_tasks import LookupTable
-from ckpt_tasks.tables.rules import Adam
+from ckpt_tasks.state.tables.rules import Adam
 
 Rows = dict[int, list[list[float]]]
 

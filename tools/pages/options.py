@@ -7,7 +7,7 @@ import re
 from dataclasses import MISSING, Field, fields
 
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.ledger.config import option_texts
+from ckpt_tasks.run.ledger.config import option_texts
 from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "OPTIONS.md"

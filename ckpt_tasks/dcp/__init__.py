@@ -1,6 +1,0 @@
-"""Checkpoints of a run for torch.distributed.checkpoint (DCP): a StorageWriter and a StorageReader."""
-
-from ckpt_tasks.dcp.reader import CkptReader
-from ckpt_tasks.dcp.writer import CkptWriter
-
-__all__ = ["CkptReader", "CkptWriter"]

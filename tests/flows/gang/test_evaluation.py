@@ -1,0 +1,57 @@
+"""Evaluations by the ranks of a gang, together: after a training, and asked for later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import get_client
+from prefect.client.schemas.sorting import FlowRunSort
+
+from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.flows import engines
+from ckpt_tasks.flows.console import Ended, Training, train_in_terminal
+from ckpt_tasks.flows.evaluate import evaluate
+from tests.support.agents import REDUCING, config_of, kept
+
+pytestmark = pytest.mark.usefixtures("harness")
+
+
+@pytest.fixture(autouse=True)
+def _one_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Gang", lambda: kept)
+
+
+def train(run_dir: Path, **params: int) -> Ended:
+    config = config_of(run_dir, run_key="reducing")
+    training = Training(program=REDUCING, config=config, steps=4, params=params, batch_steps=4, ranks=2)
+    return train_in_terminal(training, again="ckpt train …")
+
+
+def test_ranks_evaluate_together(run_dir: Path) -> None:
+    """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
+    done = train(run_dir)
+    assert (done.status, [result.metrics["total"] for result in done.evaluations]) == (0, [3.0])  # ranks 0 and 1: 1 + 2
+    where: dict[str, Any] = {"run_key": "reducing", "checkpoint_dir": str(run_dir), "program": REDUCING}
+    [whole] = evaluate(**where, ranks=2, suite="full")
+    assert (whole.step, whole.outcome, whole.metrics["total"]) == (4, "recorded", 3.0)
+    assert [result.step for result in evaluate(**where, ranks=2, which="pending")] == [0]
+    recorded = {(each.suite, each.step): each.metrics["total"] for each in open_run(str(run_dir)).evaluations()}
+    assert recorded == {("quick", 4): 3.0, ("full", 4): 3.0, ("quick", 0): 3.0}
+
+
+def test_an_evaluation_that_fails_leaves_the_training_complete(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flow run is completed, the exit status is 0, and the failure of the rank is printed."""
+    done = train(run_dir, broken=1)
+    assert (done.status, done.step, done.evaluations) == (0, 4, ())
+    said = capsys.readouterr().out
+    assert "Its evaluation has failed: rank 1 failed after step 4: RuntimeError: injected in evaluate" in said
+    with get_client(sync_client=True) as client:
+        [newest] = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+    assert (newest.name, newest.state_name) == ("reducing to 4", "Completed")
+    owner = open_run(str(run_dir)).head().state.owner
+    assert owner is not None
+    assert owner.released
