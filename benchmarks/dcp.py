@@ -22,7 +22,7 @@ from benchmarks.apart import summary
 from benchmarks.ranks import _clear, _gang, _settle, _timed, _Trained
 from benchmarks.stall import fsync_all
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.integrations.dcp import CkptReader, CkptWriter
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 
 __all__ = ["measure"]
 

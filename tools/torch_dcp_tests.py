@@ -27,8 +27,8 @@ from xml.etree import ElementTree as ET
 import torch.multiprocessing
 
 from ckpt_tasks.checkpoint.restore.reading import run_of
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.errors import CheckpointNotFoundError
-from ckpt_tasks.integrations.dcp import CkptReader, CkptWriter
 from ckpt_tasks.integrations.dcp.holding import Restored, restored
 from ckpt_tasks.run.ledger.config import config_of
 

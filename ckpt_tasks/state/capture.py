@@ -4,8 +4,8 @@ A *state* is a dict; each key names a *group*. A value is a module, an optimizer
 with state_dict and load_state_dict, or a plain value: tensors, arrays, numbers, strings and containers of them.
 `capture` copies only containers: the caller must copy the tensors before training changes them.
 
-The kind of a group decides how its values may differ between ranks (`KINDS` in state/kinds/kinds.py); `ByRank` overrides
-the kind.
+The kind of a group decides how its values may differ between ranks (`KINDS` in state/kinds/kinds.py); `ByRank`
+overrides the kind.
 """
 
 from __future__ import annotations

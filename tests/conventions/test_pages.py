@@ -12,13 +12,13 @@ import ckpt_tasks
 from benchmarks.comparison import table
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.run.ledger.config import option_texts
-from tools.pages import floors, options, pitfalls, reference
+from tools.pages import options, packages, pitfalls, reference
 
 MADE: list[tuple[Path, str, Callable[[str], str]]] = [
     (options.PAGE, "tools.pages.options", options.written),
     (reference.PAGE, "tools.pages.reference", lambda _: reference.written()),
     (pitfalls.PAGE, "tools.pages.pitfalls", pitfalls.written),
-    (floors.PAGE, "tools.pages.floors", floors.written),
+    (packages.PAGE, "tools.pages.packages", packages.written),
     (table.README, "benchmarks.comparison.table", lambda _: table.written(table.README)),
     (table.PAGE, "benchmarks.comparison.table", lambda _: table.written(table.PAGE)),
 ]
@@ -26,13 +26,13 @@ MADE: list[tuple[Path, str, Callable[[str], str]]] = [
 
 @pytest.mark.parametrize(("page", "maker", "written"), MADE, ids=[page.name for page, _, _ in MADE])
 def test_a_page_is_made_from_the_sources(page: Path, maker: str, written: Callable[[str], str]) -> None:
-    """Options, names, links to tests, floors and tables of the comparison are those that their maker writes."""
+    """Options, names, links to tests, packages and tables of the comparison are those that their maker writes."""
     text = page.read_text(encoding="utf-8")
     assert text == written(text), f"run `python -m {maker}`"
 
 
 def test_the_pages_leave_nothing_out() -> None:
-    """Every option has a text and its row, every exported name its place, and the architecture opens with the floors.
+    """Every option has a text and its row, every exported name its place, and the architecture opens with the packages.
 
     The pitfalls are numbered from 1 to 76; each has a test, or says why nothing covers it yet.
     """
@@ -42,7 +42,7 @@ def test_the_pages_leave_nothing_out() -> None:
     assert all(f"| `{name}` |" in texts[options.PAGE] for name in names)
     exported = {*ckpt_tasks.__all__, "Run"} - {"errors"}
     assert all(f"\n## {name}\n" in texts[reference.PAGE] for name in exported)
-    assert 0 < texts[floors.PAGE].find(f"```text\n{floors.drawn()}```") < texts[floors.PAGE].index("## ")
+    assert 0 < texts[packages.PAGE].find(f"```text\n{packages.drawn()}```") < texts[packages.PAGE].index("## ")
     rows, covered = pitfalls.rows(texts[pitfalls.PAGE]), {number for number, *_ in pitfalls.marked()}
     assert [number for number, _, _ in rows] == [*range(1, 77)]
     assert [number for number, fault, gap in rows if not fault or not (gap or number in covered)] == []

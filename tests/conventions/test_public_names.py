@@ -71,12 +71,10 @@ for name in NAMES:
 def test_an_import_brings_in_what_it_needs_alone() -> None:
     """A fresh `import ckpt_tasks`, its names listed too, brings in neither torch nor Prefect, pyarrow or numpy.
 
-    Every module of policy/, format/ and layout/ brings in neither torch nor Prefect. The checkpoint library works
+    Every module of format/ brings in neither torch nor Prefect. The checkpoint library works
     without Prefect in any loop: using its names does not import it.
     """
-    modules = [
-        module_name(path) for path in files("ckpt_tasks/format/policy", "ckpt_tasks/format", "ckpt_tasks/format/layout")
-    ]
+    modules = [module_name(path) for path in files("ckpt_tasks/format")]
     names = [name for name in PUBLIC if name not in {"errors", *_OF_PREFECT}]
     code = f"MODULES, NAMES = {modules}, {names}\n{FRESH}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

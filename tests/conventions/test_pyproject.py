@@ -127,9 +127,8 @@ def test_the_package_imports_what_it_requires() -> None:
     for extra, adapted in ADAPTERS.items():
         assert names(EXTRAS[extra]) - BY_TORCH == adapted
         for name in adapted:
-            places = (f"integrations/{extra}", f"gang/{extra}", f"report/{extra}", f"{extra}/")
-            rooms = [f"ckpt_tasks/{room}" for room in places]
-            assert found.pop(name).startswith((*rooms,))
+            places = ("integrations", "flows/gang", "run/report", "checkpoint/transfer")
+            assert found.pop(name).startswith((*(f"ckpt_tasks/{place}/{extra}" for place in places),))
     declared = names(RUNTIME) - BOUND_ONLY
     assert {name: place for name, place in found.items() if name not in declared} == {}
     assert declared - found.keys() == set()

@@ -1,8 +1,8 @@
 """A restore drill: restore a run's checkpoint into its program, in fresh processes of this host, and record the result.
 
 A drill has one process for each rank that saved the checkpoint. It is a reader: it leases the checkpoint, and does not
-disturb a process that trains. A process's command is `python -m ckpt_tasks.flows.session.drill ORDER RANK ANSWER`: ORDER is
-a file with the order, ANSWER a file for the answer (both JSON).
+disturb a process that trains. A process's command is `python -m ckpt_tasks.flows.session.drill ORDER RANK ANSWER`:
+ORDER is a file with the order, ANSWER a file for the answer (both JSON).
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckpt_tasks.errors import NonFiniteError, SpikeError, StateError
 from ckpt_tasks.format.records import Checkpoint
 
@@ -33,9 +31,7 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
     Raises StateError that names a value which is not a number.
     """
     return {
-        str(name): value.detach().clone()
-        if isinstance(value, torch.Tensor) and not value.is_cpu
-        else _number(str(name), value)
+        str(name): _number(str(name), value) if _is_here(value) else value.detach().clone()
         for name, value in metrics.items()
     }
 
@@ -117,11 +113,7 @@ class FiniteMetrics:
         """
         if not isinstance(metrics, Mapping):
             raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)
-        numbers = {
-            str(name): _number(str(name), value)
-            for name, value in metrics.items()
-            if saving or not isinstance(value, torch.Tensor) or value.is_cpu
-        }
+        numbers = {str(name): _number(str(name), value) for name, value in metrics.items() if saving or _is_here(value)}
         bad = [name for name, value in numbers.items() if not math.isfinite(value)]
         if bad:
             self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
@@ -154,9 +146,14 @@ class FiniteMetrics:
         raise error
 
 
+def _is_here(value: Any) -> bool:
+    """Return True unless a value is a tensor on a device; a run is read without torch, so no type is asked."""
+    return bool(getattr(value, "is_cpu", True))
+
+
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         hint = "Give one number under each name, such as float(loss.mean())."
         raise StateError(f"a metric is one number, not {value!r:.80}", key=name, hint=hint) from error

@@ -43,7 +43,7 @@ class _Batch(NamedTuple):
 class LookupTable(nn.Module):
     """Map int64 ids to rows of `dim` float32 numbers; training creates and changes the rows.
 
-    `slots` is the optimizer, a rule of `ckpt_tasks.state.tables.rules` (SGD, Adagrad, Adam); the rule says which values the
+    `slots` is the optimizer, a rule of `ckpt_tasks.tables` (SGD, Adagrad, Adam); the rule says which values the
     table keeps for each row. Call `step()` after backward; it changes only the rows of the batches since its last call.
     A new id gets a row that depends on the id and `seed`, uniform within ±`spread` (default: dim ** -0.5). In eval mode
     the table returns such a row for an unknown id, but does not add it.
@@ -75,7 +75,7 @@ class LookupTable(nn.Module):
             raise ConfigError(f"spread is a positive number, not {spread!r:.40}")
         rule = SGD() if slots is None else slots
         if type(rule) not in RULES.values():
-            hint = "Give slots=Adam(lr=0.001), of ckpt_tasks.state.tables.rules."
+            hint = "Give slots=Adam(lr=0.001), of ckpt_tasks.tables."
             raise ConfigError(f"slots is one of {', '.join(RULES)}, not {rule!r:.40}", hint=hint)
         self.dim, self.seed, self.rule = dim, seed, rule
         self.spread = dim**-0.5 if spread is None else float(spread)

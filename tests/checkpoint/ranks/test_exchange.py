@@ -1,4 +1,4 @@
-"""checkpoint/ranks/exchange.py: what a rank hears when the process that holds the c10d store has ended, and from strangers."""
+"""exchange.py: what a rank hears when the process that holds the c10d store has ended, and from strangers."""
 
 from __future__ import annotations
 

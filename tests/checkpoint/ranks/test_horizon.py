@@ -1,4 +1,4 @@
-"""checkpoint/ranks/horizon.py: what one rank wishes falls on one step in all ranks, and costs nothing while there is no wish."""
+"""horizon.py: what one rank wishes falls on one step in all ranks, and costs nothing while there is no wish."""
 
 from __future__ import annotations
 

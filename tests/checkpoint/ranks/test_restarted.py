@@ -1,4 +1,4 @@
-"""checkpoint/ranks/exchange.py: ranks that torchrun restarts get the store of the start before, with all of its words."""
+"""exchange.py: ranks that torchrun restarts get the store of the start before, with all of its words."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.integrations.dcp import CkptReader
+from ckpt_tasks.dcp import CkptReader
 from tests.integrations.dcp.states import emptied, same, state_of, trained
 from tests.integrations.dcp.test_many_ranks import state_of as state_of_ranks
 from tests.support.cli_runs import ckpt

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckpt_tasks import open_run
-from ckpt_tasks.integrations.dcp import CkptReader, CkptWriter
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.integrations.dcp.holding import store_of
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, identify

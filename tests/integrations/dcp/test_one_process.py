@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.dcp import CkptReader, CkptWriter
 from ckpt_tasks.integrations.dcp.holding import held_run
 from tests.crash.forked import forked
 from tests.integrations.dcp.states import emptied, same, state_of, trained, values

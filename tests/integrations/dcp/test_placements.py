@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.integrations.dcp import CkptReader, CkptWriter
+from ckpt_tasks.dcp import CkptReader, CkptWriter
 from tests.support.gang import Gang
 
 Placement = tuple[tuple[int, ...], tuple[Any, ...]] | None  # a mesh and how it cuts, None: a plain tensor
@@ -67,7 +67,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def tensors(at: int | None = None, *, zeros: bool = False) -> nn.Module:
     """Return a tensor of each placement, and an uneven one; all in placement `at`, if there is one.
 
-    torch itself loses rows of uneven parts that are strided (tests/checkpoint/ranks/test_uneven.py): there they are left out.
+    torch itself loses rows of uneven parts that are strided (tests/checkpoint/ranks/test_uneven.py): they are left out.
     """
     held = nn.Module()
     for number, own in enumerate(PLACEMENTS):

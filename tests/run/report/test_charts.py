@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckpt_tasks.run.report.charts import thin
 from tools.sources import ROOT
 
-PAGE = ROOT / "ckpt_tasks" / "report" / "page"
+PAGE = ROOT / "ckpt_tasks/run/report/page"
 # As npm has them in uplot-1.6.32.tgz.
 PUBLISHED = {
     "uPlot.iife.min.js": ("19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f", 51_081),
@@ -50,6 +50,6 @@ def test_a_spike_outlives_thinning(values: list[float], most: int) -> None:
 
 def test_the_scripts_use_no_markup_of_strings() -> None:
     """No script of ours makes HTML or code of a text: a run's texts stay texts."""
-    scripts = [PAGE / "chart.js", ROOT / "ckpt_tasks" / "serving" / "page" / "page.js"]
+    scripts = [PAGE / "chart.js", ROOT / "ckpt_tasks/cli/serving/page/page.js"]
     banned = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc|javascript:"
     assert [path.name for path in scripts if re.search(banned, path.read_text())] == []

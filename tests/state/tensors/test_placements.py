@@ -1,4 +1,4 @@
-"""state/tensors/placements.py: where a rank's part of a tensor lies, and which rank writes what, against torch's parts."""
+"""placements.py: where a rank's part of a tensor lies, and which rank writes what, against torch's parts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A room's private names are its own, and no two modules import each other."""
+"""A package's private names are its own, and no two modules import each other."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +12,10 @@ from tests.conventions.test_private_names import is_private
 from tools.sources import ROOT, files, imports, module_name, parse, walk, where
 
 SOURCES = files("ckpt_tasks")
-ROOM_FILES = 14
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT / "ckpt_tasks").parts[0]
-
-
-def test_a_room_can_be_seen_at_once() -> None:
-    """A room has at most 14 files."""
-    rooms = Counter(path.parent.name for path in SOURCES)
-    assert {room: count for room, count in rooms.items() if count > ROOM_FILES} == {}, "which two belong together?"
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -66,19 +59,19 @@ def graph(sources: dict[str, ast.Module]) -> dict[str, set[str]]:
     return found
 
 
-def test_no_private_name_of_another_room_is_read() -> None:
-    """A name that begins with _ and is defined in one room is read in that room only."""
-    rooms = defaultdict(set)
+def test_no_private_name_of_another_package_is_read() -> None:
+    """A name that begins with _ and is defined in one package is read in that package only."""
+    packages = defaultdict(set)
     for path in SOURCES:
         for name in defined(parse(path)):
-            rooms[name].add(room_of(path))
+            packages[name].add(package_of(path))
     wrong = [
-        f"{where(path, line)}: {name} belongs to {', '.join(sorted(rooms[name]))}/"
+        f"{where(path, line)}: {name} belongs to {', '.join(sorted(packages[name]))}/"
         for path in SOURCES
         for line, name in read_of_others(parse(path))
-        if name in rooms and room_of(path) not in rooms[name] and name not in OF_OTHERS
+        if name in packages and package_of(path) not in packages[name] and name not in OF_OTHERS
     ]
-    assert wrong == [], "give the other room a public name for what you need"
+    assert wrong == [], "give the other package a public name for what you need"
 
 
 def test_tests_use_no_private_name_of_ours() -> None:
@@ -108,7 +101,7 @@ def read_by_test(tree: ast.Module) -> Iterator[str]:
             yield from (name for text in texts if is_private(name := text.rpartition(".")[2]))
 
 
-# Others' names that a room of ours defines as well; the last is the protocol's, which a simulation breaks.
+# Others' names that ours defines as well; the last is the protocol's, which a simulation breaks.
 OTHERWISE = {
     ("crash/test_forked_children.py", "_pool"),
     ("crash/test_forked_children.py", "_workers"),
@@ -121,7 +114,7 @@ OTHERWISE = {
     ("support/legs.py", "_config"),
     ("property/test_protocol.py", "_read_back"),
 }
-# Names of torch's and TensorFlow's that a room of ours happens to define as well.
+# Names of torch's and TensorFlow's that ours happens to define as well.
 OF_OTHERS = {"_dataset", "_modules", "_saver"}
 
 

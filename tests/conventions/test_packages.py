@@ -1,19 +1,23 @@
-"""A folder is a floor: what stands on a floor imports from the floors below it only."""
+"""A package imports from the packages of lower levels only."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
-from tools.pages.floors import ROWS, behind
+from tools.pages.packages import ROWS, behind, imported
 from tools.sources import ROOT, files, imports, module_name, parse, walk, where
 
-LEVELS = {floor: level for level, floor in ROWS}
+LEVELS = {name: level for level, name in ROWS}
 TOP = max(LEVELS.values()) + 1  # what a checkout has above the package
+# Names that users write, or that runs have recorded, for what lives in a package: nothing of ours imports them.
+FACES = ("dcp", "tables", "programs")
+FOLDER_FILES = 14
 
 # Who may import what; a name that is not listed may be imported anywhere.
 ALLOWED = {
-    "prefect": ("ckpt_tasks.flows.prefect", "ckpt_tasks.flows", "ckpt_tasks.flows.site", "ckpt_tasks.cli.doctor"),
+    "prefect": ("ckpt_tasks.flows", "ckpt_tasks.cli.doctor"),
     "fsspec": ("ckpt_tasks.storage.objects",),
     "s3fs": ("ckpt_tasks.storage.objects",),
     "tenacity": ("ckpt_tasks.storage.retrying",),
@@ -26,12 +30,13 @@ ALLOWED = {
     "marshal": (),
     "shelve": (),
 }
-# Pure decisions and pure bytes; and programs are what a user writes, plain PyTorch.
+# Pure decisions and bytes; a run is read without torch; ranks, and programs as a user writes them, need no Prefect.
 FORBIDDEN = {
-    "ckpt_tasks.format.policy": ("torch", "prefect"),
     "ckpt_tasks.format": ("torch", "prefect"),
-    "ckpt_tasks.format.layout": ("torch", "prefect"),
+    "ckpt_tasks.run": ("torch", "prefect"),
+    "ckpt_tasks.flows.gang": ("prefect",),
     "ckpt_tasks.flows.programs": ("prefect",),
+    "ckpt_tasks.flows.session": ("prefect",),
 }
 
 SHIPPED = files("ckpt_tasks", "flows", "deployments")
@@ -42,14 +47,14 @@ def within(module: str, folder: str) -> bool:
 
 
 def level_of(module: str) -> int | None:
-    """Return the level of a dotted name, or None for what is neither ours nor a floor (the package itself is none)."""
+    """Return the level of a dotted name, or None for what is not ours, and for the package itself."""
     first, _, rest = module.partition(".")
     if first in {"flows", "deployments"}:
         return TOP
     return LEVELS.get(rest.partition(".")[0], TOP) if first == "ckpt_tasks" and rest else None
 
 
-def floor_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1] if module.startswith("ckpt_tasks.") else "flows"
 
 
@@ -63,48 +68,66 @@ def upward(path: Path) -> list[str]:
         target = behind(name)
         if target == "ckpt_tasks.__version__":
             continue
-        level = TOP + 1 if name.startswith(".") else level_of(target)  # relative: the floor would not be in sight
-        if level is not None and (level > own or (level == own and floor_of(target) != floor_of(module))):
+        level = TOP + 1 if name.startswith(".") else level_of(target)  # relative: the package would not be in sight
+        beside = level == own and level and package_of(target) != package_of(module)
+        if level is not None and (level > own or beside):
             wrong.append(f"{where(path, line)}: {module} imports {name}")
     return wrong
 
 
 def test_imports_point_down() -> None:
-    """No module imports from a floor above its own, nor from a neighbour on the same level."""
+    """No module imports from a package of a higher level than its own, nor from another one of the same level."""
     wrong = [line for path in SHIPPED for line in upward(path)]
-    assert wrong == [], "import from a lower floor only: docs/ARCHITECTURE.md has the levels"
+    assert wrong == [], "import from a lower level only: docs/ARCHITECTURE.md has the levels"
 
 
-def test_the_page_has_every_floor_once_from_the_top_down() -> None:
-    """The table of docs/ARCHITECTURE.md names no floor twice, and no floor stands below a lower one."""
-    assert len(ROWS) == len({floor for _, floor in ROWS})
+def test_there_are_eight_packages_on_six_levels() -> None:
+    """docs/ARCHITECTURE.md names each package once, from the top; at most 45 pairs of packages import each other."""
+    packages = [(level, name) for level, name in ROWS if level]
+    assert len(packages) == 9  # The ninth is testing.py.
+    assert {level for level, _ in packages} == {*range(1, 7)}
+    assert len(ROWS) == len(LEVELS)
     assert [level for level, _ in ROWS] == sorted((level for level, _ in ROWS), reverse=True)
+    names = {name for _, name in packages} - {"testing"}
+    assert sum(len(found & names) for name, found in imported().items() if name in names) <= 45
 
 
-def test_every_folder_is_a_floor() -> None:
-    """The floors of the page are the folders of the package, so that a new folder cannot escape the rule."""
-    paths = [path for path in files("ckpt_tasks") if path.parent != ROOT / "ckpt_tasks"]
-    alone = {"checked", "errors", "logs", "system", "testing"}
-    assert {module_name(path).split(".")[1] for path in paths} | alone == {*LEVELS}, (
-        "a new folder needs a row in the table of docs/ARCHITECTURE.md"
-    )
-    assert {path.stem for path in (ROOT / "ckpt_tasks").glob("*.py")} == {"__init__", "__main__", *alone}
+def test_every_module_is_in_a_row() -> None:
+    """The rows of the page are the folders and modules of the package, so that a new one cannot escape the rule."""
+    there = {module_name(path).split(".")[1] for path in files("ckpt_tasks") if path.name != "__init__.py"}
+    assert there - {"__main__", *FACES} == {*LEVELS}, "a new one needs a row in the table of docs/ARCHITECTURE.md"
 
 
-def test_the_tests_mirror_the_rooms() -> None:
-    """Every room has its folder of tests, and CONTRIBUTING.md names each other folder of tests/."""
-    floors = {path.name for path in (ROOT / "ckpt_tasks").iterdir() if (path / "__init__.py").exists()}
+def test_a_face_only_names_what_a_package_has() -> None:
+    """A face has imports and `__all__`, and no module of ours imports it."""
+    faces = [path for path in files("ckpt_tasks") if module_name(path).split(".")[1:2] in [[face] for face in FACES]]
+    nodes = [(path, node) for path in faces for node in parse(path).body]
+    only = ast.Expr | ast.ImportFrom | ast.Assign
+    assert [where(path, node.lineno) for path, node in nodes if not isinstance(node, only)] == []
+    names = [behind(name) for path in SHIPPED for _, name in imports(parse(path)) if path.parent.name != "deployments"]
+    assert [name for name in names if any(within(name, f"ckpt_tasks.{face}") for face in FACES)] == []
+
+
+def test_a_folder_can_be_seen_at_once() -> None:
+    """A folder has at most 14 modules."""
+    folders = Counter(path.parent for path in files("ckpt_tasks") if path.name != "__init__.py")
+    assert {path: count for path, count in folders.items() if count > FOLDER_FILES} == {}, "which two belong together?"
+
+
+def test_the_tests_mirror_the_packages() -> None:
+    """Every package has its folder of tests, and CONTRIBUTING.md names each other folder of tests/."""
+    packages = {path.name for path in (ROOT / "ckpt_tasks").iterdir() if (path / "__init__.py").exists()} - {*FACES}
     tested = {path.relative_to(ROOT / "tests").parts[0] for path in files("tests") if path.name.startswith("test_")}
-    assert floors - tested == set(), "a room without a folder of tests"
+    assert packages - tested == set(), "a package without a folder of tests"
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    others = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"} - floors
-    assert {name for name in others if f"`{name}/`" not in page} == set(), "say what is in it"
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {name for name in folders - packages if f"`{name}/`" not in page} == set(), "say what is in it"
 
 
 def test_only_its_own_modules_import() -> None:
     """P21: a foreign package is imported where the architecture says, and nowhere else; pickle nowhere.
 
-    Decisions and bytes are pure: policy/, format/ and layout/ name no torch and no Prefect, programs no Prefect.
+    Decisions and bytes are pure: format/ names no torch and no Prefect, nor does run/; ranks and programs no Prefect.
     """
     wrong = [
         f"{where(path, line)}: {name}"
@@ -131,21 +154,21 @@ def test_nothing_is_unpickled() -> None:
 
 # Commands, which end before the interpreter does.
 COMMANDS = ("checkpoint/transfer/transfer.py",)
-LASTING = ("storage", "state", "ledger", "reading", "snapshot", "upkeep", "copying", "saving", "checkpoint")
+LASTING = ("storage", "state", "run", "checkpoint")
 
 
 def test_a_save_needs_no_executor() -> None:
     """P72: no module that a save, a restore or the interpreter's end goes through imports an executor."""
     found = {
         str(path.relative_to(ROOT / "ckpt_tasks"))
-        for path in files(*(f"ckpt_tasks/{room}" for room in LASTING))
+        for path in files(*(f"ckpt_tasks/{folder}" for folder in LASTING))
         for _, name in imports(parse(path))
         if name.endswith("ThreadPoolExecutor")
     }
     assert found == {*COMMANDS}
 
 
-PROTOCOL = ("ledger", "reading", "upkeep", "saving")
+PROTOCOL = ("run", "ledger", "upkeep", "save", "restore")
 PROTOCOL_FILES = (
     "checkpoint/held_run.py",
     "checkpoint/checkpointer.py",
