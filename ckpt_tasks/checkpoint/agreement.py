@@ -111,19 +111,17 @@ class Agreement:
         """Begin to agree on steps, after a restore of `step` in all ranks."""
         self._horizon.begin(step)
 
-    def at(
-        self, step: int, *, save: bool, signal: int | None, spike: tuple[int, int] | None
-    ) -> tuple[bool, int | None, tuple[int, int] | None]:
-        """Return the action of all ranks at a step: whether they save, which signal ends them, which spike they undo.
+    def at(self, step: int, *, save: bool, signal: int | None, wish: str | None) -> tuple[bool, int | None, str | None]:
+        """Return the action of all ranks at a step: whether they save, which signal ends them, an extension's wish.
 
         The arguments are this rank's requests. Raises StoreError if rank 0 does not answer.
         """
-        wish = f"signal {signal}" if signal is not None else "save" if save else None
-        if spike is not None:
-            wish = f"spike {spike[0]} {spike[1]}"
-        kind, *numbers = (self._horizon.at(step, wish) or "none").split()
-        began, last = (*map(int, numbers), 0, 0)[:2]
-        return kind == "save", began if kind == "signal" else None, (began, last) if kind == "spike" else None
+        own = wish or (f"signal {signal}" if signal is not None else "save" if save else None)
+        agreed = self._horizon.at(step, own)
+        kind, _, number = (agreed or "none").partition(" ")
+        if kind in {"none", "save"}:
+            return kind == "save", None, None
+        return (False, int(number), None) if kind == "signal" else (False, None, agreed)
 
     def drain(self) -> None:
         """Wait until the other ranks have read rank 0's answers: this process may run the c10d store that has them."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tasks.checkpoint.agreement import Tried
+from ckpt_tasks.checkpoint.extension import Restored
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.memory.cache import CachedSnapshot
 from ckpt_tasks.checkpoint.memory.rank_snapshot import RankSnapshot
 from ckpt_tasks.checkpoint.restore.restore import RestoreReport, of_checkpoints, restore_newest
-from ckpt_tasks.checkpoint.rollback import LeftOut, Spikes, can_leave_out, goes_back
+from ckpt_tasks.checkpoint.rollback import goes_back
 from ckpt_tasks.checkpoint.save.parts import encode_groups
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot
 from ckpt_tasks.checkpoint.save.schedule import Position, check_epoch, check_step, point
@@ -26,7 +28,6 @@ from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.metrics import FiniteMetrics
 from ckpt_tasks.run.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
@@ -81,14 +82,11 @@ class Checkpointer(HeldRun):
     ):
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
-        self._interrupt = Interrupt(config.spot_notices)
+        self._interrupt = Interrupt(lambda holds: self._extensions.tell(lambda one: one.holding(holds)))
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
-        self._finite = FiniteMetrics(config.on_non_finite)
-        self._spikes = Spikes(config.on_spike)
         self._at = Position()
         self._steps = StepLog()
-        self._left_out = LeftOut()
         self._unsaved = Unsaved()
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
@@ -155,7 +153,7 @@ class Checkpointer(HeldRun):
         resume = self._own().resume
         self._be_idle(groups)
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
-        self._left_out.check(rollback, groups)
+        self._extensions.tell(lambda one: one.restoring(groups, rollback))
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
             return self._begin(groups)
@@ -176,9 +174,17 @@ class Checkpointer(HeldRun):
         self._log_restored(chosen, report, cached, groups)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
-        self._left_out.restored(rollback, chosen.step, groups)
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._follow(chosen, known, cached)
+        now = Restored(
+            step=chosen.step,
+            state=groups,
+            rollback=rollback,
+            parent=self._line.parent,
+            newer=self._steps.since(-1),
+            first=self._ranks.first,
+        )
+        self._extensions.tell(lambda one: one.restored(now))
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
@@ -194,8 +200,6 @@ class Checkpointer(HeldRun):
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
         if chosen.n < 0 and cached is not None:
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
-        if self._ranks.first:
-            self._spikes.restored(self._history, self._line.parent, self._steps.since(-1))
 
     def _be_idle(self, state: Groups) -> None:
         """Before a restore, wait for saves under way, and record the state with which training begins."""
@@ -237,7 +241,7 @@ class Checkpointer(HeldRun):
         self._steps.add(step, {} if metrics is None else metrics)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._left_out.at(step, state)
+        self._extensions.tell(lambda one: one.stepped(step, state))
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
@@ -274,7 +278,7 @@ class Checkpointer(HeldRun):
         _, ending = self._due(now, metrics)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._left_out.at(step, state)
+        self._extensions.tell(lambda one: one.stepped(step, state))
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._at.waited()
@@ -337,7 +341,7 @@ class Checkpointer(HeldRun):
         """
         try:
             self._check_owner()
-            self._finite.check(step, {} if metrics is None else metrics, saving=saving)
+            self._extensions.tell(lambda one: one.check(step, {} if metrics is None else metrics, saving=saving))
         except (FencedError, StateError) as error:
             if saving:
                 self._refuse_save(error)
@@ -348,9 +352,12 @@ class Checkpointer(HeldRun):
         self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
-        if newest and (failed_step := self._finite.back.went_back(chosen.step)) is not None:
-            return self._went_back(chosen, failed_step, state)
-        return None
+        back = self._extensions.first(one.returned(chosen, state) for one in self._extensions) if newest else None
+        if back is None:
+            return None
+        rollback, fields = replace(back[0], by=self._flow_run_id), back[1]
+        self._record_rollback(rollback, **fields)
+        return rollback
 
     def _candidates(self, step: int | None) -> Tried:
         """Return the live checkpoints, the checkpoints to try in their order, and the last rollback."""
@@ -358,36 +365,27 @@ class Checkpointer(HeldRun):
         known = lineage(live.live)
         if step is not None:
             return known, [self.run.find(step)], live.rollback
-        return known, known if self._finite.back.failed_step is None else self._finite.back.older(known), live.rollback
+        return known, self._extensions.older(known), live.rollback
 
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[_InMemory]:
         """Return the snapshots of the candidates that all ranks have in memory; if `newest`, also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
-        return in_memory if newest and self._finite.back.failed_step is None else of_checkpoints(in_memory, candidates)
-
-    def _went_back(self, chosen: Checkpoint, failed_step: int, state: Groups) -> Rollback:
-        """Record that training goes back to a checkpoint before a step whose metrics were not finite, or had spiked.
-
-        If an object of the state can skip batches, the batches up to that step are skipped: they would fail again.
-        """
-        skip = (chosen.step + 1, failed_step) if can_leave_out(state) and chosen.step < failed_step else None
-        rollback = Rollback(identity=chosen.manifest_digest, step=chosen.step, skip=skip, by=self._flow_run_id)
-        self._record_rollback(rollback, failed=failed_step, **self._finite.back.event)
-        return rollback
+        return in_memory if newest and not self._extensions.goes_back else of_checkpoints(in_memory, candidates)
 
     def _due(self, now: SavePoint, metrics: Metrics | None) -> tuple[bool, bool]:
         """Return whether a save is due at this step, and whether a signal ends training; all ranks return the same.
 
-        Raises SpikeError in all ranks if the metric of `on_spike` has spiked.
+        Raises in all ranks what an extension raises at a step on which they agree.
         """
-        spike = self._spikes.seen(now.step, metrics) if self._ranks.first else None
+        wishes = (one.wish(now.step, metrics) for one in self._extensions if self._ranks.first)
+        wish = self._extensions.first(wishes)
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
-        save, number, spike = self._ranks.at(now.step, save=timely, signal=self._interrupt.asked(), spike=spike)
-        if spike is not None:
-            raise self._finite.spiked(self._spikes.metric, *spike)
+        save, number, agreed = self._ranks.at(now.step, save=timely, signal=self._interrupt.asked(), wish=wish)
+        if agreed is not None:
+            self._extensions.tell(lambda one: one.agreed(agreed))
         if number is not None:
             self._interrupt.pending = number
         return due or save, number is not None

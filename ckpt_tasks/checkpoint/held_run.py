@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.agreement import Agreement
-from ckpt_tasks.checkpoint.compiled import CompiledCode
+from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.restore.reading import Run
@@ -90,9 +90,9 @@ class HeldRun:
         self._saver = Saver(
             self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
         )
-        self._compiled = CompiledCode(self._history.store) if config.compile_cache else None
-        if self._compiled is not None:
-            self._saver.listeners.add(Listener(committed=self._compiled.committed))
+        self._extensions = Extensions(config, self._history)
+        for extension in self._extensions:
+            self._saver.listeners.add(Listener(committed=extension.committed))
         self._start = Start(self._history.store.url)
         if self._ranks.first:
             self._saver.listeners.add(Listener(committed=self._start.committed))
@@ -165,8 +165,8 @@ class HeldRun:
             self._damaged, self._tenure.resume.owner_s = self._tenure.damaged, system().monotonic() - began_s
             self._knows_line = False
             self._take_over = False  # Take over only once: do not fence a later owner.
-            if self._compiled is not None:
-                self._compiled.open(self._tenure)
+            for extension in self._extensions:
+                extension.owned(self._tenure)
             self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -316,8 +316,8 @@ class HeldRun:
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
-        if self._compiled is not None:
-            self._compiled.finish(prune_s)
+        for extension in self._extensions:
+            extension.released(prune_s)
         self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()

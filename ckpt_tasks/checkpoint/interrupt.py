@@ -17,12 +17,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
-from ckpt_tasks.checkpoint.notices import Watch, watch
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import system
 
@@ -44,10 +43,10 @@ class Interrupt:
     second Ctrl-C within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or SIGHUP does not
     act at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is held back for at
     most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. While signals are
-    held back, notices of the cloud `spot_notices` also arrive as SIGTERM.
+    held back, `on_hold` is told, as it is when they are no more.
     """
 
-    def __init__(self, spot_notices: str | None = None) -> None:
+    def __init__(self, on_hold: Callable[[bool], object] = lambda holds: None) -> None:
         self.pending: int | None = None
         self.is_failing = False  # True while an exception ends the `with` block.
         self.within: CodeType | None = None  # If set, signals are held back only while a frame of this code runs.
@@ -55,8 +54,7 @@ class Interrupt:
         self._handler = self._note  # Keep one object, since Prefect compares by identity.
         self._seen: set[int] = set()  # Signals that came since the last delivery.
         self._noted_s: dict[int, float] = {}
-        self._spot_notices = spot_notices
-        self._watch: Watch | None = None
+        self._on_hold = on_hold
         self._notices: list[signal.Signals] = []
         self._at_once = False  # True while another thread has a signal delivered, or waits for a retry.
         self._delivered = threading.Event()
@@ -80,7 +78,7 @@ class Interrupt:
             _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}
             _rename(self._previous[signal.SIGTERM], self._handler)
-        self._watch = watch(self._spot_notices)
+        self._on_hold(True)
 
     def uninstall(self) -> None:
         """Restore the previous handlers, unless another library has set its own meanwhile.
@@ -92,8 +90,7 @@ class Interrupt:
             return
         if not self._previous:
             return
-        if self._watch is not None:
-            self._watch.stop()
+        self._on_hold(False)
         with _prefects_lock():
             self._give_back()
 

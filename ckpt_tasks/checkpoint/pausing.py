@@ -6,17 +6,18 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
+from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.memory.snapshot import Image
 from ckpt_tasks.checkpoint.save.saver import UnderWay
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.run.ledger.metrics import GoingBack
 
 
-def go_back(ckpt: Checkpointer, back: GoingBack) -> None:
-    """Let the next restore go back before steps whose metrics were not finite in a previous process."""
-    ckpt._finite.back = back
+def remember(ckpt: Checkpointer, facts: Mapping[str, Any]) -> None:
+    """Tell the extensions what another process of this training remembers for them; a restore follows."""
+    for extension in ckpt._extensions:
+        extension.remembers(facts)
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
@@ -93,8 +94,8 @@ def settle(ckpt: Checkpointer) -> None:
     """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)
-    if ckpt._compiled is not None:
-        ckpt._compiled.finish(600.0)
+    for extension in ckpt._extensions:
+        extension.released(600.0)
 
 
 def seal(ckpt: Checkpointer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint.compiled import kind_of_host
+from ckpt_tasks.checkpoint.extensions.compiled import kind_of_host
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import Compiled, compiled_name, parse_compiled
 from ckpt_tasks.process import close_descriptor
@@ -202,7 +202,7 @@ def test_where_it_may_not_be_nothing_is_kept(
         (base := tmp_path / "one" / f"ckpt-compiled-{os.getuid()}").mkdir()
         base.chmod(0o777)
     if why == "too large":
-        monkeypatch.setattr("ckpt_tasks.checkpoint.compiled.MAX_PACK_BYTES", 100)
+        monkeypatch.setattr("ckpt_tasks.checkpoint.extensions.compiled.MAX_PACK_BYTES", 100)
         train(run_dir, 1, "a/1")
     else:
         with opened(run_dir, compile_cache=why != "the option is off") as ckpt:

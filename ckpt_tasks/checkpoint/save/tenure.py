@@ -90,7 +90,7 @@ class Resume:
 
     def __init__(self) -> None:
         self.owner_s: float | None = None  # The process waited this long for the run directory; None after a restore.
-        self.compiled_s: float | None = None  # Bringing compiled code back took this long; None if there was none.
+        self.brought: dict[str, float] = {}  # What extensions did as the run was taken took this long, by its part.
         self.first_s: float | None = None  # The first step of this tenure took this long.
         self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
         self._at_s = system().monotonic()
@@ -105,8 +105,7 @@ class Resume:
         self._parts = {**parts, "copy_s": report.copy_s}
         if self.owner_s is not None:
             self._parts |= {"start_s": system().age_s() - self.owner_s - rest_s, "owner_s": self.owner_s}
-            if self.compiled_s is not None:
-                self._parts |= {"compiled_s": self.compiled_s, "read_s": self._parts["read_s"] - self.compiled_s}
+            self._parts |= {**self.brought, "read_s": self._parts["read_s"] - sum(self.brought.values())}
         self.owner_s, self._at_s, self._state, self.parts = None, now_s, state, {}
         return self
 

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.pausing import go_back
+from ckpt_tasks.checkpoint.pausing import remember
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.flows.gang.joining import take_device
 from ckpt_tasks.flows.gang.messages import (
@@ -45,7 +45,6 @@ from ckpt_tasks.flows.gang.parallel import RankSession, check_parallel
 from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.format.records import checkpoint_item, read_checkpoint
 from ckpt_tasks.process import start_thread
-from ckpt_tasks.run.ledger.metrics import GoingBack
 from ckpt_tasks.storage.port import watching
 
 STACKS = signal.SIGUSR1  # On this signal a rank writes the stacks of its threads.
@@ -110,7 +109,7 @@ class _Rank:
     def _serve(self, session: RankSession, size: int) -> None:
         """Carry out orders up to "close"; then raise StoppedError if the snapshots in memory must be kept."""
         carried_out: dict[str, Callable[..., Any]] = {
-            "restore": lambda back: self._restore(session, size, GoingBack(**back)),
+            "restore": lambda back: self._restore(session, size, back),
             "run": session.run,
             "save": session.save,
             "note": lambda what, fields: session.note(what, **fields),
@@ -146,10 +145,10 @@ class _Rank:
                 )
             )
 
-    def _restore(self, session: RankSession, size: int, back: GoingBack) -> None:
+    def _restore(self, session: RankSession, size: int, back: Mapping[str, Any]) -> None:
         if size > 1:
             check_parallel(session.program, size)
-        go_back(session.ckpt, back)
+        remember(session.ckpt, back)
         session.restore()
 
     def _fail(self, error: BaseException, step: int) -> NoReturn:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.interrupt import Interrupt, leave_flow_run
 from ckpt_tasks.checkpoint.restore.reading import Run, run_of
 from ckpt_tasks.checkpoint.save.listening import Listener
@@ -108,7 +109,8 @@ class GangSession:
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
-        self._interrupt = Interrupt(config.spot_notices)
+        extensions = Extensions(config, None)
+        self._interrupt = Interrupt(lambda holds: extensions.tell(lambda one: one.holding(holds)))
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._rows = GangRows()

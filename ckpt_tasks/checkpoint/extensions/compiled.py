@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from ckpt_tasks.checkpoint.extension import Extension
 from ckpt_tasks.checkpoint.save.pruning import Background
 from ckpt_tasks.checkpoint.save.tenure import Tenure
 from ckpt_tasks.errors import CkptError, IntegrityError
@@ -38,8 +39,9 @@ from ckpt_tasks.format.keys import COMPILED_PREFIX, Compiled, compiled_name, par
 from ckpt_tasks.format.pack import MAX_PACK_BYTES, is_packed_path, pack, unpack
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import close_descriptor, open_descriptor
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.held_directory import hold
-from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -49,18 +51,20 @@ _LOCKS = "locks"  # torch locks a file in this directory for each build.
 _log = logging.getLogger("ckpt_tasks")
 
 
-class CompiledCode:
-    """The compiled code of one run: `open` restores it, and `committed` keeps new code."""
+class CompiledCode(Extension):
+    """The compiled code of one run: `owned` restores it, and `committed` keeps new code."""
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, config: CheckpointConfig, history: History | None):
+        super().__init__(config, history)
+        assert history is not None
+        self._store = history.store
         self._kind = ""
         self._directory: Path | None = None
         self._tenure: Tenure | None = None
         self._background = Background(self._keep, "ckpt-compiled")
         self._said = ""
 
-    def open(self, tenure: Tenure) -> None:
+    def owned(self, tenure: Tenure) -> None:
         """Let torch.compile build in this run's directory, filled with the code kept for this kind of host."""
         self._tenure = tenure
         if self._directory is not None:
@@ -81,14 +85,14 @@ class CompiledCode:
         self._directory = directory
         os.environ[_VARIABLE] = str(directory)
         if self._kept(directory):
-            tenure.resume.compiled_s = system().monotonic() - began_s
+            tenure.resume.brought["compiled_s"] = system().monotonic() - began_s
 
     def committed(self, checkpoint: Checkpoint) -> None:
         """After a commit, check in the background for new code to keep."""
         if self._directory is not None:
             self._background.request(checkpoint)
 
-    def finish(self, limit_s: float) -> None:
+    def released(self, limit_s: float) -> None:
         """Wait at most `limit_s` until the code that was new at the last commit is stored in the run."""
         self._background.finish(limit_s)
 

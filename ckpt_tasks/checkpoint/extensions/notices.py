@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from ckpt_tasks.checkpoint.extension import Extension
 from ckpt_tasks.process import start_thread
 
 _TIMEOUT_S = 2.0
@@ -44,23 +45,22 @@ class _Cloud(Protocol):
         """Ask for the notices of this host. Raises OSError, HTTPException, and errors of parsing a foreign answer."""
 
 
-class Watch:
-    """Asks a cloud's metadata server in a thread until `stop`; sends this process SIGTERM at a notice."""
+class SpotNotices(Extension):
+    """Asks the metadata server of the cloud `spot_notices` in a thread, while this process holds signals back.
 
-    def __init__(self, cloud: str):
-        self._stop = threading.Event()
-        start_thread(_watch, cloud, self._stop, name="ckpt-notices")
+    Only the first rank of each host asks. Sends this process SIGTERM at a notice.
+    """
 
-    def stop(self) -> None:
-        """Let the thread end after its current request."""
-        self._stop.set()
+    _stop: threading.Event | None = None
 
-
-def watch(cloud: str | None) -> Watch | None:
-    """Watch for notices of a cloud, in the first rank of each host; do nothing if `cloud` is None."""
-    if cloud is None or os.environ.get("LOCAL_RANK", "0") != "0":
-        return None
-    return Watch(cloud)
+    def holding(self, holds: bool) -> None:
+        """Begin to ask, or let the thread end after its current request."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+        if holds and os.environ.get("LOCAL_RANK", "0") == "0":
+            self._stop = threading.Event()
+            start_thread(_watch, str(self.config.spot_notices), self._stop, name="ckpt-notices")
 
 
 def _watch(name: str, stop: threading.Event) -> None:

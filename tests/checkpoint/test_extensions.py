@@ -1,0 +1,53 @@
+"""Features that see a save or a restore: each one is a file and a row, and the product works without both."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt_tasks.checkpoint.extension import FEATURES, Feature
+from tests.support.interpreters import Python
+from tools.sources import files, imports, module_name, parse
+
+WITHOUT = """
+import importlib, pkgutil, sys
+place, run = sys.argv[1:]
+sys.modules[place.partition(":")[0]] = None  # From now on an import of the file fails, as if it were not there.
+import ckpt_tasks
+from ckpt_tasks.checkpoint import extension
+extension.FEATURES[:] = [one for one in extension.FEATURES if one.place != place]
+for folder in ("checkpoint", "run", "state", "storage", "format"):
+    package = importlib.import_module(f"ckpt_tasks.{folder}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if module.name != place.partition(":")[0]:
+            importlib.import_module(module.name)
+import torch
+from ckpt_tasks import CheckpointConfig, Checkpointer
+options = {"compile_cache": True, "on_spike": "loss", "on_non_finite": "rollback", "spot_notices": "aws"}
+for first in (True, False):
+    weights = torch.zeros(3)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run, memory_dir=None, step_interval=2, **options)) as ckpt:
+        step = ckpt.restore({"weights": weights})
+        print(step, weights.tolist(), flush=True)
+        for step in range(step + 1, step + 5):
+            weights.fill_(step)
+            ckpt.step(step, {"weights": weights}, metrics={"loss": 1.0})
+"""
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.place.partition(":")[2])
+def test_the_product_works_without_a_feature(feature: Feature, tmp_path: object) -> None:
+    """Without a feature's file and row every module is imported, and a run is saved and restored."""
+    with Python("-c", WITHOUT, feature.place, f"{tmp_path}/run") as process:
+        done = process.ends(120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 [0.0, 0.0, 0.0]", "4 [4.0, 4.0, 4.0]"]
+
+
+def test_nothing_else_imports_a_feature() -> None:
+    """A feature is known by its row alone."""
+    modules = {feature.place.partition(":")[0] for feature in FEATURES}
+    named = {name.rpartition(".")[0] for path in files("ckpt_tasks") for _, name in imports(parse(path))}
+    assert modules & named == set()
+    assert modules == {
+        module_name(path) for path in files("ckpt_tasks/checkpoint/extensions") if path.name != "__init__.py"
+    }
