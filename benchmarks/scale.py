@@ -167,7 +167,7 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     Raises IntegrityError where the parts do not make a checkpoint.
     """
     pruner = Pruner(history, RetentionPolicy(max_num_checkpoints=2))
-    committer = Committer(history, saving.owner, pruner, Line(), world_size=saving.world_size, owner_timeout_s=60.0)
+    committer = Committer(history, saving.owner, pruner, Line(), owner_timeout_s=60.0)
     exchange = handed_in(words)
     at = [time.process_time()]
     words = fetched(exchange, words[0])

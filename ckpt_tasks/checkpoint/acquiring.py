@@ -91,7 +91,7 @@ def take_run(
     me, best = identify(flow_run_id), (config.best_metric, config.best_mode)
     timeout_s = config.owner_timeout_s
     owner = acquire(history, me, take_over=take_over, timeout_s=timeout_s, best=best)
-    committer = Committer(history, owner, pruner, line, world_size=world_size, owner_timeout_s=timeout_s)
+    committer = Committer(history, owner, pruner, line, owner_timeout_s=timeout_s)
     tenure = Tenure(owner, key, line, world_size, committer, damaged)
     try:
         history.store.keep_room()

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_tasks.format.layout.steps import StepMetrics
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
@@ -42,7 +44,7 @@ class Restored:
 class Extension:
     """A feature of one Checkpointer; it overrides the moments that it needs, which do nothing here.
 
-    The threads: `committed` is called by the thread that commits, every other method by the training.
+    The thread that commits calls `admitted` and `committed`, the training every other method.
     """
 
     goes_back = False  # True if the next restore must take an older checkpoint than the newest one.
@@ -85,6 +87,9 @@ class Extension:
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """A step has ended; it is not saved yet."""
 
+    def admitted(self, state: State, size: CheckpointSize) -> None:
+        """Rank 0 begins to save: the run's state, and the size that a checkpoint of all ranks has."""
+
     def committed(self, checkpoint: Checkpoint) -> None:
         """A checkpoint exists."""
 
@@ -109,6 +114,7 @@ _HERE = "ckpt_tasks.checkpoint.extensions"
 FEATURES = [
     Feature(f"{_HERE}.going_back:GoingBackFromBadMetrics"),
     Feature(f"{_HERE}.left_out:LeftOutBatches"),
+    Feature(f"{_HERE}.space:SpaceForecast"),
     Feature(f"{_HERE}.compiled:CompiledCode", option="compile_cache"),
     Feature(f"{_HERE}.notices:SpotNotices", option="spot_notices", agent=True),
 ]

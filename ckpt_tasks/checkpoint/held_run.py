@@ -87,10 +87,16 @@ class HeldRun:
         self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
-        self._saver = Saver(
-            self._history, config, self._cache, self._pruner, self._schedule, ranks=self._ranks.exchange
-        )
         self._extensions = Extensions(config, self._history)
+        self._saver = Saver(
+            self._history,
+            config,
+            self._cache,
+            self._pruner,
+            self._schedule,
+            extensions=self._extensions,
+            ranks=self._ranks.exchange,
+        )
         for extension in self._extensions:
             self._saver.listeners.add(Listener(committed=extension.committed))
         self._start = Start(self._history.store.url)

@@ -5,7 +5,6 @@ The committer uses RankParts and no tensors. `commit.py` has the last steps of a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,17 +17,11 @@ from ckpt_tasks.errors import ConfigError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.format.policy.retention import RetentionPolicy
-from ckpt_tasks.format.policy.space import CheckpointSize, forecast
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.run.ledger.fencing import check_owner
 from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.run.ledger.ownership import Heartbeat, release
 from ckpt_tasks.run.ledger.steps import put_steps
-from ckpt_tasks.storage.locations import free_bytes
-from ckpt_tasks.storage.port import Store
-
-_log = logging.getLogger("ckpt_tasks")
 
 
 class Committer:
@@ -41,17 +34,14 @@ class Committer:
         pruner: Pruner,
         line: Line,
         *,
-        world_size: int = 1,
         owner_timeout_s: float,
     ):
         self.owner = owner
         self._line = line
-        self._world_size = world_size
         self._owner_timeout_s = owner_timeout_s
         self._beat_s = Heartbeat.every_s(owner_timeout_s)
         self._history = history
         self._pruner = pruner
-        self._space = _SpaceWatch(history.store, pruner.policy)
         # The attempt whose entry this process began to put: the entry may exist, even after an error.
         self._entered: Attempt | None = None
 
@@ -74,18 +64,14 @@ class Committer:
         with self._pruner.retiring:
             self._pruner.base = self._line.digest
 
-    def admit(self, size: CheckpointSize | None = None) -> tuple[Head, State]:
+    def admit(self) -> tuple[Head, State]:
         """Return the ledger's head and state for the next commit; raise FencedError if another process is the owner.
 
         On a server, the head may be as old as one heartbeat interval, because the heartbeat checks the owner, too.
-        Warns once if the disk lacks the room that the policy will need for checkpoints whose parts have this `size`.
         """
         head = self._history.head_within(self._beat_s)
         state = head.state.sparing(head.spared_epochs)
         check_owner(state.owner, self.owner)
-        if size is not None:
-            ranks = self._world_size
-            self._space.look(state, CheckpointSize(ranks * size.own_bytes, ranks * size.shared_bytes))
         return head, state
 
     @contextmanager
@@ -163,28 +149,3 @@ class Committer:
     def release(self) -> bool:
         """Release the run directory; return False if another process owns it."""
         return release(self._history, self.owner, self._pruner.deleted)
-
-
-class _SpaceWatch:
-    """Warns before the disk is full: before each save, it compares the policy's peak with the free space.
-
-    It warns once and never refuses a save: other programs may free the space in time, and quotas are not considered
-    (docs/decisions/0071).
-    """
-
-    def __init__(self, store: Store, policy: RetentionPolicy):
-        self._store = store
-        self._policy = policy
-        self._warned = False
-
-    def look(self, state: State, size: CheckpointSize) -> None:
-        """Log a warning once if the space will not suffice; do nothing for a store without a known limit."""
-        free = None if self._warned or not size.own_bytes else free_bytes(self._store)
-        if free is None:
-            return
-        peak = forecast(self._policy, state.live, pinned=state.pins, size=size, free_bytes=free)
-        if peak.fits:
-            return
-        self._warned = True
-        fewer = "Prune it, or set max_num_checkpoints" if peak.grows else "Set a smaller max_num_checkpoints"
-        _log.warning("%s will run out of room: %s. %s, or use another disk.", self._store.url, peak.words, fewer)

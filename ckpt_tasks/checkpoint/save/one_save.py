@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.ranks.exchange import Exchange
 from ckpt_tasks.checkpoint.save.listening import Listeners
@@ -36,6 +37,7 @@ class OneSave:
         cache: SnapshotCache,
         schedule: SaveSchedule,
         listeners: Listeners,
+        extensions: Extensions,
         deadline_s: float,
     ):
         self._ranks = ranks
@@ -44,6 +46,7 @@ class OneSave:
         self._cache = cache
         self._schedule = schedule
         self._listeners = listeners
+        self._extensions = extensions
         self._deadline_s = deadline_s
 
     def run(self, snapshot: Snapshot) -> Checkpoint:
@@ -85,7 +88,9 @@ class OneSave:
             if snapshot.given_up:
                 return None, None  # The snapshot's slot is being refilled.
             if committer is not None:
-                admitted = committer.admit(self._rank.size)  # A fenced process must not write.
+                admitted = committer.admit()  # A fenced process must not write.
+                state, size = admitted[1], self._rank.size.of_ranks(self._ranks.size)
+                self._extensions.tell(lambda one: one.admitted(state, size))
                 committer.hold_base()
             stored = line.reusable(store)
             if stored is not None and admitted is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, NoReturn
 
+from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
 from ckpt_tasks.checkpoint.memory.snapshot import Image
@@ -71,6 +72,7 @@ class Saver:
         pruner: Pruner,
         schedule: SaveSchedule,
         *,
+        extensions: Extensions,
         ranks: Exchange = ALONE,
     ):
         self.listeners = Listeners()
@@ -88,6 +90,7 @@ class Saver:
             cache=cache,
             schedule=schedule,
             listeners=self.listeners,
+            extensions=extensions,
             deadline_s=config.flush_timeout_s,
         )
         self._workers: list[threading.Thread] = []  # These threads seal snapshots, or allocate memory.

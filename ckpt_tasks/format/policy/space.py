@@ -22,6 +22,10 @@ class CheckpointSize(NamedTuple):
     own_bytes: int
     shared_bytes: int = 0
 
+    def of_ranks(self, count: int) -> CheckpointSize:
+        """Return the size of a checkpoint with as many parts of this size."""
+        return CheckpointSize(count * self.own_bytes, count * self.shared_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
