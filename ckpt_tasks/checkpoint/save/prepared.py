@@ -17,8 +17,10 @@ from ckpt_tasks.checkpoint.save.provenance import provenance
 from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix, fold
-from ckpt_tasks.format.layout.index import Index, parse_index, write_index
-from ckpt_tasks.format.manifest import Manifest, ObjectRecord
+from ckpt_tasks.format.layout.arrow import FAULTS
+from ckpt_tasks.format.layout.index import MAX_INDEX_BYTES, Index, parse_index, write_index
+from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
+from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.format.records import Checkpoint, Compared
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.opening import open_checkpoint
@@ -110,17 +112,44 @@ def prepare_checkpoint(
         return sealed
     index, objects = _combine(parts, saving.world_size)
     groups = saving.groups if saving.world_size == 1 else _combine_groups(saving.groups, parts)
+    _check_tiling(index, objects, saving)
     index_bytes = write_index(index)
     del index  # The index takes 130 MiB for 10⁶ regions.
     prepared = _prepared(saving, index_bytes, objects, groups)
-    # Check holes, overlaps and bounds with the code of a restore: a save must not write what a restore would refuse.
-    try:
+    _check_sizes(prepared)
+    if saving.number <= 1:  # Once for each owner of the run, the code of a restore reads what is about to be written.
         open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
-    except IntegrityError as error:
-        if saving.world_size > 1:
-            error.hint = "The ranks disagree on where their parts lie: cut a tensor over one mesh, or parts of it."
-        raise
     return prepared
+
+
+def _check_tiling(index: Index, objects: Sequence[ObjectRecord], saving: Saving) -> None:
+    """Raise IntegrityError for holes, overlaps and bounds: a save must not write what a restore would refuse."""
+    place = attempt_prefix(saving.attempt) + INDEX_NAME
+    sizes = {record.name: (record.digested_bytes, record.size_bytes) for record in objects}
+    ranks_hint = "The ranks disagree on where their parts lie: cut a tensor over one mesh, or parts of it."
+    try:
+        with well_formed("the index", place, FAULTS):
+            index.check(place)
+            faults = index.coverage_faults(whole=saving.world_size == 1) or index.object_faults(sizes)
+        if faults:
+            why = f"the index has holes: {'; '.join(faults[:5])}"
+            raise IntegrityError(why, key=place, step=saving.attempt.step)
+    except IntegrityError as error:
+        error.hint = ranks_hint if saving.world_size > 1 else error.hint
+        raise
+
+
+def _check_sizes(prepared: PreparedCheckpoint) -> None:
+    sizes = {
+        INDEX_NAME: (len(prepared.index_bytes), MAX_INDEX_BYTES),
+        MANIFEST_NAME: (len(prepared.manifest_bytes), MAX_MANIFEST_BYTES),
+    }
+    for name, (size_bytes, most_bytes) in sizes.items():
+        if size_bytes > most_bytes:
+            raise UnsupportedStateError(
+                f"{name} would have {size_bytes} bytes, more than the {most_bytes} that are read",
+                hint="Keep large values in tensors.",
+            )
 
 
 def _prepared(
@@ -161,13 +190,7 @@ class _PreparedStore:
         }
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        data = self._objects[name]
-        if len(data) > max_bytes:
-            raise UnsupportedStateError(
-                f"{name.rpartition('/')[2]} would have {len(data)} bytes, more than the {max_bytes} that are read",
-                hint="Keep large values in tensors.",
-            )
-        return data
+        return self._objects[name]
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         into[:] = self._objects[name][begin : begin + into.nbytes]

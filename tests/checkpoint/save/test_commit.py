@@ -17,12 +17,12 @@ import torch
 from benchmarks.scale import Simulation, commit, moved
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.memory.snapshot import ImageSet, plan_snapshot
+from ckpt_tasks.checkpoint.save import prepared
 from ckpt_tasks.checkpoint.save.parts import RankPart, Saving, digest_image, encode_groups, joined, new_attempt
 from ckpt_tasks.checkpoint.save.prepared import prepare_checkpoint
 from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format import ledger
 from ckpt_tasks.format.layout.index import Index
-from ckpt_tasks.run import opening
 from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from ckpt_tasks.state.capture import capture
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_could_not_be_read_is_not_committed(
     ckpt = Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=str(tmp_path)))
     ckpt.save(1, {"x": "small"})
     (sealed,) = tmp_path.rglob("seal.json")
-    monkeypatch.setattr(opening, limit, 5000)
+    monkeypatch.setattr(prepared, limit, 5000)
     names = {f"tensor{n}": float(n) for n in range(2000)}
     state = {"x": names} if limit == "MAX_MANIFEST_BYTES" else tensors(200)
     before = sorted(run_dir.rglob("*"))
