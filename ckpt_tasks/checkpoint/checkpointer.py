@@ -82,7 +82,7 @@ class Checkpointer(HeldRun):
     ):
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
-        self._interrupt = Interrupt(lambda holds: self._extensions.tell(lambda one: one.holding(holds)))
+        self._interrupt = Interrupt(self._extensions.holding)
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
         self._at = Position()
@@ -176,15 +176,7 @@ class Checkpointer(HeldRun):
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
         self._follow(chosen, known, cached)
-        now = Restored(
-            step=chosen.step,
-            state=groups,
-            rollback=rollback,
-            parent=self._line.parent,
-            newer=self._steps.since(-1),
-            first=self._ranks.first,
-        )
-        self._extensions.tell(lambda one: one.restored(now))
+        self._tell_restored(chosen.step, groups, rollback)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
@@ -200,6 +192,11 @@ class Checkpointer(HeldRun):
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
         if chosen.n < 0 and cached is not None:
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
+
+    def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
+        parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
+        now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
+        self._extensions.tell(lambda one: one.restored(now))
 
     def _be_idle(self, state: Groups) -> None:
         """Before a restore, wait for saves under way, and record the state with which training begins."""

@@ -136,6 +136,10 @@ class Extensions:
         """Whether the next restore must take an older checkpoint than the newest one."""
         return any(one.goes_back for one in self)
 
+    def holding(self, holds: bool) -> None:
+        """Tell every feature that the process begins, or ends, to hold signals back."""
+        self.tell(lambda one: one.holding(holds))
+
     def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints that every feature which goes back allows."""
         allowed = [*known]

@@ -29,6 +29,7 @@ BETWEEN = {
     "checkpoint.transfer.export.write_export",
     "flows.prefect.abandoned.datetime",
     "checkpoint.ranks.exchange.Connection",
+    "checkpoint.save.prepared.*",
     "checkpoint.save.rank_saver.RankSaver.seal",
     "checkpoint.save.rank_saver.digest_image",
     "checkpoint.save.tenure.Line.reusable",

@@ -109,8 +109,7 @@ class GangSession:
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
-        extensions = Extensions(config, None)
-        self._interrupt = Interrupt(lambda holds: extensions.tell(lambda one: one.holding(holds)))
+        self._interrupt = Interrupt(Extensions(config, None).holding)
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._rows = GangRows()
