@@ -154,6 +154,9 @@ class Interrupt:
 
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
+            for other in _installed:  # It was installed later: it must not deliver to a handler that has left.
+                if other._previous.get(number) is self._handler:
+                    other._previous[number] = previous
             if signal.getsignal(number) is self._handler:
                 # The previous handler is None if it was not set from Python, which cannot restore it.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)

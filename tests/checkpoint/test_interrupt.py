@@ -105,6 +105,27 @@ def test_a_handler_that_returns_lets_training_go_on(run_dir: Path, thread: str) 
     assert last_step(said) > saved
 
 
+def test_checkpointers_that_end_in_any_order_leave_the_programs_handler(tmp_path: Path) -> None:
+    """P69: the first of two Checkpointers ends before the second one, and SIGTERM then reaches the program once."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        first, second = (
+            Checkpointer(CheckpointConfig(checkpoint_dir=f"{tmp_path}/{name}", memory_dir=None)) for name in "ab"
+        )
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == []  # The second one holds it back.
+        second.__exit__(None, None, None)
+        assert heard == [signal.SIGTERM]
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class Late(UserDict[str, float]):
     """Metrics that send this process SIGTERM as they are read: after `step` has asked whether a signal is pending."""
 
