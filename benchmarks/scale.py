@@ -42,7 +42,7 @@ from ckpt_tasks.checkpoint.save.parts import (
     new_attempt,
     same_step,
 )
-from ckpt_tasks.checkpoint.save.prepared import compared, prepare_checkpoint
+from ckpt_tasks.checkpoint.save.prepared import compared_values, prepare_checkpoint
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line
 from ckpt_tasks.errors import IntegrityError
@@ -122,7 +122,7 @@ class Simulation:
         parts = [digest_image(self.attempt, image, lambda: False, rank) for image in images.images]
         norms = {f"model/norms.{n}.weight": (self._norm, (0,)) for n in range(_NORMS)}
         groups = encode_groups(captured)
-        same = compared(groups, Samples(), take_samples(norms, 1, Devices()))
+        same = compared_values(groups, Samples(), take_samples(norms, 1, Devices()))
         part = joined(parts, rank).with_groups(_STEP, groups, same)
         for record in part.objects:
             path = self.directory / record.name

@@ -26,10 +26,10 @@ from ckpt_tasks.storage.retrying import RetryingStore
 
 __all__ = [
     "Fate",
+    "FaultRule",
     "FaultyStore",
     "InjectedError",
     "MemoryStore",
-    "Rule",
     "die",
     "elapse",
     "images_of",
@@ -147,7 +147,7 @@ class MemoryStore(OneByOne):
 
 
 @dataclass(eq=False, kw_only=True)
-class Rule:
+class FaultRule:
     """A rule of a FaultyStore: which requests meet which fate; `FaultyStore.on` makes one.
 
     `hits` counts these requests; `reached` is set when the first one comes; setting `until` releases held requests.
@@ -188,7 +188,7 @@ class FaultyStore(WrappedStore):
     def __init__(self, inner: Store):
         super().__init__(inner)
         self.log: list[tuple[str, str]] = []
-        self._rules: tuple[Rule, ...] = ()
+        self._rules: tuple[FaultRule, ...] = ()
         self._late: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -201,19 +201,19 @@ class FaultyStore(WrappedStore):
         skip: int = 0,
         times: int | None = None,
         held: bool = False,
-    ) -> Rule:
+    ) -> FaultRule:
         """Add a rule; of several that match, the first one strikes.
 
         `verb` is one or more verbs, separated by spaces; `name` is a pattern. The first `skip` matching requests pass;
         then at most `times` requests meet the fate. If `held`, these requests first wait for the rule's `until`.
         """
-        rule = Rule(fate=fate, verb=verb, name=name, skip=skip, times=times)
+        rule = FaultRule(fate=fate, verb=verb, name=name, skip=skip, times=times)
         if not held:
             rule.until.set()
         self._rules = (*self._rules, rule)
         return rule
 
-    def off(self, *rules: Rule) -> None:
+    def off(self, *rules: FaultRule) -> None:
         """Remove these rules, or all rules if none is given."""
         self._rules = tuple(rule for rule in self._rules if rules and rule not in rules)
 

@@ -29,7 +29,7 @@ import torch.multiprocessing
 from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.errors import CheckpointNotFoundError
-from ckpt_tasks.integrations.dcp.holding import Restored, restored
+from ckpt_tasks.integrations.dcp.holding import RestoredState, restored
 from ckpt_tasks.run.ledger.config import config_of
 
 ROOT = Path(__file__).parent.parent
@@ -181,7 +181,7 @@ class Writer(ByPath, CkptWriter):
         with suppress(CheckpointNotFoundError, IndexError):  # It is the first save of this directory.
             run = run_of(self._config)
             newest = run.checkpoints()[0]
-            restored[run.history.store.url] = Restored(newest, newest.n)
+            restored[run.history.store.url] = RestoredState(newest, newest.n)
         return super().prepare_global_plan(plans)
 
 

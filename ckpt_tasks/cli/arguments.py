@@ -180,7 +180,7 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     return verb
 
 
-def config_of(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
+def config_of_options(settings: Mapping[str, str | None], program: str) -> CheckpointConfig:
     """Make the config from the options; the default run key is the program's name, the default directory runs/RUN_KEY.
 
     Raises ConfigError if a value is invalid or two options conflict.

@@ -252,9 +252,9 @@ def metrics(
             shown.print(f"Serving http://127.0.0.1:{port}/metrics until Ctrl-C.")
             server.serve_forever()
         if otlp:
-            from ckpt_tasks.run.report.otel import push
+            from ckpt_tasks.run.report.otel import push_metrics
 
-            push(registry)
+            push_metrics(registry)
         text = generate_latest(registry).decode()
         samples = [sample for one in families(text) for sample in one.samples]
         facts = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]

@@ -23,7 +23,7 @@ from ckpt_tasks.cli.arguments import (
     SeedOption,
     argument,
     ckpt_command,
-    config_of,
+    config_of_options,
     importing_prefect,
     json_object,
     named_program,
@@ -38,7 +38,7 @@ from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.system import gang_rank
 
 if TYPE_CHECKING:
-    from ckpt_tasks.flows.gang.launched import Place
+    from ckpt_tasks.flows.gang.launched import LaunchedPlace
     from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 DirectoryArgument = Annotated[Path, argument("DIR", "a new or empty directory")]
@@ -141,15 +141,15 @@ def train(
             raise ConfigError(f"--steps must be 1 or more, not {steps}")
         if (of_gang := gang_rank()) and (ranks != 1 or engine != "local"):
             raise ConfigError(f"{of_gang}, which a launcher has started: leave --ranks and --engine out")
-        config, given = config_of(settings, name), params_of(param, params, seed)
+        config, given = config_of_options(settings, name), params_of(param, params, seed)
         check_saves(config)
         place = _place() if of_gang else None
         if place and place.rank:
             raise typer.Exit(place.follow(config_of_run(config, str(config.run_key)), name, given))
         with _starting(as_json):
-            from ckpt_tasks.flows.console import Training, train_in_terminal
+            from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 
-        training = Training(
+        training = TerminalTraining(
             program=name,
             config=config,
             steps=steps,
@@ -179,11 +179,11 @@ def _starting(as_json: bool) -> Iterator[None]:
         yield
 
 
-def _place() -> Place | None:
+def _place() -> LaunchedPlace | None:
     """Return the place that a launcher gave to this process; None without a launcher."""
-    from ckpt_tasks.flows.gang.launched import Place
+    from ckpt_tasks.flows.gang.launched import LaunchedPlace
 
-    return Place.find()
+    return LaunchedPlace.find()
 
 
 def _print_next(out: Output, ctx: typer.Context, config: CheckpointConfig, steps: int) -> None:
@@ -227,7 +227,7 @@ def evaluate(
 
     with report_errors(as_json) as out:
         name = named_program(program, named)
-        config = config_of({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
+        config = config_of_options({"run_key": run_key, "checkpoint_dir": checkpoint_dir}, name)
         asked: dict[str, Any] = {
             "limit": limit,
             "promote": promote,

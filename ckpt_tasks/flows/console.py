@@ -25,7 +25,7 @@ from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate, evaluate_in
-from ckpt_tasks.flows.gang.launched import Place, launched
+from ckpt_tasks.flows.gang.launched import LaunchedPlace, launched
 from ckpt_tasks.flows.prefect.config import BatchLength, check_ranks, position_of_run
 from ckpt_tasks.flows.prefect.embedded import begin_embedded_server, start_embedded_server
 from ckpt_tasks.flows.prefect.endings import CrashError
@@ -51,7 +51,7 @@ _PREFECT_LOGS = ("prefect", "EventsWorker", "APILogWorker")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TerminalTraining:
     """A request of the command line: train a program until step `steps`, in tasks of `batch_steps` steps or of 30 s.
 
     `place` describes rank 0 among the ranks that another launcher has started; None without a launcher.
@@ -66,7 +66,7 @@ class Training:
     engine: str = "local"
     min_ranks: int | None = None
     fork_from: str | None = None
-    place: Place | None = None
+    place: LaunchedPlace | None = None
 
     def check(self) -> None:
         """Check without a server: find the program, compare it with the run's program, and check its parameters.
@@ -120,7 +120,7 @@ class Ended:
         }
 
 
-def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -> Ended:
+def train_in_terminal(training: TerminalTraining, *, again: str, stderr: bool = False) -> Ended:
     """Train a run and evaluate its newest checkpoint, with output for people; `again` is the command that resumes it.
 
     Raises CkptError, if possible before it starts a server.
@@ -153,7 +153,7 @@ def train_in_terminal(training: Training, *, again: str, stderr: bool = False) -
     return Ended(status=status[0], step=step, evaluations=tuple(results))
 
 
-def _train(training: Training, out: Screen) -> tuple[EvaluationResult | None, Exception | None]:
+def _train(training: TerminalTraining, out: Screen) -> tuple[EvaluationResult | None, Exception | None]:
     """Train, and evaluate the newest checkpoint: in the ranks that have trained, or else in this process.
 
     Returns the evaluation's result, or why it has failed; raises what the training raises.
@@ -208,7 +208,7 @@ def evaluate_in_terminal(
     return Ended(status=status[0], step=max((result.step for result in results), default=0), evaluations=tuple(results))
 
 
-def _announce(out: Console, training: Training, start: int) -> EvaluationResult | None:
+def _announce(out: Console, training: TerminalTraining, start: int) -> EvaluationResult | None:
     """Print the run's position; if the run is complete, return the recorded evaluation of its newest checkpoint."""
     run_key = training.config.run_key
     if start < training.steps:

@@ -18,7 +18,14 @@ from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.flows.gang.engine import Engine
 from ckpt_tasks.flows.prefect.attempts import attempted_task
 from ckpt_tasks.flows.prefect.config import check_evaluation, config_of_run
-from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator, Promotion, Rounds, choose, evaluation_watcher
+from ckpt_tasks.flows.prefect.evaluate import (
+    EvaluationResult,
+    Evaluator,
+    Promotion,
+    Rounds,
+    choose_checkpoints,
+    evaluation_watcher,
+)
 from ckpt_tasks.flows.prefect.events import absolute
 from ckpt_tasks.flows.prefect.starts import leave_to_follower
 from ckpt_tasks.flows.session.local import find_program
@@ -119,7 +126,7 @@ def _evaluate(
     if which == "pending":
         rounds = _side_by_side(task, looks.look(run, suite), evaluator, errors)
     else:
-        rounds = _by_name(task, choose(run, which), evaluator)
+        rounds = _by_name(task, choose_checkpoints(run, which), evaluator)
     results: list[EvaluationResult] = []
     for round_results in rounds:
         results += round_results

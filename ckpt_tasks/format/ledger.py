@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, ledger_name, parse_attempt, unfold
-from ckpt_tasks.format.live import Segment, joined, read_live, version_of, write_live
+from ckpt_tasks.format.live import Segment, joined_segments, read_live, version_of, write_live
 from ckpt_tasks.format.parsing import finite_json, optional, parse_json, text, well_formed, whole
 from ckpt_tasks.format.records import (
     Checkpoint,
@@ -258,7 +258,7 @@ class Entry:
 
     def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
         """Return a parsed entry to which the checkpoints of its segments are added, before its own (the tail)."""
-        live = joined(segments, self.state.live)
+        live = joined_segments(segments, self.state.live)
         return replace(self, segments=segments, state=replace(self.state, live=live))
 
     @classmethod

@@ -118,7 +118,7 @@ def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
     return tuple(map(Segment, digests)), tail
 
 
-def joined(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+def joined_segments(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
     """Return all live checkpoints: the segments' checkpoints, then the tail."""
     return tuple(chain(*(segment.checkpoints for segment in segments), tail))
 

@@ -27,7 +27,7 @@ def is_packed_path(path: str) -> bool:
     return len(parts) <= _MAX_DEPTH and all(_PART.fullmatch(part) for part in parts)
 
 
-def pack(files: Mapping[str, bytes]) -> list[bytes]:
+def pack_files(files: Mapping[str, bytes]) -> list[bytes]:
     """Return a pack as pieces of bytes; raise IntegrityError for a path that a pack cannot hold."""
     for path in files:
         if not is_packed_path(path):
@@ -36,7 +36,7 @@ def pack(files: Mapping[str, bytes]) -> list[bytes]:
     return [b"ckpt-pack 1 %d\n" % len(table), table, *(files[path] for path in sorted(files))]
 
 
-def unpack(data: bytes) -> Iterator[tuple[str, memoryview]]:
+def unpack_files(data: bytes) -> Iterator[tuple[str, memoryview]]:
     """Check the table of a pack, then yield path and bytes of each file; raise IntegrityError for a malformed pack."""
     head = _HEAD.match(data)
     begin = head.end() + int(head[1]) if head else 0

@@ -131,7 +131,7 @@ def is_leaf(value: Any) -> bool:
     return kind not in MAPPINGS and kind not in SEQUENCES and not (kind is Typed and value.parts)
 
 
-def like(model: Any, content: Any) -> Any:
+def ref_like(model: Any, content: Any) -> Any:
     """Make a container with new contents and the type, bound, factory or class of `model`."""
     kind = type(model)
     return _LIKE[kind](model, content) if kind in _LIKE else kind(content)

@@ -72,7 +72,7 @@ def compared(
         )
 
 
-def difference(name: str, array: Any, live: Any) -> str | None:
+def array_difference(name: str, array: Any, live: Any) -> str | None:
     """Return how an array's shape or dtype differs from the program's array; None if they are equal."""
     here, there = ((tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in (live, array))
     return None if here == there else f"{name}: {here[1]}{[*here[0]]} here, {there[1]}{[*there[0]]} in the checkpoint"

@@ -14,7 +14,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from ckpt_tasks.errors import UnsupportedStateError
-from ckpt_tasks.integrations.arrays import Array, array_of, compared, difference, tensor_of
+from ckpt_tasks.integrations.arrays import Array, array_difference, array_of, compared, tensor_of
 
 _X64 = "A checkpoint of 64-bit numbers needs jax_enable_x64."
 
@@ -54,7 +54,7 @@ class JaxState:
         live = _named(self.value)
         made = {name: _made(saved, live.get(name)) for name, saved in state_dict.items()}
         both = [(name, made[name], live[name]) for name in live if name in made]
-        different = [*filter(None, (difference(*one) for one in both if _is_array(one[1]) and _is_array(one[2])))]
+        different = [*filter(None, (array_difference(*one) for one in both if _is_array(one[1]) and _is_array(one[2])))]
         compared(made, live, "the tree", different=different, hint=_X64 if different else None)
         self.value = jax.tree_util.tree_unflatten(
             jax.tree_util.tree_structure(self.value), [made[name] for name in live]

@@ -11,7 +11,7 @@ import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 
-from ckpt_tasks.integrations.arrays import array_of, compared, difference, tensor_of
+from ckpt_tasks.integrations.arrays import array_difference, array_of, compared, tensor_of
 
 BACKEND = keras.config.backend()
 
@@ -54,7 +54,7 @@ class Variables:
         """Assign the restored values to the variables."""
         live = self._of()
         saved = dict(zip(live, state_dict.values(), strict=False)) if _alike(live, state_dict) else state_dict
-        different = [difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
+        different = [array_difference(name, saved[name], _value_of(live[name], name)) for name in live if name in saved]
         compared(saved, live, "the model", different=filter(None, different))
         self._loaded = saved
         self.assign_again()

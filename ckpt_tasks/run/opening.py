@@ -221,7 +221,7 @@ def merge_runs(rows: Iterable[IndexRow], max_bytes: int = READ_BYTES) -> list[li
     return runs
 
 
-def verify_run(run: Sequence[IndexRow], data: memoryview) -> list[str]:
+def changes_in(run: Sequence[IndexRow], data: memoryview) -> list[str]:
     """Return a text for each region of a read that has changed; `data` holds the bytes of the read."""
     start = run[0].begin
     return [change(row) for row in run if digest_bytes(data[row.begin - start : row.end - start]) != row.digest]

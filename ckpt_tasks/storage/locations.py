@@ -29,7 +29,7 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import our_errors
-from ckpt_tasks.storage.port import SCHEMES, Store, unwrapped
+from ckpt_tasks.storage.port import SCHEMES, Store, inner_store
 from ckpt_tasks.storage.secrets import without_secrets
 
 _log = logging.getLogger("ckpt_tasks")
@@ -135,7 +135,7 @@ def stores_below(store: Store) -> dict[str, Store]:
 
     Raises StoreError if the store cannot be listed.
     """
-    place = unwrapped(store)
+    place = inner_store(store)
     if isinstance(place, LocalStore):
         with our_errors("", place.root):
             names = sorted(filter(None, map(_directory, os.scandir(place.root)))) if place.root.is_dir() else []
@@ -166,7 +166,7 @@ def free_bytes(store: Store) -> int | None:
 
     Returns None for a server, and if the system does not tell the free space. Ignores quotas.
     """
-    place = unwrapped(store)
+    place = inner_store(store)
     if not isinstance(place, LocalStore):
         return None
     directory = next(path for path in (place.root, *place.root.parents) if path.exists() or path == Path("/"))
@@ -219,7 +219,7 @@ def await_first_answer(store: Store, limit_s: float) -> None:
     Returns at once if the store has answered this process before. Raises StoreError if it does not answer within
     `limit_s` seconds, ConfigError if its options are wrong.
     """
-    store = unwrapped(store)
+    store = inner_store(store)
     if store.url in _answered:
         return
     given_up, failure = threading.Event(), list[CkptError]()

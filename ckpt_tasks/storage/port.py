@@ -198,7 +198,7 @@ class WrappedStore(OneByOne):
         self._forward(lambda: self.inner.put_if_absent(name, body))
 
     def adopt(self, source: Store, name: str, size_bytes: int) -> bool:
-        return self._forward(lambda: self.inner.adopt(unwrapped(source), name, size_bytes))
+        return self._forward(lambda: self.inner.adopt(inner_store(source), name, size_bytes))
 
     def replace(self, name: str, body: bytes) -> None:
         self._forward(lambda: self.inner.replace(name, body))
@@ -245,7 +245,7 @@ class WatchedStore(WrappedStore):
         self._on_progress(into.nbytes)
 
 
-def unwrapped(store: Store) -> Store:
+def inner_store(store: Store) -> Store:
     """Return the store inside all wrappers."""
     while isinstance(store, WrappedStore):
         store = store.inner

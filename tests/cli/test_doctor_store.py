@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckpt_tasks.cli.doctor import measuring
 from ckpt_tasks.cli.doctor.findings import EXCLUSIVE, Ability, Findings, judge
-from ckpt_tasks.cli.doctor.measuring import measure
+from ckpt_tasks.cli.doctor.measuring import try_store
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.objects import ObjectStore
@@ -53,7 +53,7 @@ def through(chaos: Chaos, server: S3Server, bucket: str) -> ObjectStore:
 def test_a_directory(run_dir: Path, tmp_path: Path) -> None:
     """Not a byte of a run changes, and a place that is not there is gone again."""
     before = tree(save_steps(run_dir, 1, 2))
-    assert judge(measure(LocalStore(run_dir), large_bytes=1 << 20)).fit
+    assert judge(try_store(LocalStore(run_dir), large_bytes=1 << 20)).fit
     assert tree(run_dir) == before
     answer = ckpt("doctor-store", tmp_path / "a" / "b", "--json")
     assert answer.status == 0
@@ -65,7 +65,7 @@ def test_a_directory(run_dir: Path, tmp_path: Path) -> None:
 
 def test_a_disk_that_is_nearly_full_is_not_filled(tmp_path: Path) -> None:
     """P37: where a large object would take what a run may need, none is tried, and that is said."""
-    found = measure(LocalStore(tmp_path / "run"), large_bytes=1 << 50)
+    found = try_store(LocalStore(tmp_path / "run"), large_bytes=1 << 50)
     assert found.abilities["large objects"].works is None
     assert "not tried" in found.abilities["large objects"].seen
     assert judge(found).fit
@@ -94,7 +94,7 @@ def test_a_store_that_keeps_its_conditions(ministack: S3Server, bucket: str, mon
 def test_a_server_that_ignores_conditions_of_large_objects(ceph: S3Server) -> None:
     """P31: Ceph heeds the condition of a small object, which is what commits are: it is fit, and the rest is told."""
     with ceph.fresh_bucket() as bucket:
-        found = measure(ObjectStore(f"s3://{bucket}/run", ceph.storage_options), large_bytes=LARGE_BYTES)
+        found = try_store(ObjectStore(f"s3://{bucket}/run", ceph.storage_options), large_bytes=LARGE_BYTES)
         assert judge(found).fit
         assert found.abilities["conditional multipart"] == Ability(False, "a second one takes the place of the first")
         assert keys(ceph, bucket) == []
@@ -124,7 +124,7 @@ class Late(WrappedStore):
 def test_a_store_that_misbehaves(harm: type[WrappedStore], words: str) -> None:
     """P31, P37: whatever a store gets wrong of what checkpoints rest on, the verdict names it, and nothing is left."""
     inner = ObjectStore(f"memory://doctor/{secrets.token_hex(8)}")
-    found = measure(harm(inner), large_bytes=1 << 20)
+    found = try_store(harm(inner), large_bytes=1 << 20)
     verdict = judge(found)
     assert not verdict.fit
     assert verdict.words.startswith(words)
@@ -144,7 +144,7 @@ def test_a_store_that_refuses(  # noqa: PLR0917 (fixtures)
 ) -> None:
     """P31: without the condition all else is tried for a single writer; a trial that stops says what it has left."""
     chaos.on(Fault(answer=fault), **where)
-    found = measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+    found = try_store(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
     assert judge(found).words.startswith(words)
     assert ("large objects" in found.abilities) == (fault is NOT_IMPLEMENTED)
     assert "conditional multipart" not in found.abilities
@@ -157,7 +157,7 @@ def test_a_storm_is_no_lack(ministack: S3Server, bucket: str, chaos: Chaos, monk
     monkeypatch.setattr(measuring, "_PATIENCE_S", 0.2)
     chaos.on(Fault(answer=SLOW_DOWN), headers={"if-none-match": "."})
     with pytest.raises(StoreError, match="SlowDown"):
-        measure(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
+        try_store(through(chaos, ministack, bucket), large_bytes=LARGE_BYTES)
     assert keys(ministack, bucket) == []
 
 
@@ -165,7 +165,7 @@ def test_nobody_answers() -> None:
     """A server that is not there is said within seconds, not after minutes of trying."""
     began = time.monotonic()
     store = ObjectStore("s3://bucket/run", {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"})
-    verdict = judge(measure(store))
+    verdict = judge(try_store(store))
     assert verdict.words.startswith("not fit: it cannot be listed (no answer from the store")
     assert time.monotonic() - began < 60
 

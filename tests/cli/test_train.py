@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.cli.arguments import config_of, params_of, repeated_command
+from ckpt_tasks.cli.arguments import config_of_options, params_of, repeated_command
 from ckpt_tasks.cli.start import check_example
 from ckpt_tasks.errors import ConfigError
 from tests.support.cli_runs import ckpt
@@ -44,7 +44,7 @@ def test_every_option_of_the_config_is_one_of_the_command() -> None:
     said = ckpt("train", "--help").out
     for option in fields(CheckpointConfig):
         assert f"--{option.name.replace('_', '-')} " in said
-    config = config_of({name: text for name, (text, _) in GIVEN.items()}, "m:P")
+    config = config_of_options({name: text for name, (text, _) in GIVEN.items()}, "m:P")
     assert {option.name: getattr(config, option.name) for option in fields(config)} == {
         name: value for name, (_, value) in GIVEN.items()
     }
@@ -72,7 +72,7 @@ def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_d
 def test_what_cannot_be_is_refused(settings: dict[str, str], says: str) -> None:
     """A value of another kind, or one that the config refuses, is an error that names the option."""
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
-        config_of(settings, "m:P")
+        config_of_options(settings, "m:P")
 
 
 @pytest.mark.parametrize(

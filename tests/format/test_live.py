@@ -13,7 +13,7 @@ from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name
 from ckpt_tasks.format.ledger import State
-from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined, read_live, read_segment, write_segment
+from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined_segments, read_live, read_segment, write_segment
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
@@ -73,7 +73,7 @@ def test_any_changes_are_read_back(run_dir: Path) -> None:
         gone = dice.sample(state.live[:-1], min(len(state.live) - 1, dice.choice([0, 3, 12, 40])))
         state = state.retire(frozenset(c.manifest_digest for c in gone), (), NONE)
         segments = cut(state.live, segments)
-        inside = joined(segments, ())
+        inside = joined_segments(segments, ())
         assert inside == state.live[: len(inside)]
         assert all(read_segment(write_segment(s.checkpoints), digest=s.digest, name="x") for s in segments[:3])
         assert len(state.live) - len(inside) <= MAX_INLINE_CHECKPOINTS

@@ -14,7 +14,7 @@ from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory, private_root
 from ckpt_tasks.cli import output
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.flows.console import Training, evaluate_in_terminal
+from ckpt_tasks.flows.console import TerminalTraining, evaluate_in_terminal
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import ckpt, save_steps
 
@@ -74,7 +74,7 @@ def test_a_training_in_a_terminal_reaches_its_store_first(caplog: pytest.LogCapt
     """`ckpt train` and `ckpt evaluate` end before they start a server, and the client logs no traceback of its own."""
     config, program = CheckpointConfig(checkpoint_dir="gs://bucket/run", run_key="r"), "tests.support.tiny:Tiny"
     verbs: list[Callable[[], object]] = [
-        lambda: Training(program=program, config=config, steps=1, params={}).check(),
+        lambda: TerminalTraining(program=program, config=config, steps=1, params={}).check(),
         lambda: evaluate_in_terminal(config, program, suite="heldout", which="latest"),
     ]
     for verb in verbs:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.flows.gang.launched import Place
+from ckpt_tasks.flows.gang.launched import LaunchedPlace
 from ckpt_tasks.flows.session.forked import recorded_params
 from ckpt_tasks.flows.session.local import find_program
 from ckpt_tasks.flows.session.parameters import effective_params
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     """Be one rank: rank 0 trains in batches of five steps as a flow does, without a retry; the others follow."""
     options = json.loads(arguments[0])
     os.environ |= {MARK: options["run"], **options["environment"]}
-    place = Place.find()
+    place = LaunchedPlace.find()
     assert place is not None
     config = config_of(Path(options["run"]), **options["config"])
     program = options["program"]
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     lead(place, config, program, options)
 
 
-def lead(place: Place, config: CheckpointConfig, program: str, options: dict[str, Any]) -> None:
+def lead(place: LaunchedPlace, config: CheckpointConfig, program: str, options: dict[str, Any]) -> None:
     # As the flow does: a rank that takes recorded parameters beside one that does not would build its program twice.
     params = effective_params(find_program(program), recorded_params(config), options["params"])
     with place.lead(config, program, params, "a flow run") as session:

@@ -36,7 +36,7 @@ from ckpt_tasks.checkpoint.save.tenure import Tenure
 from ckpt_tasks.errors import CkptError, IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import COMPILED_PREFIX, Compiled, compiled_name, parse_compiled
-from ckpt_tasks.format.pack import MAX_PACK_BYTES, is_packed_path, pack, unpack
+from ckpt_tasks.format.pack import MAX_PACK_BYTES, is_packed_path, pack_files, unpack_files
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import close_descriptor, open_descriptor
 from ckpt_tasks.run.ledger.config import CheckpointConfig
@@ -112,7 +112,7 @@ class CompiledCode(Extension):
                 data = self._store.get(compiled_name(kept), MAX_PACK_BYTES)
                 if digest_hex(data) != kept.digest:
                     raise IntegrityError("the kept code is damaged", key=compiled_name(kept))
-                files = dict(unpack(data))
+                files = dict(unpack_files(data))
                 for path, content in files.items():
                     _write(directory / path, content)
                 _write(directory / _KEPT, canonical_json([compiled_name(kept), sorted(files)]))
@@ -144,7 +144,7 @@ class CompiledCode(Extension):
             files = {path: (directory / path).read_bytes() for path in present}
             if _is_building(directory) or _files_in(directory) != present:
                 return  # Look again after the next commit.
-            pieces = pack(files)
+            pieces = pack_files(files)
             new = Compiled(tenure.owner.epoch, self._kind, digest_hex(b"".join(pieces)))
             self._background.check()
             self._put(compiled_name(new), pieces)

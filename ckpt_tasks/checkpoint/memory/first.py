@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from ckpt_tasks.checkpoint.memory.snapshot import SnapshotPlan, storable
+from ckpt_tasks.checkpoint.memory.snapshot import SnapshotPlan, storable_tensors
 from ckpt_tasks.format.layout.image import ImageLayout
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.state.tensors.memcpy import LARGE_BYTES, THREADS, is_plain
@@ -50,7 +50,7 @@ class FirstCopy:
 
 def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
     small = [header]
-    for tensor in map(storable, tensors):
+    for tensor in map(storable_tensors, tensors):
         dense = tensor.contiguous()
         if dense.nbytes < LARGE_BYTES:
             small.append(ctypes.string_at(dense.data_ptr(), dense.nbytes))

@@ -34,7 +34,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate, is_whole
+from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, is_whole
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
@@ -220,7 +220,7 @@ class MemoryDirectory(SlotFiles):
                 left = _open_left(directory / name, size_bytes) if was_left else None
                 files[name] = _open_new(directory / name) if left is None else left
             if fill is None or not fill(files):
-                allocate(files, sizes, lambda: True)
+                allocate_pages(files, sizes, lambda: True)
             taken = {name: map_memory(max(size_bytes, 1), files[name]) for name, size_bytes in sizes.items()}
         except OSError as error:
             self.clear(slot)

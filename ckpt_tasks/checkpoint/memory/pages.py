@@ -25,7 +25,7 @@ def advise_huge(memory: memoryview) -> None:
     _madvise(_address(memory), len(memory), _HUGEPAGE)
 
 
-def allocate(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callable[[], bool]) -> None:
+def allocate_pages(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callable[[], bool]) -> None:
     """Allocate all pages of a slot's files (name → descriptor); raise GaveWay once `wanted()` is false."""
     for name, fd in files.items():
         if is_whole(os.fstat(fd), sizes[name]):

@@ -23,7 +23,7 @@ from ckpt_tasks.format.layout.tiling import untiled
 from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.gc_pause import gc_paused
-from ckpt_tasks.run.opening import Opened, SavedGroup, read_index_of, read_manifest, verify_run
+from ckpt_tasks.run.opening import Opened, SavedGroup, changes_in, read_index_of, read_manifest
 from ckpt_tasks.state.tensors.placements import ALONE, place_of
 from ckpt_tasks.state.tensors.sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore
@@ -171,7 +171,7 @@ class _CoveredTensors(DownloadedTensors):
         name, _, rows = read
         if name not in self._mapped:
             super().read_span(read)
-        elif faults := [fault for row in rows for fault in verify_run([row], self._mapped[name][row.begin :])]:
+        elif faults := [fault for row in rows for fault in changes_in([row], self._mapped[name][row.begin :])]:
             raise IntegrityError(faults[0])
 
     def _check(self, key: str, box: Box) -> None:

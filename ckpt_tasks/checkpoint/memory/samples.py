@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt_tasks.checkpoint.memory.snapshot import storable
+from ckpt_tasks.checkpoint.memory.snapshot import storable_tensors
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.state.tensors.device import DeviceCopy, Devices
 
@@ -75,9 +75,9 @@ def _taken(parts: Sequence[tuple[str, torch.Tensor]], devices: Devices) -> Sampl
     waiting: list[tuple[str, torch.Tensor]] = []
     for name, part in parts:
         if part.is_cuda:
-            waiting.append((name, storable(part)))
+            waiting.append((name, storable_tensors(part)))
         else:
-            digests[name] = _digest(storable(part))
+            digests[name] = _digest(storable_tensors(part))
     if not waiting:
         return Samples(digests)
     # Use pinned memory: for a copy to other memory the host would wait for the device's stream.

@@ -115,7 +115,7 @@ class ImageSet:
             if self._devices and live.is_cuda:
                 # Use our own alias: an assignment to the live tensor's `.data` must not free memory that the device
                 # reads.
-                on_devices.append((view, storable(live.detach())))
+                on_devices.append((view, storable_tensors(live.detach())))
             elif large and live.is_cpu and live.is_contiguous():
                 move = large[0], live.data_ptr(), large[1]
                 if key in constant:
@@ -124,7 +124,7 @@ class ImageSet:
                     moves.append(move)
             else:
                 into.append(view)
-                out_of.append(storable(live))
+                out_of.append(storable_tensors(live))
         copy = devices.start(on_devices) if on_devices else None  # Devices first: they copy while the host copies.
         copy_tensors(into, out_of, moves)
         return LateCopy(late, copy) if late else copy
@@ -215,7 +215,7 @@ def _writable(buffer: memoryview, slot: Slot) -> torch.Tensor:
     return tensor_at(buffer, dtype, shape, slot.begin)
 
 
-def storable(tensor: torch.Tensor) -> torch.Tensor:
+def storable_tensors(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as the dtype that its image uses: bytes for rare dtypes, pairs for unaligned complex numbers."""
     view = _VIEWS.get(tensor.dtype)
     return tensor if view is None else view(tensor)
@@ -223,5 +223,5 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a host tensor in C order, as its image has them; a view of its memory if possible."""
-    dense = storable(tensor).contiguous()
+    dense = storable_tensors(tensor).contiguous()
     return dense.reshape(-1).view(torch.uint8).numpy().data if dense.nbytes else memoryview(b"")

@@ -83,7 +83,7 @@ def within(tensor: torch.Tensor, box: Box, of: Box) -> torch.Tensor:
     return tensor
 
 
-def in_order(rows: Sequence[IndexRow]) -> bool:
+def boxes_in_order(rows: Sequence[IndexRow]) -> bool:
     """Return True if the regions hold a tensor's elements in order, contiguous in one object."""
     first = rows[0]
     if len(rows) == 1:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from ckpt_tasks.checkpoint.ranks.exchange import ALONE, Together
-from ckpt_tasks.checkpoint.restore.boxes import box_of, in_order, meets, pieces, stacked, within
+from ckpt_tasks.checkpoint.restore.boxes import box_of, boxes_in_order, meets, pieces, stacked, within
 from ckpt_tasks.checkpoint.restore.sharing import ReadShare, share_reads
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box
 from ckpt_tasks.format.policy.ranges import Span, merge_spans
 from ckpt_tasks.process import in_threads
-from ckpt_tasks.run.opening import READ_BYTES, by_object, verify_run
+from ckpt_tasks.run.opening import READ_BYTES, by_object, changes_in
 from ckpt_tasks.state.tensors.placements import is_sharded
 from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
@@ -59,7 +59,7 @@ class DownloadedTensors:
 
     def read(self, key: str) -> torch.Tensor:
         self._get(self._by_key[key])
-        if in_order(self._by_key[key]):
+        if boxes_in_order(self._by_key[key]):
             return self._view(self._by_key[key][0], self._by_key[key][0].tensor_shape)
         like = self.like(key)
         values = torch.empty(like.shape, dtype=like.dtype)
@@ -88,7 +88,7 @@ class DownloadedTensors:
     def _pieces(self, into: torch.Tensor, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield pairs of a part of the target and its values."""
         rows = self._by_key[key]
-        if not is_sharded(into) and self._share is None and in_order(rows):
+        if not is_sharded(into) and self._share is None and boxes_in_order(rows):
             yield into, self._view(rows[0], rows[0].tensor_shape)
             return
         for piece in pieces(into, key, stacked(rows) if self._share is None else rows):
@@ -119,7 +119,7 @@ class DownloadedTensors:
         data = memory[begin : begin + span.end - span.begin]
         for again in (True, False):
             self._store.read(name, span.begin, data)
-            faults = [fault for row in rows for fault in verify_run([row], data[row.begin - span.begin :])]
+            faults = [fault for row in rows for fault in changes_in([row], data[row.begin - span.begin :])]
             if not faults:
                 return
             if not again:

@@ -21,14 +21,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ckpt_tasks.checkpoint.ranks.exchange import ALONE, Together
-from ckpt_tasks.checkpoint.restore.boxes import Piece, box_of, in_order, meets, pieces, within
+from ckpt_tasks.checkpoint.restore.boxes import Piece, box_of, boxes_in_order, meets, pieces, within
 from ckpt_tasks.checkpoint.restore.sharing import share_reads
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import Digest
 from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box
 from ckpt_tasks.process import in_threads
-from ckpt_tasks.run.opening import READ_BYTES, change, merge_runs, verify_run
+from ckpt_tasks.run.opening import READ_BYTES, change, changes_in, merge_runs
 from ckpt_tasks.state.tensors.memcpy import THREADS, is_plain
 from ckpt_tasks.state.tensors.placements import local_of
 from ckpt_tasks.state.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage
@@ -67,7 +67,7 @@ class StoredTensors:
         self._store = store
         self._together = together or Together(ALONE)
         self._rows = _by_key(rows)
-        self._cut = {key for key, rows in self._rows.items() if not in_order(rows)}
+        self._cut = {key for key, rows in self._rows.items() if not boxes_in_order(rows)}
         self._fills: list[_Pair] = []
         self._buffers = system().local()
 
@@ -271,7 +271,7 @@ def _window_bytes(window: Sequence[_Pair]) -> int:
 
 
 def _good(run: Sequence[IndexRow], data: memoryview) -> None:
-    faults = verify_run(run, data)
+    faults = changes_in(run, data)
     if faults:
         raise IntegrityError(faults[0])
 

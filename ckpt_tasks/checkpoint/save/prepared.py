@@ -222,7 +222,7 @@ def _combine_groups(
     }
 
 
-def compared(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicated: Samples) -> Compared:
+def compared_values(groups: Mapping[str, Mapping[str, Any]], values: Samples, replicated: Samples) -> Compared:
     """Return the short values and digests that must be equal in all ranks, by path.
 
     `all`: values that every rank has. `held`: parts of replicated tensors; only some ranks hold each part.

@@ -15,7 +15,7 @@ from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.first import FirstCopy
 from ckpt_tasks.checkpoint.memory.local_copies import LocalCopies
 from ckpt_tasks.checkpoint.memory.memory import Fill
-from ckpt_tasks.checkpoint.memory.pages import GaveWay, allocate, touch
+from ckpt_tasks.checkpoint.memory.pages import GaveWay, allocate_pages, touch
 from ckpt_tasks.checkpoint.memory.samples import sample_values, take_samples
 from ckpt_tasks.checkpoint.memory.snapshot import Image, ImageSet, LateCopy, SnapshotPlan, plan_snapshot
 from ckpt_tasks.checkpoint.save.parts import (
@@ -30,7 +30,7 @@ from ckpt_tasks.checkpoint.save.parts import (
     reuse,
 )
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot
-from ckpt_tasks.checkpoint.save.prepared import compared, prepare_part
+from ckpt_tasks.checkpoint.save.prepared import compared_values, prepare_part
 from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
 from ckpt_tasks.format.layout.steps import steps_file
@@ -121,7 +121,7 @@ class RankSaver:
             return dict
         held = take_samples(captured.replicated, saving.turn, self._devices)
         values = sample_values(captured.one_for_all, saving.turn, self._devices)
-        return cache(partial(compared, saving.groups, values, held))
+        return cache(partial(compared_values, saving.groups, values, held))
 
     # ── in the background of training ────────────────────────────────────────────────────────────────────────
 
@@ -140,7 +140,7 @@ class RankSaver:
             touch(image.buffer, lambda: self._wants(plan))
 
     def _allocate(self, plan: SnapshotPlan, files: Mapping[str, int]) -> bool:
-        allocate(files, plan.sizes, lambda: self._wants(plan) and not self._hurries)
+        allocate_pages(files, plan.sizes, lambda: self._wants(plan) and not self._hurries)
         return True
 
     def _wants(self, plan: SnapshotPlan | None) -> bool:

@@ -22,7 +22,7 @@ from ckpt_tasks.system import system
 _STEPS = 20
 
 
-class Position:
+class TrainingPosition:
     """The position of one training: which steps are completed, restored and saved.
 
     `step`: the number of completed steps, as last restored or reported. `saved_step`: the newest step that was restored

@@ -18,7 +18,7 @@ from ckpt_tasks.checkpoint.transfer.distances import Regions, distances
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.format.tree import SEQUENCES, TensorRef, Typed, children, encode, is_leaf, like, words
+from ckpt_tasks.format.tree import SEQUENCES, TensorRef, Typed, children, encode, is_leaf, ref_like, words
 from ckpt_tasks.run.opening import Opened, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
@@ -167,7 +167,7 @@ class _Walk:
             if _exact(a) != _exact(b):
                 self._differ(place, "value", _short(a), _short(b), max_abs=_apart(a, b))
         else:
-            bare_a, bare_b = like(a, {}), like(b, {})
+            bare_a, bare_b = ref_like(a, {}), ref_like(b, {})
             if repr(bare_a) != repr(bare_b):
                 self._differ(place, "value", _short(bare_a), _short(bare_b))
             self._parts(place, a, b)

@@ -16,7 +16,7 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.layout.image import ALIGNMENT
 from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box, intersection
-from ckpt_tasks.run.opening import READ_BYTES, Opened, check_header, merge_runs, verify_run
+from ckpt_tasks.run.opening import READ_BYTES, Opened, changes_in, check_header, merge_runs
 from ckpt_tasks.storage.port import Store
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Regions:
             buffer = self._buffer(start + size_bytes)
             data = memoryview(buffer)[start : start + size_bytes]
             self._store.read(first.object, first.begin, data)
-            faults = verify_run(run, data)
+            faults = changes_in(run, data)
             if faults:
                 raise IntegrityError(faults[0], step=self.opened.manifest.step)
             self._kept[known] = buffer

@@ -10,7 +10,7 @@ import numpy as np
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.layout.image import ALIGNMENT, STORED_DTYPES
 from ckpt_tasks.format.layout.index import IndexRow
-from ckpt_tasks.run.opening import Opened, merge_runs, verify_run
+from ckpt_tasks.run.opening import Opened, changes_in, merge_runs
 from ckpt_tasks.storage.port import Store
 
 
@@ -34,7 +34,7 @@ def verified_runs(store: Store, rows: Iterable[IndexRow]) -> Iterator[tuple[list
         begin, size_bytes = run[0].begin, run[-1].end - run[0].begin
         data = buffer[begin % ALIGNMENT :][:size_bytes]  # Direct reads need the same alignment as in the file.
         store.read(run[0].object, begin, data)
-        faults = verify_run(run, data)
+        faults = changes_in(run, data)
         if faults:
             raise IntegrityError(faults[0])
         yield run, data

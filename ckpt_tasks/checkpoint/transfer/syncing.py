@@ -71,7 +71,7 @@ class SyncPlan:
         return sorted(self.head.state.live, key=lambda c: c.n) if self.only is None else [self.only]
 
 
-class Row(NamedTuple):
+class SyncRow(NamedTuple):
     """The outcome for one checkpoint: `copied_bytes` were sent, `found_bytes` had been copied by an earlier try.
 
     `outcome` is "copied", "there already" or "pruned there" (at the target), "pruned meanwhile" or "damaged" (at the
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 class SyncReport:
     """The outcome of a copy; `faults` has a text for everything that could not be copied, with the reason."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SyncRow, ...]
     evaluations: int = 0
     pins: int = 0
     faults: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class _Copy:
     def run(self) -> SyncReport:
         """Copy and commit checkpoints in order; then record evaluations, pins, and how far this copy has come."""
         diff = self._plan.diff
-        rows: dict[str, Row] = {}
+        rows: dict[str, SyncRow] = {}
         last_n = -1
         for checkpoint in diff.ranked:
             if checkpoint.manifest_digest in diff.missing:
@@ -177,7 +177,7 @@ class _Copy:
             faults=(*(row.fault for row in rows.values() if row.fault), *self._faults),
         )
 
-    def _copy(self, checkpoint: Checkpoint) -> tuple[Row, int | None]:
+    def _copy(self, checkpoint: Checkpoint) -> tuple[SyncRow, int | None]:
         store = self._source.history.store
         moved = Moved()
         try:
@@ -188,7 +188,7 @@ class _Copy:
                     moved = moved.plus(self._objects.bring(record, rows))
                     records.append(record)
         except CheckpointNotFoundError:
-            return Row(checkpoint, "pruned meanwhile"), None
+            return SyncRow(checkpoint, "pruned meanwhile"), None
         except StateError as error:
             return _moved(checkpoint, "refused", moved, error), None
         except (IntegrityError, ObjectNotFoundError) as error:
@@ -353,14 +353,14 @@ def _size_bytes(store: ReadableStore, missing: Sequence[Checkpoint], there: Stat
     return sum(size_bytes for name, size_bytes in sizes.items() if not there.keeps(name))
 
 
-def _moved(checkpoint: Checkpoint, outcome: str, moved: Moved, error: CkptError | None = None) -> Row:
+def _moved(checkpoint: Checkpoint, outcome: str, moved: Moved, error: CkptError | None = None) -> SyncRow:
     fault = None if error is None else f"step {checkpoint.step}: {error}"
-    return Row(checkpoint, outcome, moved.sent_bytes, moved.found_bytes, fault)
+    return SyncRow(checkpoint, outcome, moved.sent_bytes, moved.found_bytes, fault)
 
 
-def _row(plan: SyncPlan, checkpoint: Checkpoint) -> Row:
+def _row(plan: SyncPlan, checkpoint: Checkpoint) -> SyncRow:
     """Return the outcome of a checkpoint that was not copied."""
-    return Row(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.diff.pruned else "there already")
+    return SyncRow(checkpoint, "pruned there" if checkpoint.manifest_digest in plan.diff.pruned else "there already")
 
 
 def _said(history: History, checkpoint: Checkpoint) -> Mapping[str, Any]:

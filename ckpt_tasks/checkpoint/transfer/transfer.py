@@ -25,7 +25,7 @@ from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.run.opening import READ_BYTES, by_object, check_header, open_checkpoint, verify_run
+from ckpt_tasks.run.opening import READ_BYTES, by_object, changes_in, check_header, open_checkpoint
 from ckpt_tasks.storage.port import Store
 
 OnProgress = Callable[[int], None]  # The argument is the size of a read in bytes.
@@ -228,7 +228,7 @@ def changes(record: ObjectRecord, rows: Iterable[IndexRow], data: memoryview) ->
     for row in sorted(rows, key=lambda row: (row.begin, row.end)):
         if row.begin > covered:
             break
-        faults += verify_run([row], data[row.begin : row.end])
+        faults += changes_in([row], data[row.begin : row.end])
         covered = max(covered, row.end)
     if covered != record.size_bytes:
         faults.append(f"bytes {covered}–{record.size_bytes} of {record.name} have no digest")

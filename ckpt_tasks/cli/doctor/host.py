@@ -15,7 +15,7 @@ from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.checkpoint.restore.room import forecast_run
 from ckpt_tasks.cli.doctor.checks import Check, judge_clock, judge_disk, judge_last, judge_memory
 from ckpt_tasks.cli.doctor.findings import judge
-from ckpt_tasks.cli.doctor.measuring import measure
+from ckpt_tasks.cli.doctor.measuring import try_store
 from ckpt_tasks.errors import CkptError, ObjectNotFoundError
 from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import State
@@ -61,7 +61,7 @@ def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
     try:
         data = patient.get(FORMAT_NAME, 1 << 20)
     except ObjectNotFoundError:
-        verdict = judge(measure(store, large_bytes=_SMALL_BYTES))
+        verdict = judge(try_store(store, large_bytes=_SMALL_BYTES))
         seen = f"{store.url}: no run yet; {verdict.words}"
         wrong = Check("store", "wrong", seen, "ckpt doctor-store says more.")
         return Check("store", "ok", seen) if verdict.fit else wrong, None

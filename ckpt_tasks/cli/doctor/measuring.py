@@ -37,7 +37,7 @@ class _StoppedError(Exception):
     """The caller has stopped the trial."""
 
 
-def measure(
+def try_store(
     store: Store, *, large_bytes: int = _LARGE_BYTES, on_progress: Callable[[str], None] = lambda doing: None
 ) -> Findings:
     """Test a store; `on_progress` gets the name of each test.

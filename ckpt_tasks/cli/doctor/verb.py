@@ -107,7 +107,7 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
     deletes what it wrote. Does not touch a run at URL.
     """
     from ckpt_tasks.cli.doctor.findings import judge
-    from ckpt_tasks.cli.doctor.measuring import measure
+    from ckpt_tasks.cli.doctor.measuring import try_store
     from ckpt_tasks.storage.locations import Location
     from ckpt_tasks.storage.retrying import RetryingStore
 
@@ -116,7 +116,7 @@ def doctor_store(url: UrlArgument, as_json: JsonOption = False) -> None:
         with _saying(out) as on_progress:
             # Retries would hide the faults that this test looks for.
             inner = store.inner if isinstance(store, RetryingStore) else store
-            findings = measure(inner, on_progress=on_progress)
+            findings = try_store(inner, on_progress=on_progress)
         verdict = judge(findings)
         facts = {
             "url": findings.url,

@@ -58,7 +58,7 @@ def verify_script(command: Sequence[str]) -> Proof:
         last = len(commits) - 1
         kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
         other.end()
-        return compared(twin.run(), other.run(), kills)
+        return compared_runs(twin.run(), other.run(), kills)
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def started_by(pid: int) -> Iterator[int]:
                 yield from started_by(child)
 
 
-def compared(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
+def compared_runs(twin: Run, other: Run, kills: Sequence[tuple[int, float]]) -> Proof:
     """Compare two runs of a command; `kills` has the last committed step and the time in seconds of each kill."""
     expected, resumed = _steps(twin), _steps(other)
     ends = twin.find("latest"), other.find("latest")

@@ -23,7 +23,7 @@ from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.overview import Look, life_of, look_at, places_of
 from ckpt_tasks.storage.local import LocalStore
-from ckpt_tasks.storage.port import Store, unwrapped
+from ckpt_tasks.storage.port import Store, inner_store
 
 _EVERY_S, _REQUESTS_PER_S = 1.0, 10
 _ASKED_S = 30.0  # Without a request for this long, the thread pauses.
@@ -169,7 +169,7 @@ class RunTable:
 
 def _sign_of(store: Store) -> object:
     """Return a value that changes with every new ledger entry; None if it is unknown, or changed a moment ago."""
-    place = unwrapped(store)
+    place = inner_store(store)
     try:
         if not isinstance(place, LocalStore):
             return tuple(store.names(LEDGER_PREFIX, limit=1)) or None
@@ -184,18 +184,18 @@ def _facts(look: Look) -> dict[str, Any]:
     summary, state = asdict(look.summary), look.state
     if look.partial:
         summary |= {"checkpoints": None, "size_bytes": None}
-    params = dict(list(flat(state.params or {}).items())[:_PARAMS_SHOWN])
+    params = dict(list(flat_row(state.params or {}).items())[:_PARAMS_SHOWN])
     host = state.owner.host if state.owner else None
     facts: dict[str, Any] = finite_json({**summary, "program": state.program, "host": host, "params": params})
     return facts
 
 
-def flat(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat_row(params: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested parameters as one dict with dotted names; cut long values."""
     dotted: dict[str, Any] = {}
     for name, value in params.items():
         if isinstance(value, Mapping) and value:
-            dotted |= flat(value, f"{above}{name}.")
+            dotted |= flat_row(value, f"{above}{name}.")
         else:
             short = value if isinstance(value, int | float | None) else str(value)[:_PARAM_LENGTH]
             dotted[f"{above}{name}"] = short

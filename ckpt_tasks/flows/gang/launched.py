@@ -40,7 +40,7 @@ _CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LaunchedPlace:
     """The rank that a launcher gave to this process: `rank` of `size`, and `local_rank` of `local_size` on its host."""
 
     rank: int
@@ -143,7 +143,7 @@ class Place:
 
 
 # The rank of this process. The flow does not get it as a parameter: parameters must be the same at every start.
-launched: ContextVar[Place | None] = ContextVar("ckpt_tasks_launched", default=None)
+launched: ContextVar[LaunchedPlace | None] = ContextVar("ckpt_tasks_launched", default=None)
 
 
 class _Leading(RankSession):

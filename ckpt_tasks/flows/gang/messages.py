@@ -93,7 +93,7 @@ class Stepped(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(Message):
+class RankMoved(Message):
     """From a rank: within the last second the store has received bytes from the rank, or delivered bytes to it."""
 
 
@@ -115,7 +115,7 @@ class Logged(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed(Message):
+class RankFailed(Message):
     """From a rank: an exception has ended its work after `step`, at `at_s` seconds of the host's monotonic clock."""
 
     error: str
@@ -126,7 +126,7 @@ class Failed(Message):
     step: int
 
     @classmethod
-    def of(cls, error: BaseException, step: int = 0) -> Failed:
+    def of(cls, error: BaseException, step: int = 0) -> RankFailed:
         """Make the message that describes an exception."""
         ours = isinstance(error, CkptError)
         said = sealed(error).decode() if ours else f"{type(error).__name__}: {error}"[:2000]
@@ -155,7 +155,7 @@ class _Answer(Exception):  # noqa: N818 (never raised: only the cause of an erro
 
 
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Begin, Order, Stop, Done, Stepped, Moved, Told, Logged, Failed)
+    kind.__name__: kind for kind in (Begin, Order, Stop, Done, Stepped, RankMoved, Told, Logged, RankFailed)
 }
 
 
@@ -231,7 +231,7 @@ def read_progress(fields: Mapping[str, Any]) -> Progress:
     return Progress(**{**fields, "commit": commit})
 
 
-def tell(listener: Listener, message: Told) -> None:
+def tell_agent(listener: Listener, message: Told) -> None:
     """Call a listener with an event of rank 0."""
     value = message.value
     if message.event == "committed" and listener.committed:
@@ -239,7 +239,7 @@ def tell(listener: Listener, message: Told) -> None:
     elif message.event == "restored" and listener.restored:
         listener.restored(read_report(value))
     elif message.event == "failed" and listener.failed:
-        listener.failed(value["step"], Failed(**value).exception(0))
+        listener.failed(value["step"], RankFailed(**value).exception(0))
 
 
 def read_report(fields: Mapping[str, Any]) -> RestoreReport:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
 from ckpt_tasks.errors import CkptError, RankError, StateError, StoreError
-from ckpt_tasks.flows.gang.messages import Failed
+from ckpt_tasks.flows.gang.messages import RankFailed
 from ckpt_tasks.format.parsing import MALFORMED, finite, flag, parse_json, text, whole
 from ckpt_tasks.process import start_thread
 
@@ -105,7 +105,7 @@ class Orders:
         """
         first = self._first(error)
         if first is None:
-            self._post(Failed.of(error, step))
+            self._post(RankFailed.of(error, step))
         return first or error
 
     def unevaluated(self, error: Exception) -> None:
@@ -124,7 +124,7 @@ class Orders:
             sys.stdout.flush()
         os._exit(1)
 
-    def _post(self, failed: Failed) -> None:
+    def _post(self, failed: RankFailed) -> None:
         with suppress(StoreError):  # If the store's process has ended, every rank notices this by itself.
             self._exchange.post("failed", json.dumps([self._exchange.rank, asdict(failed)]).encode())
 
@@ -176,7 +176,7 @@ def _read(word: bytes) -> CkptError:
     try:
         rank, said = parse_json(word)
         status, code = said["answer"]
-        failed = Failed(
+        failed = RankFailed(
             error=text(said["error"]),
             ours=flag(said["ours"]),
             answer=(None if status is None else whole(status), text(code)),

@@ -31,10 +31,10 @@ from ckpt_tasks.flows.gang.messages import (
     Begin,
     Channel,
     Done,
-    Failed,
     Logged,
-    Moved,
     Order,
+    RankFailed,
+    RankMoved,
     Stepped,
     Stop,
     Told,
@@ -153,7 +153,7 @@ class _Rank:
 
     def _fail(self, error: BaseException, step: int) -> NoReturn:
         """Send the error to the agent, and wait until the agent kills this process."""
-        self._channel.send(Failed.of(error, step))
+        self._channel.send(RankFailed.of(error, step))
         while True:
             with suppress(StoppedError):
                 signal.pause()
@@ -187,7 +187,7 @@ class _Rank:
         """Tell the agent, from any thread, that the store moves bytes, so that this rank does not count as hung."""
         if time.monotonic() - self._moved_s > _MOVED_EVERY_S:
             self._moved_s = time.monotonic()
-            self._channel.send(Moved())
+            self._channel.send(RankMoved())
 
     def _listener(self) -> Listener:
         def tell(event: str, value: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class _Rank:
 
         return Listener(
             committed=lambda checkpoint: tell("committed", checkpoint_item(checkpoint)),
-            failed=lambda step, why: tell("failed", asdict(Failed.of(why, step))),
+            failed=lambda step, why: tell("failed", asdict(RankFailed.of(why, step))),
             restored=lambda report: tell("restored", asdict(report)),
         )
 

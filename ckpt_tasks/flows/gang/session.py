@@ -42,16 +42,16 @@ from ckpt_tasks.flows.gang.messages import (
     HOST,
     Begin,
     Done,
-    Failed,
     Logged,
     Message,
-    Moved,
     Order,
+    RankFailed,
+    RankMoved,
     Stepped,
     Stop,
     Told,
     read_progress,
-    tell,
+    tell_agent,
     write_config,
 )
 from ckpt_tasks.flows.gang.processes import Gang
@@ -300,12 +300,12 @@ class GangSession:
                 self._gang.tell(self._gang.ranks, Stop())
                 stopping = True
             heard = self._gang.hear(_LOOK_S)
-            if any(isinstance(message, Failed) for _, message in heard):
+            if any(isinstance(message, RankFailed) for _, message in heard):
                 # If a rank fails because another rank has ended, the error must name the ended rank.
                 heard += self._gang.hear_causes()
             for rank, message in heard:
                 self._take(rank, message)
-                if isinstance(message, Moved):  # This is progress of all ranks: others may wait for this rank.
+                if isinstance(message, RankMoved):  # This is progress of all ranks: others may wait for this rank.
                     moved_s = dict.fromkeys(moved_s, time.monotonic())
                 elif not isinstance(message, Logged):  # Logging is not progress: a thread may log while training hangs.
                     moved_s[rank.rank] = time.monotonic()
@@ -341,7 +341,7 @@ class GangSession:
                 if rank.written:
                     error.add_note(f"Rank {rank.rank} wrote:\n{rank.written}")
             raise error
-        failed = [(rank, message) for rank, message in heard if isinstance(message, Failed)]
+        failed = [(rank, message) for rank, message in heard if isinstance(message, RankFailed)]
         if failed:
             rank, why = min(failed, key=lambda pair: pair[1].at_s)
             self.position = why.step or self.position
@@ -357,7 +357,7 @@ class GangSession:
         elif isinstance(message, Told):
             for listener in self._listeners:
                 try:
-                    tell(listener, message)
+                    tell_agent(listener, message)
                 except Exception:  # noqa: BLE001 (logged: a listener must not stop training)
                     _log.exception("A listener failed after an event %r; the run goes on", message.event)
 

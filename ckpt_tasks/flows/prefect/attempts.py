@@ -65,7 +65,7 @@ _MOST_RETRIES = 50  # Prefect's limit for a list of delays.
 
 
 @dataclass(frozen=True)
-class Attempt:
+class TaskAttempt:
     """The argument of a hook: the attempt's number (from 1), the completed steps, why the previous attempt failed.
 
     `failure` is None if the previous attempt did not fail in this process. `after_failure` gets the failure of the
@@ -85,9 +85,9 @@ class AttemptHooks:
     attempt was discarded and recorded.
     """
 
-    before_attempt: Callable[[Attempt], object] | None = None
-    after_attempt: Callable[[Attempt], object] | None = None
-    after_failure: Callable[[Attempt], object] | None = None
+    before_attempt: Callable[[TaskAttempt], object] | None = None
+    after_attempt: Callable[[TaskAttempt], object] | None = None
+    after_failure: Callable[[TaskAttempt], object] | None = None
 
 
 class Attempts:
@@ -117,7 +117,7 @@ class Attempts:
 
     def _run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         number = _attempt_number()
-        attempt = Attempt(number, self.session.position, self._failure if number > 1 else None)
+        attempt = TaskAttempt(number, self.session.position, self._failure if number > 1 else None)
         try:
             attempt = self._before(attempt)
             result = body(*args, **kwargs)
@@ -133,7 +133,7 @@ class Attempts:
             raise
         return result
 
-    def _before(self, attempt: Attempt) -> Attempt:
+    def _before(self, attempt: TaskAttempt) -> TaskAttempt:
         self.session.hold_signals(True)
         if not self._started:
             let_workers_take_it()
@@ -154,7 +154,7 @@ class Attempts:
                 hint=f"The last one ended with: {self._failure or 'the end of its process'}.",
             )
 
-    def _after(self, attempt: Attempt) -> None:
+    def _after(self, attempt: TaskAttempt) -> None:
         position = self.session.position
         moved = position != attempt.position
         if moved or self._counted:
@@ -162,7 +162,7 @@ class Attempts:
         self._failure = None
         _call(self._hooks.after_attempt, replace(attempt, position=self.session.position))
 
-    def _failed(self, attempt: Attempt, why: str, error: Exception | None = None) -> None:
+    def _failed(self, attempt: TaskAttempt, why: str, error: Exception | None = None) -> None:
         self._failure = why
         if error is not None:
             _clear_frames(error)
@@ -175,7 +175,7 @@ class Attempts:
         _call(self._hooks.after_failure, replace(attempt, position=self.session.position, failure=why))
         self.session.hold_signals(False)  # The next attempt may be a minute away, and nothing trains until then.
 
-    def _note(self, attempt: Attempt, why: str, error: Exception | None) -> None:
+    def _note(self, attempt: TaskAttempt, why: str, error: Exception | None) -> None:
         try:
             self.session.record_failure(attempt=attempt.number, step=self.session.position, why=why[:2000])
         except CkptError as record_error:
@@ -296,7 +296,7 @@ def _session_of(ckpt: Checkpointer, state: dict[str, Any]) -> StateSession:
     return session
 
 
-def _call(hook: Callable[[Attempt], object] | None, attempt: Attempt) -> None:
+def _call(hook: Callable[[TaskAttempt], object] | None, attempt: TaskAttempt) -> None:
     if hook is not None:
         hook(attempt)
 

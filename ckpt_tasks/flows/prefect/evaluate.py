@@ -152,7 +152,7 @@ class Rounds:
                 time.sleep(_LOOK_S)
 
 
-def choose(run: Run, which: int | str) -> Checkpoint | None:
+def choose_checkpoints(run: Run, which: int | str) -> Checkpoint | None:
     """Return the checkpoint that `which` names: as in `Run.find`, or by identity; None if that identity is gone."""
     if isinstance(which, str) and _IDENTITY.fullmatch(which):
         return next((each for each in run.checkpoints() if each.manifest_digest == which), None)

@@ -67,7 +67,7 @@ def recorded_params(config: CheckpointConfig) -> Mapping[str, Any] | None:
         return None
 
 
-def params_of(ckpt: Checkpointer) -> Mapping[str, Any] | None:
+def params_in_ledger(ckpt: Checkpointer) -> Mapping[str, Any] | None:
     """Return the parameters that `recorded_params` returns, for a run that this process owns."""
     return ckpt.run.head().state.params
 

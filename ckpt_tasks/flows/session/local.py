@@ -19,7 +19,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.errors import CkptError, ConfigError, ProgramError
-from ckpt_tasks.flows.session.forked import params_before_fork, params_of, record_program
+from ckpt_tasks.flows.session.forked import params_before_fork, params_in_ledger, record_program
 from ckpt_tasks.flows.session.hyperparameters import Settings, alike, apply_settings, changed_settings, settings_of
 from ckpt_tasks.flows.session.parameters import params_before
 from ckpt_tasks.flows.session.session import Progress, watcher
@@ -290,7 +290,7 @@ class LocalSession(StateSession):
 
     def _refuse_changes(self) -> None:
         """Raise ConfigError if a changed parameter changes optimizers or schedules: the restore has undone that."""
-        recorded = params_of(self.ckpt)
+        recorded = params_in_ledger(self.ckpt)
         own = recorded or {}
         changed = sorted(name for name, value in self._params.items() if name not in own or own[name] != value)
         if not changed:

@@ -34,15 +34,15 @@ from ckpt_tasks.system import system
 _END_S = 5.0
 
 
-class Restored(NamedTuple):
+class RestoredState(NamedTuple):
     """A checkpoint of a run that this process has restored, and the newest ledger entry that committed a checkpoint."""
 
     checkpoint: Checkpoint
     known_n: int
 
 
-restored: dict[str, Restored] = {}  # By the URL of the run; a save that continues from the checkpoint removes it.
-_held: dict[str, HeldRun] = {}
+restored: dict[str, RestoredState] = {}  # By the URL of the run; a save that continues from the checkpoint removes it.
+_held: dict[str, SharedRun] = {}
 _turns: dict[str, threading.Thread] = {}  # By the URL of the run; the thread whose save is under way.
 _waiting: dict[str, list[int]] = {}
 _staged: dict[str, int] = {}  # By the URL of the run; the copies of states whose saves have not begun to wait.
@@ -93,19 +93,19 @@ def end_turn(url: str) -> None:
             del _turns[url]
 
 
-def held_run(config: CheckpointConfig) -> HeldRun:
+def held_run(config: CheckpointConfig) -> SharedRun:
     """Return this process's object for a run; the process holds the run from its first save on."""
     url = store_of(config).url
     with _lock:
         held = _held.get(url)
         if held is None or held.pid != os.getpid():
-            held = _held[url] = HeldRun(config)
+            held = _held[url] = SharedRun(config)
             end_with_interpreter(held)
         held.configure(config)
         return held
 
 
-class HeldRun:
+class SharedRun:
     """A run directory that this process holds for DCP, as its coordinator."""
 
     def __init__(self, config: CheckpointConfig):
@@ -128,7 +128,7 @@ class HeldRun:
         """Use another configuration of the same run: its retention policy counts from now on."""
         self._config, self._pruner.policy = config, config.retention_policy
 
-    def begin(self, step: int, world_size: int, newer: Restored | None) -> Saving:
+    def begin(self, step: int, world_size: int, newer: RestoredState | None) -> Saving:
         """Take the run if this process does not hold it, and name a new attempt.
 
         `newer` is a checkpoint that was restored after the last save. Raises the errors of a Checkpointer's first save:

@@ -41,7 +41,7 @@ from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
-from ckpt_tasks.integrations.dcp.holding import Restored, restored
+from ckpt_tasks.integrations.dcp.holding import RestoredState, restored
 from ckpt_tasks.integrations.dcp.naming import ROOT, flat_state
 from ckpt_tasks.integrations.dcp.writer import step_of
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
@@ -57,7 +57,7 @@ class _Open(NamedTuple):
     """A checkpoint that is being restored: its values by DCP's names, and the regions of each tensor."""
 
     store: Store
-    chosen: Restored
+    chosen: RestoredState
     opened: Opened
     values: Mapping[str, Any]
     rows: Mapping[str, Sequence[IndexRow]]
@@ -122,7 +122,7 @@ class CkptReader(StorageReader):
         opened = open_checkpoint(store, checkpoint)
         values, paths = flat_state(opened.groups, opened.manifest.environment.get(ROOT), self._group)
         rows = regions_of(opened, opened.tensors)
-        chosen = Restored(checkpoint, max(one.n for one in live))
+        chosen = RestoredState(checkpoint, max(one.n for one in live))
         self._open, self._read = _Open(store, chosen, opened, values, rows), None
         metadata: dict[str, STORAGE_TYPES] = {
             name: _tensor(rows[value.key]) if _is_tensor(value) else BytesStorageMetadata()

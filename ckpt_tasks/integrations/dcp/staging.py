@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, SETS
-from ckpt_tasks.format.tree import like as made_like
+from ckpt_tasks.format.tree import ref_like as made_like
 from ckpt_tasks.process import Process
 from ckpt_tasks.state.tensors.kinds import KINDS, kind_of_value
 from ckpt_tasks.state.tensors.placements import is_sharded, like, local_of

@@ -26,7 +26,7 @@ from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.integrations.dcp.holding import (
-    Restored,
+    RestoredState,
     begin_turn,
     end_turn,
     expect_turn,
@@ -83,7 +83,7 @@ class CkptWriter(StorageWriter, AsyncStager):
         self._coordinates = True
         self._saving: Saving | None = None
         self._naming: Naming | None = None
-        self._restored: Restored | None = None
+        self._restored: RestoredState | None = None
         self._staged: Staged | None = None
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpt_tasks.run.ledger.curve import Curve
 from ckpt_tasks.run.report.picture import sort_metrics
-from ckpt_tasks.run.report.svg import MOST_VALUE, PALE, document, ends_of, round_ticks, text, thinned, tick_labels
+from ckpt_tasks.run.report.svg import MOST_VALUE, PALE, document, ends_of, round_ticks, svg_text, thinned, tick_labels
 from ckpt_tasks.run.report.words import count, number, printable
 
 _COLUMNS, _WIDTH, _HEIGHT = 3, 300, 190
@@ -50,7 +50,7 @@ def draw_curves(curve: Curve, *, heading: str) -> str:
         parts.append("</g>")
     if len(names) > _MOST:
         more = f"and {count(len(names) - _MOST, 'more metric')}: Run.curve() has all"
-        parts.append(text(_LEFT, height - 8, more, size=12, css="ckc-pale", fill=PALE))
+        parts.append(svg_text(_LEFT, height - 8, more, size=12, css="ckc-pale", fill=PALE))
     return document((width, height), printable(heading)[:80], parts, style=_STYLE, back="ckc-back")
 
 
@@ -69,12 +69,14 @@ def _picture(curve: Curve, name: str, along: _Span) -> Iterator[str]:
     for value, label in zip(ticks, tick_labels(ticks), strict=True):
         y = _BOTTOM - (_BOTTOM - _TOP) * up.part(value)
         yield f'<path d="M{_LEFT} {y:.1f}H{_RIGHT}" class="ckc-grid" stroke="#e6e6e6"/>'
-        yield text(_LEFT - 6, y + 4, label, anchor="end", size=11, css="ckc-pale", fill=PALE)
+        yield svg_text(_LEFT - 6, y + 4, label, anchor="end", size=11, css="ckc-pale", fill=PALE)
     for at_x, step, anchor in ((_LEFT, along.low, "start"), (_RIGHT, along.high, "end")):
-        yield text(at_x, _BOTTOM + 16, f"{step:,.0f}", anchor=anchor, size=11, css="ckc-pale", fill=PALE)
-    yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
+        yield svg_text(at_x, _BOTTOM + 16, f"{step:,.0f}", anchor=anchor, size=11, css="ckc-pale", fill=PALE)
+    yield svg_text((_LEFT + _RIGHT) / 2, _BOTTOM + 16, "step", anchor="middle", size=11, css="ckc-pale", fill=PALE)
     last = f": {number(values[-1])}" if values else ""
-    yield text(_LEFT, _TOP - 12, _shortened(printable(name), _TITLE_SHOWN - len(last)) + last, size=12, css="ckc-ink")
+    yield svg_text(
+        _LEFT, _TOP - 12, _shortened(printable(name), _TITLE_SHOWN - len(last)) + last, size=12, css="ckc-ink"
+    )
     for (abandoned, _), line in sorted(lines.items(), reverse=True):  # Draw the final line last, on top.
         css, colour = ("ckc-left", "#d1495b") if abandoned else ("ckc-line", "#1f4e79")
         yield _line([(along.part(step), up.part(value)) for step, value in line], css, colour)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from ckpt_tasks.errors import ConfigError, StoreError
 
 
-def push(registry: CollectorRegistry) -> None:
+def push_metrics(registry: CollectorRegistry) -> None:
     """Send each sample of a counter as a sum, and every other sample as a gauge.
 
     Raises ConfigError if the packages are not installed, and StoreError if the collector does not take the samples.

@@ -23,7 +23,7 @@ from ckpt_tasks.run.report.svg import (
     ends_of,
     polyline,
     round_ticks,
-    text,
+    svg_text,
     thinned,
     tick_labels,
 )
@@ -178,22 +178,22 @@ def _axes(course: Course, x: Scale, y: Scale, ends: tuple[float, float] | None) 
     ticks = round_ticks(*ends) if ends else []
     for value, label in zip(ticks, tick_labels(ticks), strict=True):
         yield f'<path d="M{_LEFT} {y(value):.1f}H{_RIGHT}" class="ckr-grid" stroke="#e6e6e6"/>'
-        yield text(_LEFT - 8, y(value) + 4, label, anchor="end", size=12, css="ckr-pale", fill=PALE)
+        yield svg_text(_LEFT - 8, y(value) + 4, label, anchor="end", size=12, css="ckr-pale", fill=PALE)
     if ends is None:
         middle = (_LEFT + _RIGHT) / 2
-        yield text(middle, (_TOP + _BOTTOM) / 2, "no metrics", anchor="middle", css="ckr-pale", fill=PALE)
+        yield svg_text(middle, (_TOP + _BOTTOM) / 2, "no metrics", anchor="middle", css="ckr-pale", fill=PALE)
     every_s = next((tick_s for tick_s in _TICKS_S if course.wall_s / tick_s <= 8), _TICKS_S[-1])
     for n in range(min(8, int(course.wall_s / every_s)) + 1):
         label = fine_span(n * every_s).replace(".0 ", " ") if n else "0"
-        yield text(x(n * every_s), _STRIP + 26, label, anchor="middle", size=12, css="ckr-pale", fill=PALE)
+        yield svg_text(x(n * every_s), _STRIP + 26, label, anchor="middle", size=12, css="ckr-pale", fill=PALE)
     yield f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" class="ckr-axis" stroke="#888888"/>'
 
 
 def _axis_titles(name: str | None) -> Iterator[str]:
     along, up = (_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2
-    yield text(along, _STRIP + 44, "time since the start", anchor="middle", size=12, css="ckr-pale", fill=PALE)
+    yield svg_text(along, _STRIP + 44, "time since the start", anchor="middle", size=12, css="ckr-pale", fill=PALE)
     if name:
-        title = text(0, 0, printable(name)[:_NAME_SHOWN], anchor="middle", size=12, css="ckr-pale", fill=PALE)
+        title = svg_text(0, 0, printable(name)[:_NAME_SHOWN], anchor="middle", size=12, css="ckr-pale", fill=PALE)
         yield f'<g transform="translate(16 {up:.0f}) rotate(-90)">{title}</g>'
 
 
@@ -266,11 +266,11 @@ def _legend(name: str | None, course: Course, evaluated: bool) -> Iterator[str]:
     for shown, shape, css, words in entries:
         if shown:
             yield f'<path d="{shape}" transform="translate({at_x:.0f} {_LEGEND})" class="{css}" stroke-width="2"/>'
-            yield text(at_x + 24, _LEGEND, words, size=12, css="ckr-ink")
+            yield svg_text(at_x + 24, _LEGEND, words, size=12, css="ckr-ink")
             at_x += 46 + 6.8 * len(words)
     first = next(iter(course.of("taken", "lost")), None)
     if first is not None:
-        yield text(
+        yield svg_text(
             _RIGHT, _LEGEND, f"from {utc(first.moment.at_s)} UTC", anchor="end", size=12, css="ckr-pale", fill=PALE
         )
 
@@ -287,7 +287,7 @@ def _strip(course: Course) -> Iterator[str]:
 def _sums(course: Course) -> Iterator[str]:
     """Draw one bar of the whole wall time, divided into shares, with their names below."""
     at_x, label_x = float(_LEFT), float(_LEFT)
-    yield text(_LEFT - 8, _SUMS + 12, "in all", anchor="end", size=12, css="ckr-pale", fill=PALE)
+    yield svg_text(_LEFT - 8, _SUMS + 12, "in all", anchor="end", size=12, css="ckr-pale", fill=PALE)
     for kind in SHARES:
         seconds = course.seconds[kind]
         if seconds <= 0 or course.wall_s <= 0:
@@ -297,5 +297,5 @@ def _sums(course: Course) -> Iterator[str]:
         at_x += width
         words = f"{kind} {percent(seconds / course.wall_s)}"
         yield f'<rect x="{label_x:.1f}" y="{_SUMS + 26}" width="10" height="10" fill="{_COLOURS[kind]}"/>'
-        yield text(label_x + 15, _SUMS + 35, words, size=12, css="ckr-ink", fill=INK)
+        yield svg_text(label_x + 15, _SUMS + 35, words, size=12, css="ckr-ink", fill=INK)
         label_x += 32 + 6.4 * len(words)

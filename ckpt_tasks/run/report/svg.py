@@ -30,7 +30,7 @@ def document(size: tuple[int, int], title: str, parts: Iterable[str], *, style: 
     return "\n".join(lines) + "\n"
 
 
-def text(
+def svg_text(
     at_x: float,
     at_y: float,
     words: str,

@@ -24,11 +24,11 @@ from ckpt_tasks.run.ledger.timeline import moment
 from ckpt_tasks.run.opening import (
     READ_BYTES,
     by_object,
+    changes_in,
     check_header,
     merge_runs,
     open_checkpoint,
     read_whole,
-    verify_run,
 )
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import now_iso, system
@@ -83,7 +83,7 @@ def verify_checkpoint(store: Store, checkpoint: Checkpoint, check: Callable[[], 
         if whole:
             rows.pop(record.name, None)
             for run in merge_runs(here):
-                wrong += verify_run(run, memoryview(data)[run[0].begin : run[-1].end])
+                wrong += changes_in(run, memoryview(data)[run[0].begin : run[-1].end])
         return wrong
 
     faults = _each(store, faults_of, opened.manifest.objects)
@@ -113,7 +113,7 @@ def _run_faults(store: Store, runs: Iterable[list[IndexRow]], check: Callable[[]
         except (IntegrityError, ObjectNotFoundError) as error:
             given_up.add(name)
             return [str(error)]
-        return verify_run(run, buffers.one[: end - begin])
+        return changes_in(run, buffers.one[: end - begin])
 
     return _each(store, faults_of, runs)
 

@@ -93,7 +93,7 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def mixed(value: int) -> int:
+def mixed_seed(value: int) -> int:
     """Return 64 bits that depend on all bits of a number: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

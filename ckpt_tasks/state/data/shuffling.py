@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import StateMismatchError
-from ckpt_tasks.state.data.drawing import mixed, seed_of
+from ckpt_tasks.state.data.drawing import mixed_seed, seed_of
 from ckpt_tasks.state.data.libraries import copy_of, return_state, why_inexact
 from ckpt_tasks.state.data.sampler import check_count
 
@@ -72,7 +72,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         every, held = max(1, self.size // _STATES), list[tuple[tuple[int, int], Any]]()
         key, stateful = seed_of(f"{self.seed}/{self._epoch}/shuffle"), why_inexact(self.stream) is None
         for number, sample in enumerate(self.stream, read):
-            place = (number + mixed((key + number) % 2**64) % self.size, number)
+            place = (number + mixed_seed((key + number) % 2**64) % self.size, number)
             if place > first:
                 heapq.heappush(held, (place, sample))
             while held and held[0][0][0] <= number:  # All samples not read yet come later.

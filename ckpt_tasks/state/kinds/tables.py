@@ -16,7 +16,7 @@ from ckpt_tasks.state.kinds.parts import Guard, TableCapture
 from ckpt_tasks.state.tables.files import Chain, TableFile, merged
 from ckpt_tasks.state.tables.rows import RowStore
 from ckpt_tasks.state.tables.sharding import owners
-from ckpt_tasks.state.tables.table import LookupTable, replace_all, settings_of
+from ckpt_tasks.state.tables.table import LookupTable, replace_all, table_settings
 from ckpt_tasks.state.tensors.sources import Maker
 from ckpt_tasks.state.tensors.tensors import TensorSet
 
@@ -38,7 +38,7 @@ def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: st
     keys = [f"{group}/{file.number}" for file in captured.chain.files]
     if world is not None and world.size > 1:
         keys = [key_of_rank(key, world.rank) for key in keys]
-    return settings_of(table) | {"files": [*map(TensorRef, keys)]}
+    return table_settings(table) | {"files": [*map(TensorRef, keys)]}
 
 
 class TablePart:
@@ -59,7 +59,7 @@ class TablePart:
 
     def compare(self, differences: Differences) -> None:
         """Record a difference in row length or update rule; note options that differ."""
-        here = settings_of(self._table)
+        here = table_settings(self._table)
         for there, what in ((tree, what) for tree in self._trees for what in _MUST_FIT):
             if here[what] != there[what]:
                 differences.differ(self._name, f"{what} {here[what]} here, {there[what]} in the checkpoint")

@@ -16,7 +16,7 @@ import numpy as np
 from ckpt_tasks.format.layout.tables import Floats
 
 
-class Rule(Protocol):
+class RowRule(Protocol):
     """An update of rows by their gradients; `slots` names the values that the rule keeps for each row."""
 
     slots: ClassVar[tuple[str, ...]]
@@ -70,4 +70,4 @@ class Adam:
         row -= step_size * (mean / (np.sqrt(square) + self.eps))
 
 
-RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (SGD, Adagrad, Adam)}
+RULES: dict[str, type[RowRule]] = {rule.__name__: rule for rule in (SGD, Adagrad, Adam)}

@@ -22,7 +22,7 @@ from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.format.layout.tables import Floats, Ids
 from ckpt_tasks.state.tables.files import Chain
 from ckpt_tasks.state.tables.rows import RowStore, new_rows
-from ckpt_tasks.state.tables.rules import RULES, SGD, Rule
+from ckpt_tasks.state.tables.rules import RULES, SGD, RowRule
 from ckpt_tasks.state.tables.sharding import Shards
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LookupTable(nn.Module):
         self,
         dim: int,
         *,
-        slots: Rule | None = None,
+        slots: RowRule | None = None,
         seed: int = 0,
         spread: float | None = None,
         process_group: ProcessGroup | None = None,
@@ -182,7 +182,7 @@ class LookupTable(nn.Module):
         return answer
 
 
-def settings_of(table: LookupTable) -> dict[str, Any]:
+def table_settings(table: LookupTable) -> dict[str, Any]:
     """Return the settings of a table: everything except its rows."""
     return {
         "dim": table.dim,

@@ -26,7 +26,7 @@ from ckpt_tasks.format.tree import (
     TensorRef,
     Typed,
     children,
-    like,
+    ref_like,
     refusal,
 )
 from ckpt_tasks.state.tensors.kinds import KINDS, build, kind_of_value
@@ -71,13 +71,13 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
             for number, (key, item) in enumerate(value.items())
         }
         _refuse_lost(value, packed, path)
-        return packed if kind is dict else like(value, packed)
+        return packed if kind is dict else ref_like(value, packed)
     if kind in SEQUENCES:
         items = [
             item if type(item) in SCALARS else pack(item, f"{path}/{n}", tensors, depth + 1)
             for n, item in enumerate(value)
         ]
-        return items if kind is list else tuple(items) if kind is tuple else like(value, items)
+        return items if kind is list else tuple(items) if kind is tuple else ref_like(value, items)
     if kind in SETS:
         return _pack_set(value, path)
     if kind is np.ndarray and _is_ordinary(value):
@@ -226,7 +226,7 @@ def finished(tree: Any, content: Mapping[Any, Any], live: Any, within: Mapping[A
     """Build the value of a tree from its restored parts; `live` is the old value, with the parts `within`."""
     kind = type(tree)
     if kind in MAPPINGS or kind in SEQUENCES:
-        return like(tree, content if kind in MAPPINGS else content.values())
+        return ref_like(tree, content if kind in MAPPINGS else content.values())
     return build(tree, dict(content), live) if kind is Typed else _unpack_key(tree)
 
 

@@ -11,7 +11,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.flows import engines
-from ckpt_tasks.flows.console import Ended, Training, train_in_terminal
+from ckpt_tasks.flows.console import Ended, TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
 from tests.support.agents import REDUCING, config_of, kept
 
@@ -25,7 +25,7 @@ def _one_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(run_dir: Path, **params: int) -> Ended:
     config = config_of(run_dir, run_key="reducing")
-    training = Training(program=REDUCING, config=config, steps=4, params=params, batch_steps=4, ranks=2)
+    training = TerminalTraining(program=REDUCING, config=config, steps=4, params=params, batch_steps=4, ranks=2)
     return train_in_terminal(training, again="ckpt train …")
 
 

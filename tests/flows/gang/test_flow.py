@@ -18,7 +18,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.save.provenance import command_of
 from ckpt_tasks.errors import RankError
 from ckpt_tasks.flows import engines
-from ckpt_tasks.flows.console import Training, train_in_terminal
+from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.flows.train import TrainResult, train
@@ -154,7 +154,9 @@ def test_another_number_of_ranks_is_said(
 
     def said(steps: int, ranks: int) -> str:
         config = config_of(run_dir, run_key="gang")
-        train_in_terminal(Training(program=ELASTIC, config=config, steps=steps, params={}, ranks=ranks), again="")
+        train_in_terminal(
+            TerminalTraining(program=ELASTIC, config=config, steps=steps, params={}, ranks=ranks), again=""
+        )
         return capsys.readouterr().out
 
     assert "was saved by" not in said(2, 2) + said(4, 2) + caplog.text

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import CkptError, ConfigError, StateError
-from ckpt_tasks.flows.gang.launched import Place
+from ckpt_tasks.flows.gang.launched import LaunchedPlace
 from ckpt_tasks.flows.gang.orders import Orders
 from tests.servers.process import free_port
 from tests.support.agents import PARALLEL, config_of, left, trained
@@ -145,31 +145,31 @@ def test_a_failure_that_a_stranger_has_written_ends_the_ranks_and_no_more(
     [
         ({}, None),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, Place(rank=1, size=4, local_rank=0, local_size=1)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, LaunchedPlace(rank=1, size=4, local_rank=0, local_size=1)),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            Place(rank=3, size=4, local_rank=1, local_size=2),
+            LaunchedPlace(rank=3, size=4, local_rank=1, local_size=2),
         ),
     ],
 )
 def test_the_launcher_says_which_rank_this_is(
-    environment: dict[str, str], place: Place | None, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], place: LaunchedPlace | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process is a rank among others by RANK and WORLD_SIZE; without LOCAL_RANK it is alone on its host."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert Place.find() == place
+    assert LaunchedPlace.find() == place
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError, match="RANK is 'first', not a number: the launcher sets it"):
-        Place.find()
+        LaunchedPlace.find()
 
 
 def idle(arguments: Sequence[str]) -> None:
     """Be a rank; rank 0 gives no order."""
     options = json.loads(arguments[0])
     os.environ |= options["environment"]
-    place, config = Place.find(), config_of(Path(options["run"]))
+    place, config = LaunchedPlace.find(), config_of(Path(options["run"]))
     assert place is not None
     if place.rank:
         sys.exit(place.follow(config, PARALLEL, {}))

@@ -18,7 +18,7 @@ from prefect.states import Failed
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run, resumable_task
 from ckpt_tasks.errors import ConfigError, FencedError, NoProgressError, OwnedError, StateMismatchError
-from ckpt_tasks.flows.prefect.attempts import PERMANENT, Attempt, AttemptHooks
+from ckpt_tasks.flows.prefect.attempts import PERMANENT, AttemptHooks, TaskAttempt
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -127,7 +127,7 @@ def test_reported_steps_are_the_position(run_dir: Path) -> None:
 
 def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
     """A user's hooks see the attempt's number, the position, and why the last attempt ended, in the order of events."""
-    seen: list[tuple[str, Attempt]] = []
+    seen: list[tuple[str, TaskAttempt]] = []
     failing = Failing(1)
     with checkpointer(run_dir) as ckpt:
         hooks = AttemptHooks(
@@ -143,10 +143,10 @@ def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
         work()
     why = "RuntimeError: injected"
     assert seen == [
-        ("before", Attempt(1, 0)),
-        ("failed", Attempt(1, 0, why)),
-        ("before", Attempt(2, 0, why)),
-        ("after", Attempt(2, 1, why)),
+        ("before", TaskAttempt(1, 0)),
+        ("failed", TaskAttempt(1, 0, why)),
+        ("before", TaskAttempt(2, 0, why)),
+        ("after", TaskAttempt(2, 1, why)),
     ]
 
 

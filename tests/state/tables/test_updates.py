@@ -10,9 +10,9 @@ import torch
 
 from ckpt_tasks import LookupTable
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.tables.rules import SGD, Adagrad, Adam, Rule
+from ckpt_tasks.state.tables.rules import SGD, Adagrad, Adam, RowRule
 
-_PAIRS: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
+_PAIRS: list[tuple[RowRule, Callable[[Any], torch.optim.Optimizer]]] = [
     (SGD(lr=0.1), lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     (Adagrad(lr=0.1, lr_decay=0.01), lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, lr_decay=0.01)),
     (Adam(lr=0.1), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1)),
@@ -21,7 +21,7 @@ _PAIRS: list[tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = [
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("rule", "make"), _PAIRS, ids=lambda one: type(one).__name__)
-def test_each_rule_is_the_optimizer_of_torch(rule: Rule, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_each_rule_is_the_optimizer_of_torch(rule: RowRule, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """SGD, Adagrad and Adam change the rows of a batch, with ids in it several times, as torch's optimizers do."""
     generator = torch.Generator().manual_seed(1)
     users, every = LookupTable(8, slots=rule), torch.arange(50)

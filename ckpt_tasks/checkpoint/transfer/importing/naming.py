@@ -33,7 +33,7 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
     return clean if unique else {name: name for name in names}
 
 
-def parameter_names(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
+def names_of_parameters(optimizer: Mapping[str, Any], modules: Modules) -> tuple[list[str], str]:
     """Return the names of an optimizer's parameters, in the order of its groups, and a note on how they were found.
 
     `optimizer` is the optimizer's state_dict. Raises UnsupportedStateError with the reason if a name would be a guess.

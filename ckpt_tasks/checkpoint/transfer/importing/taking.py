@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt_tasks.checkpoint.transfer.importing.naming import clean_names, parameter_names
+from ckpt_tasks.checkpoint.transfer.importing.naming import clean_names, names_of_parameters
 from ckpt_tasks.checkpoint.transfer.importing.sources import Source, SourceTensor
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
@@ -338,7 +338,7 @@ class _Taker:
         numbers = [number for group in part.value["param_groups"] for number in group["params"]]
         try:
             names, note = (
-                (part.parameters, "") if part.parameters is not None else parameter_names(part.value, self._modules)
+                (part.parameters, "") if part.parameters is not None else names_of_parameters(part.value, self._modules)
             )
         except UnsupportedStateError as error:
             error.key = part.group
