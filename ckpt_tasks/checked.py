@@ -65,13 +65,16 @@ def _fits(value: Any, kind: Any) -> bool:
         return all(hasattr(value, name) for name in vars(origin) if not name.startswith("_"))
     if not isinstance(value, origin):
         return origin is tuple and isinstance(value, list) and _fits(tuple(value), kind)
-    items: Any = value
+    return _items_fit(value, origin, of)
+
+
+def _items_fit(items: Any, origin: Any, of: tuple[Any, ...]) -> bool:
     if origin is tuple:
         return len(items) == len(of) and all(map(_fits, items, of))
     if issubclass(origin, Mapping):
         return all(_fits(key, of[0]) and _fits(item, of[1]) for key, item in items.items())
     # Do not check the items of an iterator: that would consume it.
-    return not (of and isinstance(value, Collection)) or all(_fits(item, of[0]) for item in items)
+    return not (of and isinstance(items, Collection)) or all(_fits(item, of[0]) for item in items)
 
 
 def _converts(value: Any, number: Callable[[Any], object]) -> bool:

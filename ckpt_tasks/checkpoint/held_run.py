@@ -35,10 +35,11 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import left_here
 from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.state.begun import warn_of_trained
 from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.started import Started
-from ckpt_tasks.state.unsaved import warn_of_trained, watch_optimizers
+from ckpt_tasks.state.unsaved import watch_optimizers
 from ckpt_tasks.system import gang_rank, system
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -177,43 +177,66 @@ def plan_restore(
     """
     state = flat(state)
     differences = Differences(tensors)
-    chosen, draws = Chosen(), any(may_draw(value) for value in state.values())
+    draws = any(map(may_draw, state.values()))
     with _preserved(draws), gc_paused():
-        if selection is None:
-            chosen.groups = _wanted(state, groups, differences, partial=partial, rng=rng)
-        else:
-            differences.loose = True
-            chosen = choose(state, groups, selection, differences, rng=rng and not partial)
+        chosen = _chosen(state, groups, selection, differences, partial=partial, rng=rng)
     wanted, differences.groups = chosen.groups, tuple(chosen.groups)
     others = {name for name in state.others if of_ranks is not None and name in wanted}
-    for name, group in wanted.items():
-        if group.kind not in KINDS:
-            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+    _check_kinds(wanted)
     if of_ranks is not None:
         _refuse_foreign({name: wanted[name] for name in wanted if name not in others}, state, differences, of_ranks)
-    trees = {
-        name: group.trees if name in others or (of_ranks is not None and KINDS[group.kind].gathers) else [group.tree]
-        for name, group in wanted.items()
-    }
-    keys = frozenset(key for name, some in trees.items() for tree in some for key in needed_keys(name, tree, tensors))
+    gathered = {name for name, group in wanted.items() if of_ranks is not None and KINDS[group.kind].gathers} | others
+    trees = {name: group.trees if name in gathered else [group.tree] for name, group in wanted.items()}
+    keys = _needed(trees, tensors)
     copies, lazy = Copies(), Materialized()
     with lazy.undone(), _preserved(draws), gc_paused():
-        for name, module in state.modules.items():
-            if name in wanted and wanted[name].kind == "module":
-                lazy.add(module, trees[name][0], tensors, chosen.kept.get(name, ()))
+        for name in (name for name in state.modules if name in wanted and wanted[name].kind == "module"):
+            lazy.add(state.modules[name], trees[name][0], tensors, chosen.kept.get(name, ()))
         try:
             parts = _parts(state, chosen, trees, differences, copies, home=home)
             parts |= {n: _OthersPart(state, n, wanted[n].kind, trees[n], place) for n in others & parts.keys()}
         except UnsupportedStateError as error:
             error.message = error.message.replace("cannot be stored", "cannot be restored into")
             raise
-        for part in parts.values():
-            part.compare(differences)
-        for part in parts.values():
-            if isinstance(part, PlainPart):
-                part.compare_rest(differences)
-        differences.raise_any()
+        _compare(parts.values(), differences)
     return RestorePlan(parts, keys, copies, chosen, tuple(differences.replaced), draws=draws, lazy=lazy)
+
+
+def _chosen(
+    state: Groups,
+    groups: Mapping[str, Saved],
+    selection: Selection | None,
+    differences: Differences,
+    *,
+    partial: bool,
+    rng: bool,
+) -> Chosen:
+    if selection is not None:
+        differences.loose = True
+        return choose(state, groups, selection, differences, rng=rng and not partial)
+    chosen = Chosen()
+    chosen.groups = _wanted(state, groups, differences, partial=partial, rng=rng)
+    return chosen
+
+
+def _needed(trees: Mapping[str, Sequence[Any]], tensors: Stored) -> frozenset[str]:
+    return frozenset(key for name, some in trees.items() for tree in some for key in needed_keys(name, tree, tensors))
+
+
+def _check_kinds(wanted: Mapping[str, Saved]) -> None:
+    for name, group in wanted.items():
+        if group.kind not in KINDS:
+            raise FormatVersionError(f"group {name} is of the unknown kind {group.kind!r}", key=name)
+
+
+def _compare(parts: Collection[RestorePart], differences: Differences) -> None:
+    """Compare every part with the checkpoint; raise StateMismatchError with all differences."""
+    for part in parts:
+        part.compare(differences)
+    for part in parts:
+        if isinstance(part, PlainPart):
+            part.compare_rest(differences)
+    differences.raise_any()
 
 
 def _refuse_foreign(wanted: Mapping[str, Saved], state: Groups, differences: Differences, of_ranks: int) -> None:

@@ -89,13 +89,9 @@ class Unsaved:
 
         Considers only optimizers of the state's modules, and schedules of the state's optimizers.
         """
-        watched, self._watched = self._watched, []
-        for name, value, before in watched:
-            if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
-                _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
-        if not any(isinstance(value, Covering) or _may_hold_others(value) for value in state.values()):
+        self._look_again()
+        if not any(map(_saves_others, state.values())):
             watch_gradients(state, step)
-        _warn_of_optimizers(self._outside)
         if self.has_looked or step <= restored_step:
             return
         self.has_looked = True
@@ -103,11 +99,10 @@ class Unsaved:
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
-        parts = [*objects_of(state), *covered]
-        parts += [module for value in state.modules.values() for module in value.modules()]
+        parts = [*objects_of(state), *covered, *_modules_in(state)]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(_may_hold_others, state.values()))
-        by_trainer = any(isinstance(value, Covering) and isinstance(value, Started) for value in state.values())
+        by_trainer = any(map(_is_trainer, state.values()))
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
             outside = _outside(state, optimizers)
@@ -121,6 +116,26 @@ class Unsaved:
             with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
+
+    def _look_again(self) -> None:
+        """Warn of what has moved, or stepped, since the save before."""
+        watched, self._watched = self._watched, []
+        for name, value, before in watched:
+            if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
+                _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
+        _warn_of_optimizers(self._outside)
+
+
+def _saves_others(value: Any) -> bool:
+    return isinstance(value, Covering) or _may_hold_others(value)
+
+
+def _is_trainer(value: Any) -> bool:
+    return isinstance(value, Covering) and isinstance(value, Started)
+
+
+def _modules_in(state: Groups) -> list[nn.Module]:
+    return [module for value in state.modules.values() for module in value.modules()]
 
 
 def stands_in_for(loader: DataLoader[Any]) -> None:
@@ -179,28 +194,6 @@ def _moving(value: Any) -> tuple[Any, Any]:
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     # If the seed has changed, the program seeds the generator itself, and need not save it.
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
-
-
-def warn_of_trained(state: Groups) -> None:
-    """Warn if a run begins with a trained state, for example in a notebook whose loop has run before."""
-    optimizers = [(name, value) for name, value in state.items() if isinstance(value, Optimizer)]
-    if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
-        _log.warning(
-            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If a loop "
-            "ran before, make model and optimizer anew. After a save(0, state), restore() can go back to step 0",
-            ", ".join(trained),
-        )
-
-
-def _has_stepped(of_parameter: object) -> bool:
-    """Return True if the optimizer's state of a parameter shows a step of training.
-
-    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty state.
-    """
-    if of_parameter == {}:
-        return False
-    step = of_parameter.get("step") if isinstance(of_parameter, Mapping) else None
-    return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
 def watch_optimizers(state: Groups) -> None:

@@ -211,6 +211,11 @@ def _heartbeat(facts: PrefectFacts) -> Iterator[Check]:
             yield Check("heartbeat", "not checked", "the automations hold for no deployment of the pool")
             return
     beats = {job.name: _seconds(job.env.get(HEARTBEAT)) for job in jobs} or {"this process": facts.own_beat_s}
+    yield _judged(beats, within_s)
+
+
+def _judged(beats: Mapping[str, int | None], within_s: float | None) -> Check:
+    """Judge the heartbeats of jobs, in seconds (None: not set), by the time after which a silent run counts as dead."""
     allowed_s = _HEARTBEAT_S if within_s is None else within_s / _BEATS
     slow = {name: beat_s for name, beat_s in beats.items() if beat_s is not None and beat_s > allowed_s}
     unset = [name for name, beat_s in beats.items() if beat_s is None]
@@ -218,12 +223,11 @@ def _heartbeat(facts: PrefectFacts) -> Iterator[Check]:
         name, beat_s = max(slow.items(), key=lambda item: item[1])
         silent = "" if within_s is None else f", and after {within_s:.0f} s a silent run is taken for dead"
         verdict: Any = "wrong" if within_s is not None and beat_s >= within_s else "warning"
-        yield Check("heartbeat", verdict, f"{name}: every {beat_s} s{silent}", _SET_HEARTBEAT)
-    elif unset:
+        return Check("heartbeat", verdict, f"{name}: every {beat_s} s{silent}", _SET_HEARTBEAT)
+    if unset:
         seen = f"not set for {_some(unset)}: the worker's own counts, {_DEFAULT_HEARTBEAT_S} s by default"
-        yield Check("heartbeat", "warning" if within_s is None else "wrong", seen, _SET_HEARTBEAT)
-    else:
-        yield Check("heartbeat", "ok", f"every {max(beat_s or 0 for beat_s in beats.values())} s")
+        return Check("heartbeat", "warning" if within_s is None else "wrong", seen, _SET_HEARTBEAT)
+    return Check("heartbeat", "ok", f"every {max(beat_s or 0 for beat_s in beats.values())} s")
 
 
 # ── the work pool ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -129,17 +129,10 @@ def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
 
     Returns None for any other tree: the parameters of its numbers could only be guessed.
     """
-    if not isinstance(tree, dict) or set(tree) != {"state", "param_groups"} or not isinstance(tree["state"], dict):
+    if not _is_optimizer(tree):
         return None
     param_groups = tree["param_groups"]
-    if not isinstance(param_groups, list) or not all(
-        type(group) is dict and "params" in group for group in param_groups
-    ):
-        return None
-    lists = [group["params"] for group in param_groups]
-    if not all(type(names) is list and all(type(name) is str for name in names) for names in lists):
-        return None
-    names = [*tree["state"], *(name for names in lists for name in names)]
+    names = [*tree["state"], *(name for group in param_groups for name in group["params"])]
     owners = [group for group, module in modules.items() if all(name in module for name in names)]
     if not names or len(owners) != 1 or not all(isinstance(entry, dict) for entry in tree["state"].values()):
         return None
@@ -158,6 +151,16 @@ def _named(tree: Any, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
         "shapes": {},
         "on_cpu": None,
     }
+
+
+def _is_optimizer(tree: Any) -> bool:
+    """Return True if a tree has the form of an optimizer's, with lists of names as its parameters."""
+    if not isinstance(tree, dict) or set(tree) != {"state", "param_groups"} or not isinstance(tree["state"], dict):
+        return False
+    groups = tree["param_groups"]
+    if not isinstance(groups, list) or not all(type(group) is dict and "params" in group for group in groups):
+        return False
+    return all(type(group["params"]) is list and all(type(name) is str for name in group["params"]) for group in groups)
 
 
 def _unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:

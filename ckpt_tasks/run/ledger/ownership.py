@@ -153,21 +153,13 @@ def acquire(
         head = history.head()
         owner = head.state.owner
         if owner is not None and not owner.released and owner.pid == os.getpid():
-            _finish_here(owner)
-            if not take_over and owner.id in Heartbeat.held_here:
-                raise OwnedError(
-                    "another Checkpointer of this process holds the run directory",
-                    hint="close() that one first, or pass take_over=True to fence it: a notebook keeps the one that it "
-                    "has shown, or that the last traceback is of.",
-                )
+            _finish_own(owner, take_over=take_over)
         free = why_free(owner, me, signs.silent_s(owner), timeout_s) if owner else NEVER_OWNED
         if free or take_over:
             break
         assert owner is not None
         same_run = owner.flow_run_id is not None and owner.flow_run_id == me.flow_run_id
-        passing = owner.flow_run_id is None and me.flow_run_id is not None
-        grace_s = max(RELEASE_GRACE_S, _MISSED * timeout_s * _BEAT)
-        patience_s = grace_s if same_run else timeout_s if passing else 0.0
+        patience_s = _patience_s(owner, me, timeout_s)
         if (signs.watching and not same_run) or system().monotonic() - began_s < patience_s:
             waits = waits or _say_wait(history, owner, max(patience_s, timeout_s if signs.watching else 0.0))
             system().sleep(_POLL_S)
@@ -188,6 +180,26 @@ def acquire(
         free = "the same flow run has not released it within its grace"
         break
     return _take(history, me, why=free or "take_over was asked for", head=head, best=best)
+
+
+def _patience_s(owner: Owner, me: Owner, timeout_s: float) -> float:
+    """Return how long this process waits for an owner that shows signs of life."""
+    if me.flow_run_id is None:
+        return 0.0
+    if owner.flow_run_id == me.flow_run_id:
+        return max(RELEASE_GRACE_S, _MISSED * timeout_s * _BEAT)
+    return timeout_s if owner.flow_run_id is None else 0.0
+
+
+def _finish_own(owner: Owner, *, take_over: bool) -> None:
+    """Finish the saves of a Checkpointer of this process that was left; raise OwnedError if one still holds the run."""
+    _finish_here(owner)
+    if not take_over and owner.id in Heartbeat.held_here:
+        raise OwnedError(
+            "another Checkpointer of this process holds the run directory",
+            hint="close() that one first, or pass take_over=True to fence it: a notebook keeps the one that it "
+            "has shown, or that the last traceback is of.",
+        )
 
 
 def _say_wait(history: History, owner: Owner, most_s: float) -> bool:

@@ -254,14 +254,7 @@ def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches:
     """Return the lines of each `break` of the last loop that some number of a batch makes true."""
     if not loops or not isinstance(loop := loops[-1], ast.For):
         return []
-    calls = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
-    counters = set()
-    if any(ast.unparse(call.func) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
-        counters |= _names(loop.target.elts[0])
-    if len(loops) > 1:
-        counted = {name for node in _within(loop) if isinstance(node, ast.AugAssign) for name in _names(node.target)}
-        at_start = (node for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno)
-        counters |= counted & {name for node in at_start for target in node.targets for name in _names(target)}
+    counters = _counters(loops, loop)
     conditions = [node for node in _within(loop) if isinstance(node, ast.If) and _names(node.test) & counters]
     lines = []
     variables = {**frame.f_globals, **frame.f_locals}
@@ -270,6 +263,19 @@ def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches:
         if ends and _comes_true(node.test, _names(node.test) & counters, variables, batches):
             lines += ends
     return lines
+
+
+def _counters(loops: list[ast.For | ast.While], loop: ast.For) -> set[str]:
+    """Return the names that count the batches of the last loop: by enumerate, or from a number before it."""
+    calls = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
+    counters: set[str] = set()
+    if any(ast.unparse(call.func) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
+        counters |= _names(loop.target.elts[0])
+    if len(loops) > 1:
+        counted = {name for node in _within(loop) if isinstance(node, ast.AugAssign) for name in _names(node.target)}
+        at_start = (node for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno)
+        counters |= counted & {name for node in at_start for target in node.targets for name in _names(target)}
+    return counters
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:

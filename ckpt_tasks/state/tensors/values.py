@@ -54,9 +54,10 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
         ref = pack(value.as_subclass(torch.Tensor), path, tensors, depth)
         tensors.constant.add(ref.key)
         return ref
+    place = path if "/" in path else f"{path}/value"
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         try:
-            return tensors.add(value, path if "/" in path else f"{path}/value")
+            return tensors.add(value, place)
         except UnsupportedStateError:
             if kind_of_value(value) is None:
                 raise
@@ -73,17 +74,20 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
         _refuse_lost(value, packed, path)
         return packed if kind is dict else ref_like(value, packed)
     if kind in SEQUENCES:
-        items = [
-            item if type(item) in SCALARS else pack(item, f"{path}/{n}", tensors, depth + 1)
-            for n, item in enumerate(value)
-        ]
-        return items if kind is list else tuple(items) if kind is tuple else ref_like(value, items)
+        return _pack_sequence(value, path, tensors, depth)
     if kind in SETS:
         return _pack_set(value, path)
     if kind is np.ndarray and _is_ordinary(value):
-        return tensors.add(_as_tensor(value), path if "/" in path else f"{path}/value", array=True)
+        return tensors.add(_as_tensor(value), place, array=True)
     tag, head, parts = _taken(value, path)
     return Typed(tag, head, {name: pack(part, f"{path}/{name}", tensors, depth + 1) for name, part in parts.items()})
+
+
+def _pack_sequence(value: Any, path: str, tensors: TensorSet, depth: int) -> Any:
+    items = [
+        item if type(item) in SCALARS else pack(item, f"{path}/{n}", tensors, depth + 1) for n, item in enumerate(value)
+    ]
+    return items if type(value) is list else tuple(items) if type(value) is tuple else ref_like(value, items)
 
 
 def _taken(value: Any, path: str, *, key: bool = False) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
