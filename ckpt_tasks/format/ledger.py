@@ -25,6 +25,7 @@ from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, le
 from ckpt_tasks.format.live import Segment, joined, read_live, write_live
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
+    check_json,
     check_version,
     finite_json,
     optional,
@@ -233,8 +234,11 @@ class Entry:
     segments: tuple[Segment, ...] = ()  # They hold the older live checkpoints.
     partial: bool = False
 
-    def to_bytes(self) -> tuple[bytes, str]:
-        """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry."""
+    def to_bytes(self, *, parse: bool = True) -> tuple[bytes, str]:
+        """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry.
+
+        Without `parse`, check only what a commit adds: the newest checkpoint, and the bounds of the whole JSON.
+        """
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
@@ -253,10 +257,25 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
+            if parse:
+                Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
+            else:
+                self._check_newest(state["live"])
+                check_json(data, max_depth=_MAX_DEPTH)
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
+
+    def _check_newest(self, live: Any) -> None:
+        """Raise IntegrityError if a reader would refuse the newest checkpoint; `live`: the entry's field."""
+        with well_formed("the newest checkpoint"):
+            newest = read_checkpoint(read_live(live)[1][-1])
+            if newest.n > self.n:
+                raise ValueError(f"it is of a later entry than number {self.n}")
+
+    def is_in(self, data: bytes, digest: str) -> bool:
+        """Return True if these bytes are the entry, as `to_bytes` wrote it; `digest`: the entry's digest."""
+        return digest_hex(_digested(data, self.at, digest)) == digest
 
     def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
         """Return a parsed entry to which the checkpoints of its segments are added, before its own (the tail)."""

@@ -302,6 +302,26 @@ def test_the_digest_of_an_entry_is_that_of_what_it_says() -> None:
         Entry.from_bytes(other.replace(b'"mine"', b'"ours"'), "x")
 
 
+def test_the_bytes_of_an_entry_are_told_from_any_others() -> None:
+    """P49: an entry is in the bytes that were written, and in no others: a flipped bit, a cut, another layout."""
+    data, digest = entry(FULL).to_bytes()
+    assert entry(FULL).is_in(data, digest)
+    for at in range(0, len(data), 7):
+        assert not entry(FULL).is_in(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], digest)
+    for other in (b"", data[:-1], json.dumps(json.loads(data), indent=1).encode(), entry(FULL, n=4).to_bytes()[0]):
+        assert not entry(FULL).is_in(other, digest)
+
+
+def test_a_commit_that_nests_too_deep_is_refused_without_being_parsed() -> None:
+    """P47: without parsing what was written, its bounds hold as well: a reader would refuse the entry."""
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(StateError, match="deeper"):
+        entry(FULL, event={"kind": "commit", "observed": deep}).to_bytes(parse=False)
+    assert entry(FULL).to_bytes(parse=False) == entry(FULL).to_bytes()
+
+
 def test_a_look_reads_the_newest_checkpoints() -> None:
     """With `newest` an entry lacks older checkpoints and says so."""
     data, digest = entry(FULL).to_bytes()
