@@ -1,7 +1,7 @@
-"""Write the golden run of this version of the format: `python -m tools.golden`, from the root of a checkout.
+"""Write the golden runs of this version of the format: `python -m tools.golden`, from the root of a checkout.
 
 A run directory that was checked in is never written again: every later version must read it as it is. Until the first
-release the format may still change, and then so may the run: delete `tests/golden/v1/run` (or `many`), call this again,
+release the format may still change, and then so may a run: delete `tests/golden/v1/run` (or another), call this again,
 and look at the difference. From the first release on a new version of the format gets a directory of its own (`v2/run`,
 beside a test that reads both).
 
@@ -11,7 +11,7 @@ fixed here, so that two calls with the same versions of Python and torch write t
 
 from __future__ import annotations
 
-import json
+import platform
 import random
 import secrets
 import shutil
@@ -34,13 +34,14 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import acquiring
 from ckpt_tasks.checkpoint.save import commit, one_save, prepared, saver
-from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name, live_list_name
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
-from ckpt_tasks.format.live import write_segment
-from ckpt_tasks.format.records import Checkpoint, Owner
-from ckpt_tasks.format.versions import FORMAT_VERSION
+from ckpt_tasks.format.live import cut
+from ckpt_tasks.format.parsing import FORMAT_VERSION
+from ckpt_tasks.format.records import Checkpoint, Owner, RunCheck
 from ckpt_tasks.run.ledger import history
+from ckpt_tasks.run.ledger.segments import Segments
+from ckpt_tasks.run.upkeep.upkeep import record_check, record_verification, verify_run_directory
 from ckpt_tasks.state.tables.rules import Adagrad
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
@@ -49,6 +50,14 @@ from tests.golden.kinds import OF_TORCHAO, kinds_at, wrapped
 HERE = Path(__file__).parents[1] / "tests" / "golden"
 RUN_KEY = "golden"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
+MADE_BY = {
+    "torch": torch.__version__,
+    "python": platform.python_version(),
+    "threads": "1",
+    "host": "golden",
+    "code": f"git {'0' * 40}",
+    "command": "python train.py",
+}
 
 
 def state_at(k: int) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def values_at(k: int) -> dict[str, Any]:
 
 
 def make(directory: Path) -> None:
-    """Write the run: step 9, step 10, a pin, a note, an evaluation, and a release."""
+    """Write the run: step 9, step 10, a pin, a note, an evaluation, a drill, a verification, and a release."""
     config = CheckpointConfig(
         checkpoint_dir=str(directory), run_key=RUN_KEY, max_num_checkpoints=None, best_metric="loss"
     )
@@ -141,13 +150,18 @@ def make(directory: Path) -> None:
         ckpt.note("made", by="tests/golden/make.py")
         run = open_run(str(directory), RUN_KEY)
         run.record_evaluation(run.find(10), "quick", {"accuracy": 0.75, "loss": float("inf")})
+        drilled = {"step": 10, "ranks": 1}
+        record_check(
+            run.history, RunCheck(kind="drill", at=NOON.isoformat(), host="golden", fault="killed", figures=drilled)
+        )
+        record_verification(run.history, verify_run_directory(run.history))
     (directory / heartbeat_name(1)).unlink()  # a sign of life is not part of what a run is
     (directory / heartbeat_name(1)).parent.rmdir()
     shutil.rmtree(directory / ".ckpt-reserve")  # nor is the room that its owner keeps
 
 
 def make_kinds(directory: Path) -> None:
-    """Write a run whose manifests say version 3."""
+    """Write a run with a value of each kind that has parts."""
     with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
         for k in (1, 2):
             random.seed(k)
@@ -159,12 +173,12 @@ def make_kinds(directory: Path) -> None:
 
 
 def make_wrappers(directory: Path) -> None:
-    """Write a run whose manifest says version 5; it needs torchao."""
+    """Write a run with tensors made of others; it needs torchao."""
     _make_values(directory, lambda: [wrapped(bits, 1) for bits in OF_TORCHAO])
 
 
 def make_buffers(directory: Path) -> None:
-    """Write a run whose manifest says version 6."""
+    """Write a run with an `io.BytesIO`."""
     _make_values(directory, lambda: [BytesIO(b"golden"), BytesIO()])
 
 
@@ -179,7 +193,7 @@ def _make_values(directory: Path, values: Callable[[], list[Any]]) -> None:
 
 
 def make_tables(directory: Path) -> None:
-    """Write a run of version 4: a lookup table, with a base and a delta."""
+    """Write a run with a lookup table, with a base and a delta."""
     users = LookupTable(2, slots=Adagrad(lr=0.5), seed=7)
     with fixed(), Checkpointer(CheckpointConfig(checkpoint_dir=str(directory), run_key=RUN_KEY)) as ckpt:
         for k, ids in ((1, range(6)), (2, range(1))):
@@ -195,18 +209,14 @@ def make_tables(directory: Path) -> None:
 
 
 def make_many(directory: Path) -> None:
-    """Write a ledger with 150 live checkpoints, whose objects are not there: a list in one object, then segments."""
+    """Write a ledger with 150 live checkpoints, whose objects are not there: segments, and a tail."""
     with fixed():
         store = LocalStore(directory)
         history.History(store).create(RUN_KEY)
         live = tuple(_checkpoint(n) for n in range(1, 151))
-        entry = _commit(201, live)
-        data = write_segment(live)
-        old = json.loads(entry.to_bytes()[0])
-        old["state"]["live"] = {"object": live_list_name(digest_hex(data)), "digest": digest_hex(data)}
-        del old["digest"]
-        store.put_if_absent(live_list_name(digest_hex(data)), data)  # as it was before there were segments
-        store.put_if_absent(ledger_name(201), canonical_json({**old, "digest": digest_hex(canonical_json(old))}))
+        entry = replace(_commit(201, live), segments=cut(live, ()))
+        Segments(store).put(entry.segments)
+        store.put_if_absent(ledger_name(201), entry.to_bytes()[0])
         ledger = history.History(store)
         for n in (202, 203):
             ledger.append({"kind": "commit", "step": n}, partial(_with, _checkpoint(n)), owner=None)
@@ -265,9 +275,11 @@ def fixed() -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (acquiring, "identify", lambda flow_run_id: owner),
+        (prepared, "provenance", lambda: MADE_BY),
         # How long a save takes.
         *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit, one_save, prepared)),
         (System, "time", lambda self: NOON.timestamp()),
+        (System, "host", lambda self: "golden"),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),
     ]
     torch.set_num_threads(1)
@@ -278,11 +290,15 @@ def fixed() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in (("run", make), ("many", make_many))}
-    made[HERE / "v3" / "kinds"] = make_kinds
-    made[HERE / "v4" / "tables"] = make_tables
-    made[HERE / "v5" / "wrappers"] = make_wrappers
-    made[HERE / "v6" / "buffers"] = make_buffers
+    runs: dict[str, Callable[[Path], None]] = {
+        "run": make,
+        "many": make_many,
+        "kinds": make_kinds,
+        "tables": make_tables,
+        "wrappers": make_wrappers,
+        "buffers": make_buffers,
+    }
+    made = {HERE / f"v{FORMAT_VERSION}" / name: write for name, write in runs.items()}
     missing = {target: write for target, write in made.items() if not target.exists()}
     if not missing:
         raise SystemExit(f"{', '.join(map(str, made))} exist: see this module's first lines")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.checkpoint.save import parts
 from ckpt_tasks.format.keys import heartbeat_name
+from ckpt_tasks.format.parsing import FORMAT_VERSION
 from ckpt_tasks.state.tensors import placements
 from tests.support.gang import run
 from tools.golden import HERE, fixed
@@ -94,7 +95,7 @@ def make(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    target = HERE / "v2" / "ranks"
+    target = HERE / f"v{FORMAT_VERSION}" / "ranks"
     if target.exists():
         raise SystemExit(f"{target} exists: see this module's first lines")
     try:

@@ -20,7 +20,7 @@ from ckpt_tasks.cli.arguments import (
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.run.report.kept import kept_because
-from ckpt_tasks.run.report.words import age, count, drill_words, number, size, span, verification_words, when
+from ckpt_tasks.run.report.words import age, check_words, count, number, size, span, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
@@ -132,8 +132,7 @@ def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
         "owner": None if state.owner is None else {name: getattr(state.owner, name) for name in names},
         "best": {"metric": state.best_metric, "mode": state.best_mode},
         **lineage_facts(state),
-        "drills": [asdict(drill) for drill in state.drills],
-        "verifications": [asdict(one) for one in state.verifications],
+        "checks": [asdict(check) for check in state.checks],
         "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
         "checkpoints": row_facts((*_HEAD, *_TAIL), rows),
     }
@@ -151,8 +150,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
     else:
         yield "\nThere is no checkpoint yet.\n"
     yield _holder(head.state.owner), "dim"
-    yield from ((drill_words(drill), "red" if drill.fault else "dim") for drill in head.state.drills)
-    yield from ((verification_words(one), "red" if one.fault else "dim") for one in head.state.verifications)
+    yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
     if (origin := head.state.origin) is not None:
         changed = f", with {params_line(origin.set)}" if origin.set else ""
         yield f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}.", "dim"

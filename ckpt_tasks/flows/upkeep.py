@@ -14,10 +14,10 @@ from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError
 from ckpt_tasks.flows.prefect.config import config_of_run
 from ckpt_tasks.flows.session.drill import drill_run
-from ckpt_tasks.format.records import Drill
+from ckpt_tasks.format.records import RunCheck
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.ownership import identify, why_free
-from ckpt_tasks.run.report.words import drill_words
+from ckpt_tasks.run.report.words import check_words
 from ckpt_tasks.run.upkeep.upkeep import record_verification, verify_run_directory
 
 
@@ -72,12 +72,12 @@ def check_good(verified: Verified, run_key: str) -> None:
         )
 
 
-def check_drilled(drill: Drill, run_key: str) -> None:
+def check_drilled(drill: RunCheck, run_key: str) -> None:
     """Raise IntegrityError if this host could not restore the run in a drill."""
     if drill.fault is not None:
         raise IntegrityError(
             f"{drill.host} cannot restore the run {run_key}: {drill.fault}",
-            step=drill.step,
+            step=int(drill.figures["step"]),
             hint="Nothing was pruned. `ckpt restore-drill` tries again.",
         )
 
@@ -116,7 +116,7 @@ class UpkeepResult:
     run_key: str
     verified: Verified
     pruned: Pruned | None
-    drilled: Drill | None = None
+    drilled: RunCheck | None = None
 
 
 @flow(name="upkeep", flow_run_name="{run_key}", persist_result=False)
@@ -138,7 +138,7 @@ def upkeep(
     check_good(verified, run_key)
     drilled = drill(config.location, program, run_key=run_key) if restore_drill else None
     if drilled is not None:
-        get_run_logger().info("%s", drill_words(drilled))
+        get_run_logger().info("%s", check_words(drilled))
         check_drilled(drilled, run_key)
     pruned = prune(config)
     get_run_logger().info("%s", pruned or "Not pruned: the run is training, and prunes after its saves.")

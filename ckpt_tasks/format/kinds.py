@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.parsing import finite, text, well_formed, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
-from ckpt_tasks.format.versions import TABLES_VERSION
 
 RNG = "rng"  # This group has the process's random streams.
 
@@ -112,23 +111,22 @@ def _list(value: Any) -> list[Any]:
 
 
 class SavedKind(NamedTuple):
-    """A kind of group: the first format version that has it, and a check that raises one of MALFORMED for a bad tree.
+    """A kind of group: a check that raises one of MALFORMED for a bad tree.
 
     `exports`: a file for torch can hold such a group; random streams are useful only to a restore.
     """
 
-    since: int
     check: Callable[[Any], None] | None = None
     exports: bool = True
 
 
 # One row for each kind; state/kinds/kinds.py says how live objects are captured and restored.
 KINDS = {
-    "module": SavedKind(1, _check_module),
-    "optimizer": SavedKind(1, _check_optimizer),
-    "stateful": SavedKind(1),
-    "generator": SavedKind(1, _check_generator, exports=False),
-    "plain": SavedKind(1),
-    "table": SavedKind(TABLES_VERSION, _check_table),
-    RNG: SavedKind(1, _check_streams, exports=False),
+    "module": SavedKind(_check_module),
+    "optimizer": SavedKind(_check_optimizer),
+    "stateful": SavedKind(),
+    "generator": SavedKind(_check_generator, exports=False),
+    "plain": SavedKind(),
+    "table": SavedKind(_check_table),
+    RNG: SavedKind(_check_streams, exports=False),
 }

@@ -17,41 +17,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, ledger_name, parse_attempt, unfold
-from ckpt_tasks.format.live import Segment, joined_segments, read_live, version_of, write_live
-from ckpt_tasks.format.parsing import finite_json, optional, parse_json, text, well_formed, whole
+from ckpt_tasks.format.live import Segment, joined_segments, read_live, write_live
+from ckpt_tasks.format.parsing import (
+    FORMAT_VERSION,
+    check_json,
+    check_version,
+    finite_json,
+    optional,
+    parse_json,
+    text,
+    well_formed,
+    whole,
+)
 from ckpt_tasks.format.records import (
     Checkpoint,
-    Drill,
     Evaluation,
     Lease,
     Origin,
     Owner,
     Rollback,
-    Verification,
+    RunCheck,
     attempt_objects,
-    drill_item,
+    read_check,
     read_checkpoint,
-    read_drill,
     read_evaluation,
     read_lease,
     read_origin,
     read_owner,
     read_params,
     read_rollback,
-    read_verification,
 )
-from ckpt_tasks.format.versions import TABLES_VERSION, check_version
 
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
 _MAX_DEPTH = 100  # The JSON nests no deeper; only notes of users can nest deeply.
-
-_Result = TypeVar("_Result", bound="Drill | Verification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,7 @@ class State:
     when the owner of this epoch took the run; the entry may name objects of attempts up to this epoch, so these objects
     are never swept. `origin` is the checkpoint of another run from which this run was forked. `program`
     ("module:Factory") is what a flow trains, and `params` are its parameters; None if no flow has trained the run.
-    `drills` holds the last good restore drill, and the last drill if it failed; `verifications` likewise.
+    `checks` holds, of each kind, the last good check, and after it the last check if that was bad.
     """
 
     owner: Owner | None = None
@@ -83,8 +87,7 @@ class State:
     params: Mapping[str, Any] | None = None
     program: str | None = None
     rollback: Rollback | None = None
-    drills: tuple[Drill, ...] = ()
-    verifications: tuple[Verification, ...] = ()
+    checks: tuple[RunCheck, ...] = ()
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
         """Return the state after this owner took the run; `best_metric`, if not None, changes the meaning of "best".
@@ -203,11 +206,15 @@ class State:
         """Return the state with one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, evaluation))
 
-    def with_result(self, result: Drill | Verification) -> State:
-        """Return the state with the result of a restore drill or of a verification."""
-        if isinstance(result, Drill):
-            return replace(self, drills=_with_last(self.drills, result))
-        return replace(self, verifications=_with_last(self.verifications, result))
+    def with_check(self, check: RunCheck) -> State:
+        """Return the state with the result of a check."""
+        bad = check.fault is not None
+        kept = (one for one in self.checks if one.kind != check.kind or (bad and one.fault is None))
+        return replace(self, checks=(*kept, check))
+
+    def checks_of(self, kind: str) -> tuple[RunCheck, ...]:
+        """Return the last good check of a kind, and after it the last one if that was bad."""
+        return tuple(check for check in self.checks if check.kind == kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,18 +234,17 @@ class Entry:
     segments: tuple[Segment, ...] = ()  # They hold the older live checkpoints.
     partial: bool = False
 
-    def to_bytes(self) -> tuple[bytes, str]:
-        """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry."""
+    def to_bytes(self, *, parse: bool = True) -> tuple[bytes, str]:
+        """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry.
+
+        Without `parse`, check only what a commit adds: the newest checkpoint, and the bounds of the whole JSON.
+        """
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
         state["live"] = write_live(state["live"], self.segments)
-        state["drills"] = [drill_item(drill) for drill in self.state.drills]
-        for name in ("drills", "verifications"):
-            if not state[name]:
-                del state[name]
         try:
             body = {
-                "version": version_of(tail, self.state.retired),
+                "version": FORMAT_VERSION,
                 "n": self.n,
                 "epoch": self.epoch,
                 "nonce": self.nonce,
@@ -251,10 +257,25 @@ class Entry:
             data = canonical_json({**body, "digest": digest})
             if len(data) > MAX_ENTRY_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
-            Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
+            if parse:
+                Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
+            else:
+                self._check_newest(state["live"])
+                check_json(data, max_depth=_MAX_DEPTH)
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
+
+    def _check_newest(self, live: Any) -> None:
+        """Raise IntegrityError if a reader would refuse the newest checkpoint; `live`: the entry's field."""
+        with well_formed("the newest checkpoint"):
+            newest = read_checkpoint(read_live(live)[1][-1])
+            if newest.n > self.n:
+                raise ValueError(f"it is of a later entry than number {self.n}")
+
+    def is_in(self, data: bytes, digest: str) -> bool:
+        """Return True if these bytes are the entry, as `to_bytes` wrote it; `digest`: the entry's digest."""
+        return digest_hex(_digested(data, self.at, digest)) == digest
 
     def with_segments(self, segments: tuple[Segment, ...]) -> Entry:
         """Return a parsed entry to which the checkpoints of its segments are added, before its own (the tail)."""
@@ -273,7 +294,7 @@ class Entry:
             digest = body.pop("digest")
             if digest_hex(_digested(data, body["at"], digest)) != digest and digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the ledger entry's bytes are not what was written", key=name)
-            check_version(body["version"], name, newest=TABLES_VERSION)
+            check_version(body["version"], name)
             if body["event"]["kind"] not in EVENTS:
                 raise FormatVersionError(
                     f"the ledger holds the unknown event {body['event']['kind']!r:.40}",
@@ -293,8 +314,6 @@ class Entry:
                 segments=segments,
                 partial=older > 0 or (newest is not None and bool(segments)),
             )
-            if not older and body["version"] != version_of(entry.state.live, entry.state.retired):
-                raise ValueError(f"version {body['version']} does not go with its names")
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
             # The next commit must have a higher number than all live checkpoints.
             raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)
@@ -317,12 +336,6 @@ def lineage(live: tuple[Checkpoint, ...]) -> list[Checkpoint]:
     repeats steps, and a higher step on the abandoned line must not win.
     """
     return sorted(live, key=lambda c: (c.abandoned, -c.n))
-
-
-def _with_last(before: tuple[_Result, ...], result: _Result) -> tuple[_Result, ...]:
-    """Return the last good result, and after it the last result if that was bad."""
-    good = tuple(one for one in before if one.fault is None)
-    return (result,) if result.fault is None else (*good, result)
 
 
 def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoint, ...]:
@@ -361,10 +374,9 @@ def _state(body: Mapping[str, Any]) -> State:
         best_metric=optional(body["best_metric"]),
         best_mode=mode,
         spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body.get("origin")),  # Old entries lack this field.
-        params=read_params(body.get("params")),
-        program=optional(body.get("program")),
-        rollback=read_rollback(body.get("rollback")),
-        drills=tuple(read_drill(item) for item in body.get("drills", ())),
-        verifications=tuple(read_verification(item) for item in body.get("verifications", ())),
+        origin=read_origin(body["origin"]),
+        params=read_params(body["params"]),
+        program=optional(body["program"]),
+        rollback=read_rollback(body["rollback"]),
+        checks=tuple(read_check(item) for item in body["checks"]),
     )

@@ -8,7 +8,7 @@ which a checkpoint was removed or changed. So a commit writes only the tail and 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -16,10 +16,9 @@ from typing import Any
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import is_live_list, is_table, live_list_name
-from ckpt_tasks.format.parsing import finite_json, parse_json, text, well_formed
+from ckpt_tasks.format.keys import is_live_list, live_list_name
+from ckpt_tasks.format.parsing import FORMAT_VERSION, check_version, finite_json, parse_json, text, well_formed
 from ckpt_tasks.format.records import Checkpoint, read_checkpoint
-from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, TABLES_VERSION, check_version
 
 MAX_INLINE_CHECKPOINTS = 128
 _SEGMENT = 64  # A segment has this many checkpoints; the tail has at most twice as many.
@@ -68,15 +67,7 @@ def cut(live: Sequence[Checkpoint], before: Sequence[Segment]) -> tuple[Segment,
 def write_segment(checkpoints: Sequence[Checkpoint]) -> bytes:
     """Write checkpoints as the bytes of a segment."""
     live = [finite_json(asdict(checkpoint)) for checkpoint in checkpoints]
-    return canonical_json({"version": version_of(checkpoints), "live": live})
-
-
-def version_of(live: Iterable[Checkpoint], retired: Iterable[str] = ()) -> int:
-    """Return the format version that these names need: 4 for a lookup table's file, 2 for a folded name, else 1."""
-    names = [*chain(retired, *(checkpoint.reuses for checkpoint in live))]
-    if any(map(is_table, names)):
-        return TABLES_VERSION
-    return RANKS_VERSION if any("[" in name for name in names) else FORMAT_VERSION
+    return canonical_json({"version": FORMAT_VERSION, "live": live})
 
 
 def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ...]:
@@ -85,12 +76,10 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     with well_formed("the list of checkpoints", name):
         body = parse_json(data, max_depth=_MAX_DEPTH)
-        check_version(body["version"], name, newest=TABLES_VERSION)
+        check_version(body["version"], name)
         checkpoints = tuple(read_checkpoint(item) for item in body["live"])
         if not checkpoints:
             raise ValueError("an empty list")
-        if body["version"] != version_of(checkpoints):
-            raise ValueError(f"version {body['version']} does not go with its names")
     return checkpoints
 
 
@@ -100,22 +89,14 @@ def write_live(tail: list[Any], segments: Sequence[Segment]) -> Any:
 
 
 def read_live(live: Any) -> tuple[tuple[Segment, ...], list[Any]]:
-    """Read an entry's field `live`: return the segments, and the tail as JSON data. Raises ValueError.
-
-    Old entries have a long list in one object: `{"object": name, "digest": digest}`.
-    """
+    """Read an entry's field `live`: return the segments, and the tail as JSON data. Raises ValueError."""
     if not isinstance(live, dict):
         return (), live
-    if "object" in live:
-        digests, tail = [text(live["digest"])], []
-        if live["object"] != live_list_name(digests[0]):
-            raise ValueError(f"{live['object']!r:.80} is not a list of checkpoints")
-    else:
-        digests, tail = [text(digest) for digest in live["segments"]], live["tail"]
+    digests = [text(digest) for digest in live["segments"]]
     strange = [digest for digest in digests if not is_live_list(live_list_name(digest))]
     if strange or len(set(digests)) < len(digests):
         raise ValueError(f"{strange[:1]!r:.80}: a segment has a strange name, or stands twice in one list")
-    return tuple(map(Segment, digests)), tail
+    return tuple(map(Segment, digests)), live["tail"]
 
 
 def joined_segments(segments: Sequence[Segment], tail: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:

@@ -14,14 +14,18 @@ from typing import Any, NamedTuple
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import INDEX_NAME, MAX_STEP, attempt_prefix, is_group, is_shard, parse_attempt
-from ckpt_tasks.format.kinds import KINDS
-from ckpt_tasks.format.parsing import check_json, finite_json, parse_json, text, well_formed, whole
-from ckpt_tasks.format.tree import KINDS as VALUES
-from ckpt_tasks.format.tree import since
-from ckpt_tasks.format.versions import FORMAT_VERSION, RANKS_VERSION, check_version
+from ckpt_tasks.format.parsing import (
+    FORMAT_VERSION,
+    check_json,
+    check_version,
+    finite_json,
+    parse_json,
+    text,
+    well_formed,
+    whole,
+)
 
 MAX_MANIFEST_BYTES = 256 << 20
-NEWEST_VERSION = max(RANKS_VERSION, *(kind.since for kind in KINDS.values()), *(value.since for value in VALUES))
 MAX_GROUPS = 4096
 
 
@@ -71,7 +75,7 @@ class Manifest:
         if len(self.groups) > MAX_GROUPS:
             raise UnsupportedStateError(f"the state has {len(self.groups)} groups, more than {MAX_GROUPS}")
         body = {
-            "version": _version_of(b"", self.groups, self.world_size),
+            "version": FORMAT_VERSION,
             "run_key": self.run_key,
             "step": self.step,
             "attempt": self.attempt,
@@ -83,9 +87,7 @@ class Manifest:
             "objects": [list(record) for record in self.objects],
             "groups": self.groups,
         }
-        data = _written(body)
-        if (version := _version_of(data, self.groups, self.world_size)) != body["version"]:
-            data = _written({**body, "version": version})
+        data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
         try:
             check_json(data)
         except ValueError as error:
@@ -104,7 +106,7 @@ class Manifest:
             raise IntegrityError("the manifest is not the one that was committed", key=name)
         with well_formed("the manifest", name):
             body = parse_json(data)
-            check_version(body["version"], name, newest=NEWEST_VERSION)
+            check_version(body["version"], name)
             if len(body["groups"]) > MAX_GROUPS:
                 raise ValueError(f"{len(body['groups'])} groups, more than {MAX_GROUPS}")
             manifest = cls(
@@ -114,25 +116,13 @@ class Manifest:
                 world_size=whole(body["world_size"]),
                 index=_record(body["index"]),
                 objects=tuple(_record(record) for record in body["objects"]),
-                groups={_group(group): _saved(saved, body) for group, saved in body["groups"].items()},
+                groups={_group(group): _saved(saved, body["world_size"]) for group, saved in body["groups"].items()},
                 metrics={str(k): float(v) for k, v in body["metrics"].items()},
                 created_at=text(body["created_at"]),
                 environment={str(k): text(v) for k, v in body["environment"].items()},
             )
-            if body["version"] != _version_of(data, manifest.groups, manifest.world_size):
-                raise ValueError(f"version {body['version']} is not that of its trees and {manifest.world_size} ranks")
             _check_objects(manifest)
         return manifest
-
-
-def _written(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def _version_of(data: bytes, groups: Mapping[str, Mapping[str, Any]], world_size: int) -> int:
-    """Return the first format version that supports this manifest's ranks, kinds of groups and kinds of values."""
-    known = [KINDS[group["kind"]].since for group in groups.values() if group["kind"] in KINDS]
-    return max(since(data), RANKS_VERSION if world_size > 1 else FORMAT_VERSION, *known)
 
 
 def _record(value: Any) -> ObjectRecord:
@@ -159,11 +149,11 @@ def _group(name: str) -> str:
     return name
 
 
-def _saved(group: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def _saved(group: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     for name in group.get("buffers", ()):
         text(name)
-    if body["version"] == FORMAT_VERSION or "trees" not in group:
+    if world_size == 1 or "trees" not in group:
         return {**group, "kind": text(group["kind"]), "tree": group["tree"]}
-    if type(group["trees"]) is not list or len(group["trees"]) != body["world_size"]:
-        raise ValueError(f"{body['world_size']} ranks do not have {len(group['trees'])} trees")
+    if type(group["trees"]) is not list or len(group["trees"]) != world_size:
+        raise ValueError(f"{world_size} ranks do not have {len(group['trees'])} trees")
     return {**group, "kind": text(group["kind"])}

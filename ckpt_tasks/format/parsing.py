@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
-from ckpt_tasks.errors import IntegrityError
+from ckpt_tasks.errors import FormatVersionError, IntegrityError
 
+FORMAT_VERSION = 1  # Every manifest, segment, seal and ledger entry has the version of the format.
 MAX_JSON_DEPTH = 400  # A tree of 100 levels has about 300 levels of JSON.
 MAX_CONTAINERS = 1 << 22  # The limit for lists and objects; a parameter and its Adam state need five.
 MAX_VALUES = 1 << 24
@@ -68,6 +69,18 @@ def check_json(data: bytes, *, max_depth: int = MAX_JSON_DEPTH) -> None:
         raise ValueError(f"more than {MAX_CONTAINERS} lists and objects or {MAX_VALUES} values")
     if _is_deeper(brackets, max_depth):
         raise ValueError(f"nested deeper than {max_depth} levels")
+
+
+def check_version(version: Any, name: str) -> None:
+    """Raise FormatVersionError for a newer version of the format, IntegrityError for what is not a version number."""
+    if type(version) is not int or version < 1:
+        raise IntegrityError(f"{version!r:.40} is not a format version", key=name)
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"format version {version!r:.40} is newer than {FORMAT_VERSION}, the newest that this code reads",
+            key=name,
+            hint="Upgrade ckpt-tasks.",
+        )
 
 
 def text(value: Any) -> str:

@@ -28,8 +28,18 @@ from ckpt_tasks.format.keys import (
     is_shard,
     parse_attempt,
 )
-from ckpt_tasks.format.parsing import finite, flag, optional, parse_json, seconds_of, text, well_formed, whole
-from ckpt_tasks.format.versions import check_version
+from ckpt_tasks.format.parsing import (
+    FORMAT_VERSION,
+    check_version,
+    finite,
+    flag,
+    optional,
+    parse_json,
+    seconds_of,
+    text,
+    well_formed,
+    whole,
+)
 
 _MAX_PID = 2**31 - 1
 _MAX_S = 1e9  # No duration is longer (30 years).
@@ -153,37 +163,27 @@ class Rollback:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drill:
-    """The result of a restore drill: a fresh process on a host tried to restore a checkpoint into a program.
+class RunCheck:
+    """The result of a check of the run on a host; `fault` is the first thing that was wrong, None: all was good.
 
-    `start_s`: seconds until the program was built; `restore_s`: seconds of the restore. `fault` says why the host could
-    not restore the checkpoint; None: it could. `ranks`: how many processes took part, one for each rank of the save.
+    `kind` is one of CHECKS. "drill": fresh processes restored a checkpoint of `step` into a program, one for each of
+    the `ranks` that had saved it; `start_s`: seconds until the program was built, `restore_s`: seconds of the restore.
+    "verify": every byte of the `checkpoints` was read; `damaged_records` counts other damaged objects, such as ledger
+    entries.
     """
 
-    manifest_digest: str
-    step: int
+    kind: str
     at: str
     host: str
-    start_s: float | None = None
-    restore_s: float | None = None
-    fault: str | None = None
-    ranks: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """The result of verifying a run: how many checkpoints were read, and how many of these are damaged.
-
-    `damaged_records` counts other damaged objects, such as ledger entries. `fault` is the first fault; None: the run is
-    good.
-    """
-
-    at: str
-    host: str
-    checkpoints: int
-    damaged_checkpoints: int
-    damaged_records: int
     fault: str | None
+    figures: Mapping[str, float]
+
+
+# The figures of each kind of check: whole numbers, then seconds, which a failed check may lack.
+CHECKS = {
+    "drill": (("step", "ranks"), ("start_s", "restore_s")),
+    "verify": (("checkpoints", "damaged_checkpoints", "damaged_records"), ()),
+}
 
 
 def read_owner(item: Mapping[str, Any]) -> Owner:
@@ -193,7 +193,7 @@ def read_owner(item: Mapping[str, Any]) -> Owner:
         "epoch": whole(item["epoch"], MAX_EPOCH),
         "flow_run_id": optional(item["flow_run_id"]),
         "pid": whole(item["pid"], _MAX_PID),  # The number becomes part of a path in /proc.
-        "released": flag(item.get("released", False)),
+        "released": flag(item["released"]),
     }
     return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
 
@@ -210,10 +210,10 @@ def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Ch
         "objects": whole(item["objects"]),
         "saved_at": text(item["saved_at"]),
         "cost_s": finite(item["cost_s"], most=_MAX_S),
-        "epochs": _epochs(item.get("epochs")),
-        "abandoned": flag(item.get("abandoned", False)),
-        "reuses": _reuses(item.get("reuses", ())),
-        "interim": flag(item.get("interim", False)),
+        "epochs": _epochs(item["epochs"]),
+        "abandoned": flag(item["abandoned"]),
+        "reuses": _reuses(item["reuses"]),
+        "interim": flag(item["interim"]),
     }
     attempt = parse_attempt(text(item["manifest"]))
     if (
@@ -245,33 +245,19 @@ def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
     return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
 
 
-def drill_item(drill: Drill) -> dict[str, Any]:
-    """Return a drill as JSON data; leave out `ranks` if it is 1."""
-    return {name: value for name, value in asdict(drill).items() if (name, value) != ("ranks", 1)}
-
-
-def read_drill(item: Mapping[str, Any]) -> Drill:
-    """Read the result of a restore drill from JSON data."""
-    return Drill(
-        manifest_digest=text(item["manifest_digest"]),
-        step=whole(item["step"], MAX_STEP),
-        at=text(item["at"]),
-        host=text(item["host"]),
-        start_s=_seconds(item["start_s"]),
-        restore_s=_seconds(item["restore_s"]),
-        fault=optional(item["fault"]),
-        ranks=whole(item.get("ranks", 1)),
-    )
-
-
-def read_verification(item: Mapping[str, Any]) -> Verification:
-    """Read the result of a verification from JSON data."""
-    counts = ("checkpoints", "damaged_checkpoints", "damaged_records")
-    return Verification(
+def read_check(item: Mapping[str, Any]) -> RunCheck:
+    """Read the result of a check from JSON data."""
+    counts, seconds = CHECKS[item["kind"]]
+    figures = item["figures"]
+    return RunCheck(
+        kind=item["kind"],
         at=text(item["at"]),
         host=text(item["host"]),
         fault=optional(item["fault"]),
-        **{name: whole(item[name]) for name in counts},
+        figures={
+            **{name: whole(figures[name]) for name in counts},
+            **{name: finite(figures[name], most=_MAX_S) for name in seconds if name in figures},
+        },
     )
 
 
@@ -339,16 +325,11 @@ def _epochs(value: Any) -> Any:
     return value
 
 
-def _seconds(value: Any) -> float | None:
-    return None if value is None else finite(value, most=_MAX_S)
-
-
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
 
 
 SEAL_NAME = "seal.json"
-SEAL_VERSION = 1
 Compared = Mapping[str, Mapping[str, str]]  # Digests by name that must be equal in all ranks.
 MAX_SEAL_BYTES = 8 << 20
 
@@ -372,7 +353,7 @@ class Seal:
 
     def to_bytes(self) -> bytes:
         """Write the seal as JSON with its own digest."""
-        body = {**asdict(self), "checkpoint": checkpoint_item(self.checkpoint), "version": SEAL_VERSION}
+        body = {**asdict(self), "checkpoint": checkpoint_item(self.checkpoint), "version": FORMAT_VERSION}
         return canonical_json({**body, "digest": digest_hex(canonical_json(body))})
 
     @classmethod

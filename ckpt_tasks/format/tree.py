@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -81,7 +80,7 @@ class Typed(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of value: its tag, the first format version that has the tag, and the type of its values in a tree.
+    """A kind of value: its tag, and the type of its values in a tree.
 
     `write(value, path, depth)` and `read(body, depth)` convert a value to JSON and back. `form` says what a value
     contains: "pairs" of keys and parts, "items" by position, a "set" of keys, named "parts" (of Typed), or nothing
@@ -89,7 +88,6 @@ class Kind(NamedTuple):
     """
 
     tag: str
-    since: int
     type: type
     write: Callable[[Any, str, int], Json]
     read: Callable[[Json, int], Any]
@@ -163,12 +161,6 @@ def words(value: Any, tensors: Mapping[str, tuple[str, tuple[int, ...]]], most: 
         return f"{kind} of {count}"
     text = repr(value) if len(repr(value)) <= most else f"{repr(value)[: most - 1]}…"
     return text if type(value) is Typed else f"{kind} {text}"
-
-
-def since(data: bytes) -> int:
-    """Return the first format version that has every tag of this JSON; the JSON must have no spaces."""
-    tags = {tag.decode() for tag in _LATER.findall(data)}
-    return max((row.since for row in KINDS if row.tag in tags), default=1)
 
 
 def _encode(value: Any, path: str, depth: int) -> Json:
@@ -354,33 +346,32 @@ def _read_typed(body: Json, depth: int, tag: str) -> Typed:
 
 
 _NUMBERS_READ = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-# Kinds of values with parts, each with the first format version that has it.
-_TYPED = dict.fromkeys(
-    ("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range", "~bytearray"),
-    3,
-)
-_TYPED |= {"~wrapper": 5, "~buffer": 6}  # Versions 5 and 6 add only these tags.
+# Kinds of values with parts.
+_TYPED = [
+    *("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range"),
+    *("~bytearray", "~wrapper", "~buffer"),
+]
 # One row for each kind of value that JSON lacks. state/tensors/kinds.py has the live type of each Typed kind.
 KINDS = (
-    Kind("~tensor", 1, TensorRef, _encode_tensor, _read_tensor),
-    Kind("~dict", 1, dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),
-    Kind("~odict", 1, OrderedDict, _pairs, lambda b, d: OrderedDict(_read_pairs(b, d)), "pairs"),
-    Kind("~counter", 1, Counter, _pairs, lambda b, d: Counter(dict(_read_pairs(b, d))), "pairs"),
-    Kind("~tuple", 1, tuple, _items, lambda b, d: tuple(_read_all(b, d)), "items"),
-    Kind("~set", 1, set, _encode_set, lambda b, d: set(_unlike(_read_all(b, d))), "set"),
-    Kind("~frozenset", 1, frozenset, _encode_set, lambda b, d: frozenset(_unlike(_read_all(b, d))), "set"),
-    Kind("~deque", 1, deque, lambda v, p, d: [v.maxlen, _items(v, p, d)], _read_deque, "items"),
-    Kind("~bytes", 1, bytes, lambda v, p, d: b64encode(v).decode(), lambda b, d: b64decode(b, validate=True)),
-    Kind("~complex", 1, complex, lambda v, p, d: _items((v.real, v.imag), p, d), _read_complex),
-    Kind("~float", 1, float, lambda v, p, d: repr(v), lambda b, d: _NUMBERS_READ[b]),
-    Kind("~datetime", 1, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b)),
-    Kind("~date", 1, date, lambda v, p, d: v.isoformat(), lambda b, d: date.fromisoformat(b)),
-    Kind("~timedelta", 1, timedelta, lambda v, p, d: [v.days, v.seconds, v.microseconds], lambda b, d: timedelta(*b)),
-    Kind("~torch", 1, Typed, lambda v, p, d: _items(v.head, p, d), _read_torch, "parts"),
-    Kind("~numpy", 1, Typed, lambda v, p, d: [v.head[0], _encode(v.head[1], p, d)], _read_numpy, "parts"),
-    Kind("~fold", 3, datetime, _encode_time, lambda b, d: datetime.fromisoformat(b).replace(fold=1)),
-    Kind("~defaultdict", 3, defaultdict, _encode_default, _read_default, "pairs"),
-    *(Kind(tag, n, Typed, _encode_typed, partial(_read_typed, tag=tag), "parts") for tag, n in _TYPED.items()),
+    Kind("~tensor", TensorRef, _encode_tensor, _read_tensor),
+    Kind("~dict", dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),
+    Kind("~odict", OrderedDict, _pairs, lambda b, d: OrderedDict(_read_pairs(b, d)), "pairs"),
+    Kind("~counter", Counter, _pairs, lambda b, d: Counter(dict(_read_pairs(b, d))), "pairs"),
+    Kind("~tuple", tuple, _items, lambda b, d: tuple(_read_all(b, d)), "items"),
+    Kind("~set", set, _encode_set, lambda b, d: set(_unlike(_read_all(b, d))), "set"),
+    Kind("~frozenset", frozenset, _encode_set, lambda b, d: frozenset(_unlike(_read_all(b, d))), "set"),
+    Kind("~deque", deque, lambda v, p, d: [v.maxlen, _items(v, p, d)], _read_deque, "items"),
+    Kind("~bytes", bytes, lambda v, p, d: b64encode(v).decode(), lambda b, d: b64decode(b, validate=True)),
+    Kind("~complex", complex, lambda v, p, d: _items((v.real, v.imag), p, d), _read_complex),
+    Kind("~float", float, lambda v, p, d: repr(v), lambda b, d: _NUMBERS_READ[b]),
+    Kind("~datetime", datetime, _encode_time, lambda b, d: datetime.fromisoformat(b)),
+    Kind("~date", date, lambda v, p, d: v.isoformat(), lambda b, d: date.fromisoformat(b)),
+    Kind("~timedelta", timedelta, lambda v, p, d: [v.days, v.seconds, v.microseconds], lambda b, d: timedelta(*b)),
+    Kind("~torch", Typed, lambda v, p, d: _items(v.head, p, d), _read_torch, "parts"),
+    Kind("~numpy", Typed, lambda v, p, d: [v.head[0], _encode(v.head[1], p, d)], _read_numpy, "parts"),
+    Kind("~fold", datetime, _encode_time, lambda b, d: datetime.fromisoformat(b).replace(fold=1)),
+    Kind("~defaultdict", defaultdict, _encode_default, _read_default, "pairs"),
+    *(Kind(tag, Typed, _encode_typed, partial(_read_typed, tag=tag), "parts") for tag in _TYPED),
 )
 _OF_FORM = {form: tuple(row.type for row in KINDS if row.form == form) for form in ("pairs", "items", "set", "leaf")}
 MAPPINGS, SEQUENCES, SETS = _OF_FORM["pairs"], (list, *_OF_FORM["items"]), _OF_FORM["set"]
@@ -393,4 +384,3 @@ _LIKE: dict[type, Callable[[Any, Any], Any]] = {  # A copy keeps the bound, fact
 }
 _WRITERS: dict[Any, Any] = {row.tag if row.type is Typed else row.type: (row.tag, row.write) for row in reversed(KINDS)}
 _READERS = {row.tag: row.read for row in KINDS}
-_LATER = re.compile(rb'\{"(%s)":' % b"|".join(row.tag.encode() for row in KINDS if row.since > 1))

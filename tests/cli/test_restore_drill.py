@@ -47,17 +47,17 @@ def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path, request: pyte
     a good one ends it.
     """
     assert doctors(run)[0] == "not checked"
-    assert ckpt("ls", run, "--json").data["drills"] == []
+    assert ckpt("ls", run, "--json").data["checks"] == []
     done = ckpt("restore-drill", run, "--json")
     assert done.status == 0, done.err
-    assert (done.data["good"], done.data["step"], done.data["fault"]) == (True, 3, None)
-    assert done.data["restore_s"] > 0
-    assert done.data["start_s"] > 0.1, "torch was imported in a process of its own"
+    assert (done.data["good"], done.data["figures"]["step"], done.data["fault"]) == (True, 3, None)
+    assert done.data["figures"]["restore_s"] > 0
+    assert done.data["figures"]["start_s"] > 0.1, "torch was imported in a process of its own"
     verdict, seen = doctors(run)
     assert verdict == "ok"
     assert seen.startswith("A restore drill of step 3 took ")
     assert seen.rpartition(", ")[0] in ckpt("ls", run).out.replace("\n", " ")  # The rest is how long ago.
-    [drill] = ckpt("ls", run, "--json").data["drills"]
+    [drill] = ckpt("ls", run, "--json").data["checks"]
     assert drill.items() <= done.data.items()
 
     request.getfixturevalue("forked")
@@ -65,12 +65,12 @@ def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path, request: pyte
     failed = ckpt("restore-drill", run, "--json")
     assert failed.status == 1
     assert "IntegrityError" in failed.data["fault"]
-    assert failed.data["restore_s"] is None
+    assert failed.data["figures"] == {"step": 3, "ranks": 1}
     verdict, seen = doctors(run)
     assert verdict == "wrong"
     assert "IntegrityError" in seen
     assert "took" in seen
-    assert [one["fault"] is None for one in ckpt("ls", run, "--json").data["drills"]] == [True, False]
+    assert [one["fault"] is None for one in ckpt("ls", run, "--json").data["checks"]] == [True, False]
     damage(run)  # The same bit again.
     assert ckpt("restore-drill", f"{run}@3").status == 0
     assert doctors(run)[0] == "ok"
@@ -99,11 +99,11 @@ def test_a_drill_owns_nothing_and_disturbs_no_training(run: Path) -> None:
         session.run(4)
         session.save(4)
         owner = opened.run.head().state.owner
-        assert ckpt("restore-drill", run, "--json").data["step"] == 4
+        assert ckpt("restore-drill", run, "--json").data["figures"]["step"] == 4
         session.run(6)
         session.save(6)
         state = opened.run.head().state
         assert state.owner == owner
         assert [one.step for one in opened.checkpoints()] == [6, 4, 3, 0]
-        assert [one.step for one in state.drills] == [4]
+        assert [(one.kind, one.figures["step"]) for one in state.checks] == [("drill", 4)]
         assert state.leases == ()

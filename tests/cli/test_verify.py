@@ -120,17 +120,17 @@ def test_the_run_keeps_what_was_found(run_dir: Path) -> None:
     [seen] = [one for one in check_place(str(run_dir)) if one.name == "verification"]
     assert (seen.verdict, seen.do) == ("not checked", "ckpt verify DIR")
     assert ckpt("verify", f"{run_dir}@2", "--json").data["recorded"] is False
-    assert ckpt("ls", run_dir, "--json").data["verifications"] == []
+    assert ckpt("ls", run_dir, "--json").data["checks"] == []
     assert ckpt("verify", run_dir, "--json").data["recorded"] is True
-    good = ckpt("ls", run_dir, "--json").data["verifications"]
-    assert [(one["checkpoints"], one["fault"]) for one in good] == [(2, None)]
+    good = ckpt("ls", run_dir, "--json").data["checks"]
+    assert [(one["kind"], one["figures"]["checkpoints"], one["fault"]) for one in good] == [("verify", 2, None)]
     assert measured(run_dir) == {"damaged_checkpoints": 0, "damaged_records": 0, "at": seconds_of(good[0]["at"])}
 
     flip_the_last(only(run_dir, "checkpoint_000000000001/*/model-*"))
     min((run_dir / "steps").iterdir()).unlink()
     for _ in range(2):
         assert ckpt("verify", run_dir).status == 1
-    found = ckpt("ls", run_dir, "--json").data["verifications"]
+    found = ckpt("ls", run_dir, "--json").data["checks"]
     assert found[0] == good[0]
     assert [one["fault"] is None for one in found] == [True, False]
     assert measured(run_dir) == {"damaged_checkpoints": 1, "damaged_records": 1, "at": seconds_of(found[1]["at"])}

@@ -61,10 +61,10 @@ ENTRY: dict[str, list[tuple[str, Any]]] = {
     "the last epoch": [(f"{_OWNER}/epoch", 10**9 - 1), ("epoch", 10**9 - 1)],
     "a pid of a path": [(f"{_OWNER}/pid", "../../outside"), (f"{_OWNER}/released", False)],
     "a pid of 40 digits": [(f"{_OWNER}/pid", 10**40), (f"{_OWNER}/released", False)],
-    "a list that leads out": [("state/live", {"object": "live/../../outside/canary.json", "digest": "0" * 32})],
+    "a list that leads out": [("state/live", {"segments": ["../../outside/canary"], "tail": []})],
     "seconds without end": [("event/stall_s", 1e300), ("event/flush_s", 1e-300), ("event/step_s", 5e-324)],
     "a resume of no numbers": [("event/resumed", {"start_s": -1, "owner_s": "nan", "step_s": 1e300, "x": []})],
-    "drills that are a number": [("state/drills", 7)],
+    "checks that are a number": [("state/checks", 7)],
     "costs without end": [(f"state/live/{n}/cost_s", 1.7e308) for n in range(3)],
     "as many digits as can be": [(f"{_NEWEST}/{key}", Raw("9" * 4300)) for key in ("n", "cost_s", "size_bytes")],
     "63 bits": [(f"{_NEWEST}/{key}", 2**63) for key in ("n", "cost_s", "size_bytes", "objects", "epochs")],
@@ -112,10 +112,11 @@ def _far_list(h: Hostile) -> None:
     body = h.entry()
     newest = {**body["state"]["live"][-1], "n": 10**12}
     data = canonical_json({"version": 1, "live": [newest, {**newest, "manifest_digest": "0" * 32, "n": 0}]})
-    name = live_list_name(digest_hex(data))
+    digest = digest_hex(data)
+    name = live_list_name(digest)
     (h.root / "live").mkdir(exist_ok=True)
     (h.root / name).write_bytes(data)
-    body["state"]["live"] = {"object": name, "digest": digest_hex(data)}
+    body["state"]["live"] = {"segments": [digest], "tail": []}
     h.put_entry(body)
 
 

@@ -47,8 +47,8 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match=r"step 5: .*Nothing was pruned"):
         upkeep(run_key="run", checkpoint=config)
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 5
-    [kept] = open_run(str(tmp_path / "run")).head().state.verifications
-    assert (kept.checkpoints, kept.damaged_checkpoints) == (5, 1)
+    [kept] = open_run(str(tmp_path / "run")).head().state.checks
+    assert (kept.figures["checkpoints"], kept.figures["damaged_checkpoints"]) == (5, 1)
 
 
 @pytest.mark.usefixtures("forked")
@@ -67,7 +67,7 @@ def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path
         upkeep(run_key="run", checkpoint=one, program="tests.support.tiny:wider")
     done = upkeep(run_key="run", checkpoint=one, restore_drill=True)
     assert done.drilled is not None
-    assert (done.drilled.step, done.drilled.fault) == (3, None)
+    assert (done.drilled.figures["step"], done.drilled.fault) == (3, None)
     assert done.pruned is not None
     assert done.pruned.kept == (3,)
 
@@ -83,7 +83,7 @@ def test_a_run_that_trains_prunes_itself(tmp_path: Path) -> None:
     assert done.verified.steps == (1, 2, 3)
     assert done.pruned is None
     assert len(open_run(str(tmp_path / "run")).checkpoints()) == 3
-    assert [one.checkpoints for one in open_run(str(tmp_path / "run")).head().state.verifications] == [3]
+    assert [one.figures["checkpoints"] for one in open_run(str(tmp_path / "run")).head().state.checks] == [3]
 
 
 def test_who_may_train_elsewhere_is_left_alone(tmp_path: Path) -> None:

@@ -18,10 +18,8 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, MAX_STEP
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import read_segment, write_segment
-from ckpt_tasks.format.manifest import MAX_GROUPS, NEWEST_VERSION, Manifest, ObjectRecord
-from ckpt_tasks.format.records import SEAL_VERSION, Lease, Origin, Seal
-from ckpt_tasks.format.tree import KINDS
-from ckpt_tasks.format.versions import TABLES_VERSION
+from ckpt_tasks.format.manifest import MAX_GROUPS, Manifest, ObjectRecord
+from ckpt_tasks.format.records import Lease, Origin, RunCheck, Seal
 from tests.support.ledgers import evaluation_of, made, owner_of, resealed
 
 PLACE = "checkpoint_000000000000/e000001-0123456789abcdef/"
@@ -39,6 +37,9 @@ MANIFEST = Manifest(
     environment={"torch": "2.13"},
 )
 FIRST = made(10, 1, "0@0", metrics={"loss": 0.5}, epochs=1.5, reuses=(MANIFEST.objects[0].name,))
+DRILL = RunCheck(kind="drill", at="2024", host="box", fault="killed", figures={"step": 20, "ranks": 2, "start_s": 1.5})
+COUNTS: dict[str, float] = {"checkpoints": 2, "damaged_checkpoints": 0, "damaged_records": 0}
+VERIFIED = RunCheck(kind="verify", at="2024", host="box", fault=None, figures=COUNTS)
 FULL = (
     State(origin=Origin(url="/runs/a", run_key="a", step=1, manifest_digest="1@2", identity="1@3", set={}, params={}))
     .with_checkpoint(FIRST, NONE)
@@ -46,6 +47,8 @@ FULL = (
     .with_checkpoint(made(20, 2, "10@1"), NONE)
     .with_owner(owner_of(1), "loss", "min")
     .with_pin("10@1", "mine")
+    .with_check(DRILL)
+    .with_check(VERIFIED)
     .with_lease(Lease(id="a", manifest_digest="20@2", holder="eval", expires_at=100.0), 0.0)
     .retire(NONE, (f"{PLACE}index.arrow",), NONE)
 )
@@ -76,7 +79,6 @@ class Document:
     value: Any
     data: bytes
     read: Callable[[bytes], Any]
-    newest: int
     sealed: bool = False
 
     def changed(self, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -85,21 +87,17 @@ class Document:
 
 
 DOCUMENTS = {
-    "entry": Document(
-        entry(FULL), entry(FULL).to_bytes()[0], lambda data: Entry.from_bytes(data, "x")[0], TABLES_VERSION, True
-    ),
-    "seal": Document(SEAL, SEAL.to_bytes(), Seal.from_bytes, SEAL_VERSION, True),
+    "entry": Document(entry(FULL), entry(FULL).to_bytes()[0], lambda data: Entry.from_bytes(data, "x")[0], True),
+    "seal": Document(SEAL, SEAL.to_bytes(), Seal.from_bytes, True),
     "manifest": Document(
         MANIFEST,
         MANIFEST.to_bytes(),
         lambda data: Manifest.from_bytes(data, digest=digest_hex(data), name="x"),
-        NEWEST_VERSION,
     ),
     "segment": Document(
         FULL.live,
         write_segment(FULL.live),
         lambda data: read_segment(data, digest=digest_hex(data), name="x"),
-        TABLES_VERSION,
     ),
 }
 documents = pytest.mark.parametrize("name", DOCUMENTS)
@@ -157,7 +155,7 @@ def test_a_newer_one_says_upgrade(name: str) -> None:
     """P59: a newer version is not damage: the reader stops and says upgrade, whatever else is in it."""
     document = DOCUMENTS[name]
     with pytest.raises(FormatVersionError, match="Upgrade"):
-        document.read(document.changed(lambda body: body.update(version=document.newest + 1)))
+        document.read(document.changed(lambda body: body.update(version=2)))
     refuses(document, ("version",), [0, -1, 1.0, "1", None, True, [1]])
 
 
@@ -180,7 +178,7 @@ BAD: dict[str, dict[tuple[Any, ...], list[Any]]] = {
         ("state",): [GONE, [], None],
         ("event",): [GONE, []],
         ("state", "retired"): [["../../etc/passwd"], [3], None],
-        ("state", "live"): [{"object": "../x", "digest": "f"}, {"object": "file:///x", "digest": "f"}, {"digest": "f"}],
+        ("state", "live"): [{"segments": ["../x"], "tail": []}, {"segments": ["file:///x"], "tail": []}, {"tail": []}],
         ("state", "live", 0, "more"): [1],
         ("state", "owner"): [[1]],
         ("state", "best_mode"): ["median", None],
@@ -304,6 +302,26 @@ def test_the_digest_of_an_entry_is_that_of_what_it_says() -> None:
         Entry.from_bytes(other.replace(b'"mine"', b'"ours"'), "x")
 
 
+def test_the_bytes_of_an_entry_are_told_from_any_others() -> None:
+    """P49: an entry is in the bytes that were written, and in no others: a flipped bit, a cut, another layout."""
+    data, digest = entry(FULL).to_bytes()
+    assert entry(FULL).is_in(data, digest)
+    for at in range(0, len(data), 7):
+        assert not entry(FULL).is_in(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], digest)
+    for other in (b"", data[:-1], json.dumps(json.loads(data), indent=1).encode(), entry(FULL, n=4).to_bytes()[0]):
+        assert not entry(FULL).is_in(other, digest)
+
+
+def test_a_commit_that_nests_too_deep_is_refused_without_being_parsed() -> None:
+    """P47: without parsing what was written, its bounds hold as well: a reader would refuse the entry."""
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(StateError, match="deeper"):
+        entry(FULL, event={"kind": "commit", "observed": deep}).to_bytes(parse=False)
+    assert entry(FULL).to_bytes(parse=False) == entry(FULL).to_bytes()
+
+
 def test_a_look_reads_the_newest_checkpoints() -> None:
     """With `newest` an entry lacks older checkpoints and says so."""
     data, digest = entry(FULL).to_bytes()
@@ -336,17 +354,16 @@ def test_the_last_numbers_are_read() -> None:
 # ── manifests ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_entry_of_a_later_version_is_said_by_the_manifest() -> None:
-    """P59: a manifest whose trees version 1 cannot hold says the version that can, and one that says less is damage."""
-    groups = {"it": {"kind": "plain", "tree": {"~path": ["PosixPath", "a", {}]}}}
-    data = replace(MANIFEST, groups=groups).to_bytes()
-    assert json.loads(data)["version"] == 3
-    assert DOCUMENTS["manifest"].read(data).groups == groups
-    newest = {"it": {"kind": "plain", "tree": {"~buffer": [0, {"bytes": None}]}}}
-    assert json.loads(replace(MANIFEST, groups=newest).to_bytes())["version"] == 6 == max(row.since for row in KINDS)
-    for version in (1, 2):
-        with pytest.raises(IntegrityError, match="not that of its trees"):
-            DOCUMENTS["manifest"].read(data.replace(b'"version":3', b'"version":%d' % version))
+def test_each_rank_has_its_tree() -> None:
+    """P49: a group of several ranks has one tree, or one for each rank; a group of one rank has one tree."""
+    for ranks, trees, good in ((2, [1, 2], True), (2, [1], False), (2, 1, False), (1, [1], False)):
+        group = {"it": {"kind": "plain", "trees": trees}}
+        data = replace(MANIFEST, groups=group, world_size=ranks).to_bytes()
+        if good:
+            assert DOCUMENTS["manifest"].read(data).groups == group
+            continue
+        with pytest.raises(IntegrityError):
+            DOCUMENTS["manifest"].read(data)
 
 
 def test_the_most_groups_are_written_and_read_and_one_more_is_neither() -> None:

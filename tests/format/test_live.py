@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import StateError
-from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.keys import ledger_name, live_list_name
+from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.live import MAX_INLINE_CHECKPOINTS, cut, joined_segments, read_live, read_segment, write_segment
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
-from tests.support.ledgers import ME, commit, made, owned, resealed, steps
+from tests.support.ledgers import ME, made, owned, steps
 
 NONE = frozenset[str]()
 
@@ -80,29 +79,6 @@ def test_any_changes_are_read_back(run_dir: Path) -> None:
         assert len(segments) <= len(state.live) // 32 + 2
 
 
-def test_a_list_of_one_object_is_read_and_gone_on_from(run_dir: Path) -> None:
-    """P59: before there were segments a long list was one object: it is read, and the next entry cuts it up."""
-    history = grown(run_dir, 700)
-    state = history.head().state
-    data = write_segment(state.live)
-    history.store.put_if_absent(live_list_name(digest_hex(data)), data)
-    newest = history.head().next_n - 1
-
-    def in_one_object(body: dict[str, Any]) -> None:
-        body["state"]["live"] = {"object": live_list_name(digest_hex(data)), "digest": digest_hex(data)}
-        body.update(n=newest + 1, nonce="0" * 32)
-
-    old = resealed(history.store.get(ledger_name(newest), 1 << 20), in_one_object)
-    history.store.put_if_absent(ledger_name(newest + 1), old)
-    fresh = History(LocalStore(run_dir))
-    assert fresh.head().state == state
-    commit(fresh, 700)
-    entry = History(LocalStore(run_dir)).head().entry
-    assert entry is not None
-    assert [c.step for c in entry.state.live] == list(range(701))
-    assert max(len(segment.checkpoints) for segment in entry.segments) == 64
-
-
 @pytest.mark.parametrize("harm", ["delete", "flip"])
 def test_a_damaged_segment_makes_its_entry_damaged(run_dir: Path, harm: str) -> None:
     """P49: an entry of which a segment is gone or changed counts as damaged, and the one before it is taken."""
@@ -130,16 +106,17 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("count", [0, 128, 192])
+# A commit adds one checkpoint, the newest.
+@pytest.mark.parametrize(("kind", "count"), [("note", 0), ("note", 128), ("note", 192), ("commit", 0), ("commit", 128)])
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: int) -> None:
+def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: int, kind: str) -> None:
     """P47: what a reader would refuse is refused before the commit, in the entry and in a segment; all stays as is."""
     history = grown(run_dir, count)
     before = history.head()
     wrong = replace(made(count, before.next_n), **REFUSED[what])
     after = tuple(made(count + k, before.next_n) for k in range(1, 64 if count == 192 else 1))
     with pytest.raises(StateError, match="could not be read back"):
-        history.append({"kind": "note"}, lambda state, n: replace(state, live=(*state.live, wrong, *after)), owner=ME)
+        history.append({"kind": kind}, lambda state, n: replace(state, live=(*state.live, wrong, *after)), owner=ME)
     fresh = History(LocalStore(run_dir)).head()
     assert (fresh.state, fresh.next_n, fresh.damaged) == (before.state, before.next_n, ())
 
@@ -149,11 +126,3 @@ def test_segments_that_nobody_named(digests: list[Any]) -> None:
     """P49: one segment many times over, or a name that leads elsewhere, is not a list of ours."""
     with pytest.raises(ValueError, match=r"segment|text"):
         read_live({"segments": digests, "tail": []})
-
-
-@pytest.mark.parametrize("named", [live_list_name("1" * 32), "live/x.json", "../x", None])
-def test_a_list_of_one_object_has_the_name_of_its_digest(named: Any) -> None:
-    """P42: an old entry's list that is said to lie elsewhere is none of ours."""
-    assert len(read_live({"object": live_list_name("0" * 32), "digest": "0" * 32})[0]) == 1
-    with pytest.raises(ValueError, match="not a list of checkpoints"):
-        read_live({"object": named, "digest": "0" * 32})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, MAX_STEP, evaluation_name
-from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Origin, Owner
+from ckpt_tasks.format.records import Checkpoint, Evaluation, Lease, Origin, Owner, RunCheck
 from tests.format.test_documents import DOCUMENTS, FAR, FIRST, MANIFEST, OUT, TEXT, WHOLE, refuses
 
 FLAG, FLOAT, NAMED = [None, 0, 1, "yes"], ["1", True, [1], 2e300], [None, [1], {"loss": "low"}, {"loss": None}]
@@ -65,6 +65,15 @@ RECORDS: dict[type, tuple[tuple[Any, ...], dict[str, list[Any]]]] = {
             "set": ["lr", 3, [["lr", 1]]],
             "params": ["lr", 3, [["lr", 1]]],
             **dict.fromkeys(("url", "run_key", "manifest_digest", "identity"), TEXT),
+        },
+    ),
+    RunCheck: (
+        ("state", "checks", 0),
+        {
+            "kind": [*TEXT, "verify", "teleport"],
+            "fault": [3],
+            "figures": [None, [], {"step": 1}, {"step": 1.5, "ranks": 1}, {"step": 1, "ranks": 1, "start_s": "1"}],
+            **dict.fromkeys(("at", "host"), TEXT),
         },
     ),
 }

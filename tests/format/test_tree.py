@@ -24,7 +24,6 @@ from ckpt_tasks.format.tree import (
     Typed,
     decode,
     encode,
-    since,
 )
 
 
@@ -200,11 +199,3 @@ def test_an_unknown_entry_is_a_newer_format() -> None:
     """P59: an entry that this version has no word for is never skipped or taken for a dict."""
     with pytest.raises(FormatVersionError, match="upgrade"):
         decode({"a": [{"~quaternion": [1, 2, 3, 4]}]})
-
-
-def test_every_kind_says_the_version_that_has_it() -> None:
-    """P59: a manifest with an entry that version 1 lacks says so; a text that looks like one says nothing."""
-    assert {row.since for row in KINDS} == {1, 3, 5, 6}
-    for row in KINDS:
-        assert since(json.dumps({"a": [{row.tag: []}]}, separators=(",", ":")).encode()) == row.since
-    assert since(json.dumps({"a": '{"~named":', "~named": 1}, separators=(",", ":")).encode()) == 1

@@ -1,4 +1,4 @@
-"""The values of the golden runs of versions 3 and 5, in a module of their own: their classes have one name anywhere."""
+"""Values with parts of the golden runs, in a module of their own: their classes have one name anywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def kinds_at(k: int) -> dict[str, Any]:
-    """Return a value for every entry that version 3 has and version 1 lacks; `k` is in each."""
+    """Return a value for every kind that has parts; `k` is in each."""
     return {
         "named": [Point(k, torch.full((2,), float(k)))],
         "enum": {Phase.WARM: [Phase(k), Rights.READ | Rights.RUN]},

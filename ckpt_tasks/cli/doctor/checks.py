@@ -6,14 +6,15 @@ The functions only judge facts, which the other modules of the room collect. doc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ckpt_tasks.flows.site import TAG
 from ckpt_tasks.format.policy.space import Forecast, gib
-from ckpt_tasks.format.records import Drill, Verification
+from ckpt_tasks.format.records import RunCheck
+from ckpt_tasks.run.report.words import check_words
 
 HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 SIGTERM_BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
@@ -34,8 +35,6 @@ _SET_HEARTBEAT = f"Set {HEARTBEAT}={_HEARTBEAT_S} in the job variables' env of t
 # An owner without a new heartbeat may be taken over after 120 s, so clocks must agree.
 _SKEW_S, _MOST_SKEW_S = 2.0, 30.0
 _NAMED = 5
-
-_Result = TypeVar("_Result", bound="Drill | Verification")
 
 
 @dataclass(frozen=True)
@@ -336,11 +335,11 @@ def judge_disk(unwritable: str | None, free_bytes: int, forecast: Forecast | Non
     return Check("disk", "warning", seen, do) if forecast.room_for < 2 else Check("disk", "ok", seen)
 
 
-def judge_last(name: str, results: Sequence[_Result], words: Callable[[_Result], str], command: str) -> Check:
-    """Judge a run by `results`: its last good drill or verification, and then the last one if that was bad."""
+def judge_last(name: str, results: Sequence[RunCheck], command: str) -> Check:
+    """Judge a run by `results` of one kind: its last good check, and then the last one if that was bad."""
     if not results:
         return Check(name, "not checked", "the run never had one", f"{command} DIR")
-    seen = "; ".join(words(result) for result in reversed(results))
+    seen = "; ".join(check_words(result) for result in reversed(results))
     if results[-1].fault is None:
         return Check(name, "ok", seen)
     return Check(name, "wrong", seen, f"ckpt verify lists what is damaged; then {command} again.")

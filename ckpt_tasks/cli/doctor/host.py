@@ -21,7 +21,6 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.space import Forecast
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.report.words import drill_words, verification_words
 from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
@@ -49,8 +48,8 @@ def check_place(directory: str | None) -> list[Check]:
     except CkptError as error:
         return [Check("store", "wrong", error.message, error.hint or ""), _memory(None, None)]
     results = [
-        judge_last("restore drill", state.drills, drill_words, "ckpt restore-drill"),
-        judge_last("verification", state.verifications, verification_words, "ckpt verify"),
+        judge_last("restore drill", state.checks_of("drill"), "ckpt restore-drill"),
+        judge_last("verification", state.checks_of("verify"), "ckpt verify"),
     ]
     memory = _memory(inner.url, newest.size_bytes if newest else None)
     return [seen, *(results if newest else ()), *disk, *_clock(inner.endpoint), memory]

@@ -22,7 +22,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, console, first, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.run.report.words import age, count, drill_words, size, span
+from ckpt_tasks.run.report.words import age, check_words, count, size, span
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
@@ -305,5 +305,5 @@ def restore_drill(
         run = parsed.open()
         drill = drill_run(Location(parsed.checkpoint_dir), program, which=parsed.which or "latest")
         facts = {"run_key": run.run_key, "checkpoint_dir": run.history.store.url, "good": drill.fault is None}
-        out.answer({**facts, **asdict(drill)}, [title(run), (drill_words(drill), "red" if drill.fault else "green")])
+        out.answer({**facts, **asdict(drill)}, [title(run), (check_words(drill), "red" if drill.fault else "green")])
         out.fail(drill.fault is not None)

@@ -36,7 +36,7 @@ _PARAMS_SHOWN, _PARAM_LENGTH = 100, 200
 class Row:
     """A run's row; `sign` identifies the state of its ledger.
 
-    `look.state` has only the results of drills and verifications, and the owner if it may be alive.
+    `look.state` has only the results of checks, and the owner if it may be alive.
     """
 
     facts: Mapping[str, Any]
@@ -140,7 +140,7 @@ class RunTable:
             return
         facts, about = _facts(look), look.summary.state
         owner = look.state.owner if about in ("running", "silent") else None
-        kept = State(owner=owner, drills=look.state.drills, verifications=look.state.verifications)
+        kept = State(owner=owner, checks=look.state.checks)
         again = look.partial or about == "unreadable"
         self._put(name, facts, None if again else sign, look._replace(state=kept))
 

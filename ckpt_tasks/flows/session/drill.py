@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,9 @@ from ckpt_tasks.checkpoint.restore.reading import Run, open_run
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.flows.session.local import build_from_seed, find_program
 from ckpt_tasks.flows.session.parameters import effective_params
-from ckpt_tasks.format.records import Checkpoint, Drill, drill_item
+from ckpt_tasks.format.records import Checkpoint, RunCheck
 from ckpt_tasks.run.opening import open_checkpoint
+from ckpt_tasks.run.upkeep.upkeep import record_check
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.system import now_iso, system
 
@@ -41,7 +41,7 @@ _DEADLINE_S = 3600.0  # Ranks may wait this long for the slowest one's restore.
 
 def drill_run(
     location: Location, program: str | None = None, *, run_key: str | None = None, which: int | str = "latest"
-) -> Drill:
+) -> RunCheck:
     """Restore a checkpoint into a program ("module:Factory"; None: the run's own) in fresh processes; record it.
 
     The `fault` of the drill says why this host cannot restore it: damage, a program that cannot be built or does not
@@ -55,17 +55,12 @@ def drill_run(
     named = {"program": recorded if program is None else program, "given": program is not None}
     order = {"location": vars(location), "identity": checkpoint.manifest_digest, **named}
     ranks = _ranks_of(run, checkpoint)
-    drill = Drill(
-        manifest_digest=checkpoint.manifest_digest,
-        step=checkpoint.step,
-        at=now_iso(),
-        host=system().host(),
-        ranks=ranks,
-    )
-    with leased(run, checkpoint, f"restore drill on {drill.host}"):
-        drill = replace(drill, **_answer(order, ranks))
-        event = {"kind": "note", "note": "drill", **drill_item(drill)}
-        run.history.append(event, lambda state, n: state.with_result(drill), owner=None)
+    at, host = now_iso(), system().host()
+    with leased(run, checkpoint, f"restore drill on {host}"):
+        seconds, fault = _answer(order, ranks)
+        figures = {"step": checkpoint.step, "ranks": ranks, **seconds}
+        drill = RunCheck(kind="drill", at=at, host=host, fault=fault, figures=figures)
+        record_check(run.history, drill)
     return drill
 
 
@@ -77,7 +72,7 @@ def _ranks_of(run: Run, checkpoint: Checkpoint) -> int:
         return 1
 
 
-def _answer(order: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+def _answer(order: Mapping[str, Any], ranks: int) -> tuple[dict[str, float], str | None]:
     """Have ranks carry out an order; return the slowest rank's seconds, or the first fault. Raises a rank's error."""
     with tempfile.TemporaryDirectory(prefix="ckpt-drill-") as place, socket.socket() as listening:
         listening.bind((_HOST, 0))  # Torch's own store would listen on every interface.
@@ -91,7 +86,9 @@ def _answer(order: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     if "error" in first:
         kind, message, hint = first["error"]
         raise getattr(errors, kind)(message, hint=hint)
-    return first if "fault" in first else {name: max(answer[name] for answer in answers) for name in first}
+    if "fault" in first:
+        return {}, first["fault"]
+    return {name: max(answer[name] for answer in answers) for name in first}, None
 
 
 class _Rank:

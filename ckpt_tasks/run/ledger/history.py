@@ -96,6 +96,7 @@ class History(RunFormat):
         self._known: Head | None = None  # The newest entry read by this process, if no newer one is damaged.
         self._seen = False  # True if the last read found no damage: then `_known` is the newest entry.
         self._looked_s = -math.inf
+        self._has_put = False  # True once this process has put an entry that it parsed again.
         self._warned: tuple[str, ...] = ()
 
     def head(self) -> Head:
@@ -170,9 +171,11 @@ class History(RunFormat):
         return None
 
     def _stands(self, head: Head) -> bool:
-        """Return True if a head's entry still exists unchanged."""
+        """Return True if a head's entry still exists, byte for byte."""
+        if head.entry is None or head.digest is None:
+            return False
         try:
-            return self._read_entry(head.next_n - 1)[1] == head.digest
+            return head.entry.is_in(self.store.get(ledger_name(head.next_n - 1), MAX_ENTRY_BYTES), head.digest)
         except (IntegrityError, ObjectNotFoundError):
             return False
 
@@ -281,7 +284,9 @@ class History(RunFormat):
 
     def _read_back(self, entry: Entry) -> bool:
         """Put an entry, and return True if it is ours; raise CommitUncertainError if that is unknown, or StoreError."""
-        name, (data, digest) = ledger_name(entry.n), entry.to_bytes()
+        # A commit adds one checkpoint to a state that was checked; all other events are rare.
+        parse = not self._has_put or entry.event["kind"] != "commit"
+        name, (data, digest) = ledger_name(entry.n), entry.to_bytes(parse=parse)
         self._segments.put(entry.segments)
         failure: StoreError | None = None
         refused = True  # True while the store has refused every try.
@@ -313,6 +318,7 @@ class History(RunFormat):
             else:
                 if stands:
                     self._known, self._seen = Head(entry, digest, entry.n + 1, ()), True
+                    self._has_put = True
                     self._looked_s = system().monotonic()
                 return stands
         assert failure is not None

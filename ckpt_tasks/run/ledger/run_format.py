@@ -20,8 +20,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.keys import FORMAT_NAME
-from ckpt_tasks.format.parsing import well_formed
-from ckpt_tasks.format.versions import FORMAT_VERSION, check_version
+from ckpt_tasks.format.parsing import FORMAT_VERSION, check_version, well_formed
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.probe import prove
 from ckpt_tasks.storage.retrying import read_good

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.format.records import Verification
+from ckpt_tasks.format.records import RunCheck
 from ckpt_tasks.run.ledger.goodput import Course, Followed, follow
 from ckpt_tasks.run.ledger.timeline import Moment
 from ckpt_tasks.run.overview import Look, looks_at, places_of
@@ -119,12 +119,12 @@ def _of_last_commit(value: Callable[[Moment], float]) -> _Values:
     return _one(lambda look, course: next((value(p.moment) for p in reversed(course.of("commit"))), None))
 
 
-def _of_last_verification(value: Callable[[Verification], float | None]) -> _Values:
-    return _one(lambda look, course: next((value(one) for one in reversed(look.state.verifications)), None))
+def _of_last(kind: str, value: Callable[[RunCheck], float | None]) -> _Values:
+    return _one(lambda look, course: next((value(one) for one in reversed(look.state.checks_of(kind))), None))
 
 
 def _last_good_drill(look: Look, course: Course) -> float | None:
-    return next((seconds_of(drill.at) for drill in look.state.drills if drill.fault is None), None)
+    return next((seconds_of(drill.at) for drill in look.state.checks_of("drill") if drill.fault is None), None)
 
 
 _METRICS: dict[str, tuple[str, _Values]] = {
@@ -173,19 +173,19 @@ _METRICS: dict[str, tuple[str, _Values]] = {
     ),
     "drill_failed": (
         "1 if the last drill could not restore the run",
-        _one(lambda look, course: any(drill.fault for drill in look.state.drills) if look.state.drills else None),
+        _of_last("drill", lambda one: one.fault is not None),
     ),
     "last_verified_timestamp_seconds": (
         "when the whole run was last verified, in seconds since 1970",
-        _of_last_verification(lambda one: seconds_of(one.at)),
+        _of_last("verify", lambda one: seconds_of(one.at)),
     ),
     "damaged_checkpoints": (
         "checkpoints that the last verification found damaged",
-        _of_last_verification(lambda one: one.damaged_checkpoints),
+        _of_last("verify", lambda one: one.figures["damaged_checkpoints"]),
     ),
     "damaged_records": (
         "damaged objects that it found beside the checkpoints, such as ledger entries",
-        _of_last_verification(lambda one: one.damaged_records),
+        _of_last("verify", lambda one: one.figures["damaged_records"]),
     ),
 }
 _OF_A_LOOK = (

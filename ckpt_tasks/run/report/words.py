@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ckpt_tasks.format.parsing import moment_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ckpt_tasks.format.records import Drill, Verification
+    from ckpt_tasks.format.records import RunCheck
 
 HEADER_STYLE = "dim"  # The style of every table's header.
 
@@ -76,22 +77,28 @@ def age(iso: str, now: datetime | None = None) -> str:
     return f"{span(round(seconds))} ago" if seconds >= 9.95 else "now"
 
 
-def drill_words(drill: Drill) -> str:
-    """Write the result of a restore drill in a sentence."""
-    at = f"on {printable(drill.host)}, {age(drill.at)}"
+def check_words(check: RunCheck) -> str:
+    """Write the result of a check of a run in a sentence."""
+    return _CHECKS[check.kind](check, check.figures, f"on {printable(check.host)}, {age(check.at)}")
+
+
+def _drill_words(drill: RunCheck, figures: Mapping[str, float], at: str) -> str:
     if drill.fault is not None:
-        return f"A restore drill of step {drill.step} failed {at}: {printable(drill.fault)}"
-    by = f", on {drill.ranks} ranks" if drill.ranks > 1 else ""
-    return f"A restore drill of step {drill.step} took {fine_span(drill.restore_s or 0.0)} {at}{by}."
+        return f"A restore drill of step {figures['step']} failed {at}: {printable(drill.fault)}"
+    by = f", on {figures['ranks']} ranks" if figures["ranks"] > 1 else ""
+    return f"A restore drill of step {figures['step']} took {fine_span(figures.get('restore_s', 0.0))} {at}{by}."
 
 
-def verification_words(result: Verification) -> str:
-    """Write the result of a verification in a sentence."""
-    at, many = f"on {printable(result.host)}, {age(result.at)}", count(result.checkpoints, "checkpoint")
-    if result.fault is None:
+def _verify_words(check: RunCheck, figures: Mapping[str, float], at: str) -> str:
+    many = count(int(figures["checkpoints"]), "checkpoint")
+    if check.fault is None:
         return f"The run was verified {at}: {many} good."
-    bad = f"{result.damaged_checkpoints} of {many} damaged, and {count(result.damaged_records, 'record')}"
-    return f"A verification {at}, found {bad}: {printable(result.fault)}"
+    records = count(int(figures["damaged_records"]), "record")
+    bad = f"{figures['damaged_checkpoints']} of {many} damaged, and {records}"
+    return f"A verification {at}, found {bad}: {printable(check.fault)}"
+
+
+_CHECKS = {"drill": _drill_words, "verify": _verify_words}
 
 
 def when(iso: str) -> str:

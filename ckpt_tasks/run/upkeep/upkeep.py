@@ -17,7 +17,7 @@ from ckpt_tasks.format.layout.steps import MAX_STEPS_BYTES
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.policy.retention import RetentionPolicy, Verdict, plan_retention
-from ckpt_tasks.format.records import Checkpoint, Verification
+from ckpt_tasks.format.records import Checkpoint, RunCheck
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import moment
@@ -144,19 +144,24 @@ def record_verification(history: History, faults: RunFaults) -> str:
         head = history.head()
         if head.entry is None or head.damaged:
             return "its newest ledger entry is damaged or missing"
-        result = Verification(
+        counts = (len(faults.checkpoints), len(wrong), len(faults.damaged))
+        check = RunCheck(
+            kind="verify",
             at=now_iso(),
             host=system().host(),
-            checkpoints=len(faults.checkpoints),
-            damaged_checkpoints=len(wrong),
-            damaged_records=len(faults.damaged),
             fault=next((fault[:_LONGEST_FAULT] for fault in (*wrong, *faults.damaged)), None),
+            figures=dict(zip(("checkpoints", "damaged_checkpoints", "damaged_records"), counts, strict=True)),
         )
-        event = {"kind": "note", "note": "verification", **asdict(result)}
-        history.append(event, lambda state, n: state.with_result(result), owner=None)
+        record_check(history, check)
     except CkptError as error:  # Return the result even if it cannot be recorded.
         return error.message
     return ""
+
+
+def record_check(history: History, check: RunCheck) -> None:
+    """Record the result of a check in the ledger; any process may do this. Raises what `History.append` raises."""
+    event = {**asdict(check), "kind": "note", "note": check.kind}
+    history.append(event, lambda state, n: state.with_check(check), owner=None)
 
 
 def _faults(store: Store, checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -284,7 +284,7 @@ def _is_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and _path_of(type(value)) in _WRAPPERS
 
 
-# One row for each kind, in the order in which `has` is called; format/tree.py has the tag and the first format version.
+# One row for each kind, in the order in which `has` is called; format/tree.py has the tag.
 KINDS = {
     "~quantized": ValueKind(_take_quantized, _build_quantized, has=_is_quantized, reads=True),
     "~sparse": ValueKind(_take_sparse, _build_sparse, has=_is_sparse, reads=True),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ckpt_tasks import open_run
 from ckpt_tasks.flows.session.drill import drill_run
-from ckpt_tasks.run.report.words import drill_words
+from ckpt_tasks.run.report.words import check_words
 from ckpt_tasks.storage.locations import Location
 from tests.support.agents import config_of, train
 from tests.support.cli_runs import flip
@@ -24,13 +24,13 @@ def test_a_drill_has_as_many_ranks_as_the_run(run_dir: Path, tmp_path: Path) -> 
     place = Location(str(run_dir))
     assert drill_run(place, PROGRAM).fault == "RuntimeError: injected in step 0"
     drill = drill_run(place, PROGRAM)
-    assert (drill.fault, drill.step, drill.ranks) == (None, 5, 2)
-    assert open_run(str(run_dir)).head().state.drills == (drill,)
-    assert drill_words(drill).endswith(", on 2 ranks.")
+    assert (drill.fault, drill.figures["step"], drill.figures["ranks"]) == (None, 5, 2)
+    assert open_run(str(run_dir)).head().state.checks == (drill,)
+    assert check_words(drill).endswith(", on 2 ranks.")
     for shard in run_dir.glob("checkpoint_000000000005/*/rng-00001-of-00002-0.safetensors"):
         shard.chmod(0o644)
         flip(shard, -1)
     failed = drill_run(place, PROGRAM)
     assert failed.fault is not None
     assert "IntegrityError" in failed.fault
-    assert open_run(str(run_dir)).head().state.drills == (drill, failed)
+    assert open_run(str(run_dir)).head().state.checks == (drill, failed)

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.parsing import seconds_of
-from ckpt_tasks.format.records import Drill
+from ckpt_tasks.format.records import RunCheck
 from ckpt_tasks.run.ledger.goodput import follow
 from ckpt_tasks.run.ledger.timeline import read_timeline
 from ckpt_tasks.run.report.prometheus import Runs, registry_of
@@ -272,7 +272,7 @@ def test_each_alert_fires_on_a_run_with_its_trouble_and_on_no_other(tmp_path: Pa
             told["failing"].noted("failure")
         told["slow"].taken().commit(30, stall_s=45.0).released()
         open_run(runs / "drilled").history.append(
-            {"kind": "note"}, lambda state, n: state.with_result(DRILL), owner=None
+            {"kind": "note"}, lambda state, n: state.with_check(DRILL), owner=None
         )
         assert ckpt("verify", runs / "verified").status == 1  # Its checkpoints are only told of in the ledger.
         newest = min((runs / "damaged" / "ledger").iterdir())
@@ -296,7 +296,13 @@ def test_each_alert_fires_on_a_run_with_its_trouble_and_on_no_other(tmp_path: Pa
     assert fired(tmp_path, before, after, expected) == ""
 
 
-DRILL = Drill(manifest_digest="20@2", step=20, at="2026-01-01T00:00:00+00:00", host="box", fault="no such module")
+DRILL = RunCheck(
+    kind="drill",
+    at="2026-01-01T00:00:00+00:00",
+    host="box",
+    fault="no such module",
+    figures={"step": 20, "ranks": 1},
+)
 
 
 def fired(
