@@ -27,7 +27,6 @@ from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "COMMANDS.md"
-_LINK = re.compile(r"\bdocs/(\w+\.md)")
 _HEAD = """# The command `ckpt`
 
 What `ckpt --help` and `ckpt VERB --help` print, and what the verbs answer, on one page.
@@ -225,7 +224,7 @@ def _verb(verb: Any, context: Any) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return _LINK.sub(r"[\1](\1)", " ".join(text.split())).replace("|", r"\|").replace("<", r"\<")
+    return " ".join(text.split()).replace("|", r"\|").replace("<", r"\<")
 
 
 if __name__ == "__main__":
