@@ -35,7 +35,7 @@ def written(page: str) -> str:
 
     def row(match: re.Match[str]) -> str:
         number, fault, gap = match.groups()
-        link = "[{0}::{1}](../../tests/{0})".format(*first[int(number)]) if int(number) in first else ""
+        link = "[{1}](../../tests/{0})".format(*first[int(number)]) if int(number) in first else ""
         return f"| P{number} |{fault}| {link} |{gap}|"
 
     gaps = [gap for _, _, gap in rows(page)]
