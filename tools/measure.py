@@ -124,7 +124,7 @@ def pages() -> Iterator[tuple[str, object]]:
     size = sum(path.stat().st_size for path in [*users, *inner])
     yield (
         "pages for users; others; decisions",
-        f"{len(users)}; {len(inner)}; {len([*(docs / 'decisions').glob('*.md')])}",
+        f"{len(users)}; {len(inner)}; {len([*(docs / 'internals' / 'decisions').glob('*.md')])}",
     )
     yield "KB of pages without decisions", size // 1000
 

@@ -188,7 +188,7 @@ def rollback(
         with _held(config, "Stop the training first: a rollback would fence it.") as ckpt:
             ckpt.rollback(checkpoint.step, skip_batches=skip, reason=reason)
         left = sorted(checkpoint.step for checkpoint in run.checkpoints() if checkpoint.abandoned)
-        parts = [f"Training goes on from step {checkpoint.step}; {count(len(left), 'checkpoint')} left behind."]
+        parts = [f"Training resumes from step {checkpoint.step}; {count(len(left), 'checkpoint')} left behind."]
         parts += [f"Then it leaves out the batches of steps {skip[0]} to {skip[1]}."] if skip else []
         facts = {"checkpoint_dir": run.history.store.url, "step": checkpoint.step, "skip": skip, "left_behind": left}
         out.answer(facts, [*parts, f"Reason: {reason}"])
@@ -200,7 +200,7 @@ def _say_back(out: Output, run: Run, checkpoint: Checkpoint, skip: tuple[int, in
     if faults := verify_checkpoint(run.history.store, checkpoint):
         raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=checkpoint.step)
     left = sorted(one.step for one in run.checkpoints() if one.abandoned or one.n > checkpoint.n)
-    text = f"Training would go on from it; {count(len(left), 'checkpoint')} left behind."
+    text = f"Training would resume from it; {count(len(left), 'checkpoint')} left behind."
     _say(out, run, checkpoint, {"dry_run": True, "skip": skip, "left_behind": left}, text)
 
 

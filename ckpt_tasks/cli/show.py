@@ -136,7 +136,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "size", f"{size(facts['size_bytes'])} from {count(facts['world_size'], 'rank')}"
     if facts["metrics"]:
         yield "metrics", _named(facts["metrics"])
-    yield "went on from", parent
+    yield "parent", parent
     # An old checkpoint's environment has only versions.
     yield from ((name, environment[name]) for name in _OWN_LINES if name in environment)
     yield "environment", ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _OWN_LINES)
@@ -150,7 +150,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["pinned"] is not None:
         yield "pinned", facts["pinned"]
     if facts["abandoned"]:
-        yield "left behind", "training went on from an older checkpoint"
+        yield "left behind", "training resumed from an older checkpoint"
 
 
 def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Iterator[Any]:

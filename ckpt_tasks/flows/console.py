@@ -149,7 +149,7 @@ def train_in_terminal(training: TerminalTraining, *, again: str, stderr: bool = 
     step = position_of_run(config, training.steps)
     if status[0]:
         committed = f"step {step} is committed" if step else "no step is committed yet"
-        out.print(f"Stopped; {committed}. The same command goes on:\n  {again}", soft_wrap=True)
+        out.print(f"Stopped; {committed}. The same command resumes it:\n  {again}", soft_wrap=True)
     return Ended(status=status[0], step=step, evaluations=tuple(results))
 
 
@@ -213,7 +213,7 @@ def _announce(out: Console, training: TerminalTraining, start: int) -> Evaluatio
     run_key = training.config.run_key
     if start < training.steps:
         on = f", on {training.ranks} ranks" if training.ranks > 1 else ""
-        out.print(f"Run {run_key}: {f'goes on from step {start}' if start else 'from the beginning'}{on}.")
+        out.print(f"Run {run_key}: {f'resumes from step {start}' if start else 'from the beginning'}{on}.")
         run = run_of(training.config) if start else None
         if run is not None and (was := ranks_of(run.history.store, run.find(start))) != training.ranks:
             out.print(ranks_words(start, was, training.ranks), soft_wrap=True)
@@ -230,7 +230,7 @@ def _check_owner(config: CheckpointConfig) -> None:
         if time.monotonic() > patient_until_s:
             raise OwnedError(
                 f"the run directory is held by process {owner.pid} on this host since {when(owner.taken_at)}",
-                hint="That process trains the run. The same command goes on when it has ended.",
+                hint="That process trains the run. The same command resumes it when that has ended.",
             )
         time.sleep(_POLL_S)
 

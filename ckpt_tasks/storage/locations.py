@@ -2,7 +2,7 @@
 
 Unknown schemes are looked up in the entry points of the group `ckpt_tasks.places`. An entry point has the name of its
 scheme, and loads a function that takes the text after :// and the run's key (or None), and returns a `Location`. So a
-location can name a Prefect block (block://NAME), although this room does not import Prefect (docs/decisions/0022).
+location can name a Prefect block (block://NAME), although this package does not import Prefect (decision 0022).
 
 A run waits for minutes until an outage ends. At the command line, and at a host's first start of a run, a misspelled
 name or missing credentials are more likely than an outage, so the wait is short; some clients (Google's) search for

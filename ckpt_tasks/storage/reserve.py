@@ -2,7 +2,7 @@
 
 A take-over, a prune, a release and a lease each write a ledger entry. If the disk is full, or a quota used up, even a
 ledger entry does not fit. So the owner of a run keeps 16 files in the directory `.ckpt-reserve`. If an entry does not
-fit, the store deletes one file and writes the entry again (docs/decisions/0030).
+fit, the store deletes one file and writes the entry again (docs/internals/decisions/0030).
 
 Invariants
 

@@ -1,4 +1,4 @@
-"""Rows of docs/PITFALLS.md that show only in a whole Checkpointer: resources over many saves, maps, equal resumes."""
+"""Rows of PITFALLS.md that show only in a whole Checkpointer: resources over many saves, maps, equal resumes."""
 
 from __future__ import annotations
 

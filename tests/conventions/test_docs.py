@@ -17,7 +17,7 @@ from tools.sources import ROOT, files, parse, walk, where
 
 README = ROOT / "README.md"
 PAGES = files(suffix=".md")
-# Never used (docs/FORMAT.md, glossary): they say nothing, or name what has another name here.
+# Never used (docs/internals/FORMAT.md, glossary): they say nothing, or name what has another name here.
 NEVER = {
     "chunk", "common", "handler", "helper", "helpers", "iteration", "manager", "misc", "processor", "util", "utils",
 }  # fmt: skip
@@ -131,12 +131,12 @@ OF_OTHERS = {"O_EXCL", "ckpt_tasks.dcp", "ckpt_tasks.tables"}  # a flag of the k
 
 
 def test_the_tour_names_what_is_there() -> None:
-    """Whoever follows docs/ARCHITECTURE.md through the code finds every class, function and method that it names."""
+    """Every class, function and method that ARCHITECTURE.md names is defined in the code."""
     there = {name for path in files("ckpt_tasks", "flows") for name in _defined(parse(path))}
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`\.?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", text)) - OF_OTHERS
     gone = sorted(name for name in named if name not in there and not name.endswith(".py"))
-    assert gone == [], "docs/ARCHITECTURE.md names what the code no longer defines"
+    assert gone == [], "docs/internals/ARCHITECTURE.md names what the code no longer defines"
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
@@ -159,4 +159,4 @@ def test_names_use_our_words() -> None:
         for line, name in public_symbols(path)
         if not name.startswith("_") and is_never(name)
     }
-    assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/FORMAT.md"
+    assert wrong == set(), "these names use a word of NEVER: take one of the glossary in docs/internals/FORMAT.md"

@@ -78,11 +78,11 @@ def upward(path: Path) -> list[str]:
 def test_imports_point_down() -> None:
     """No module imports from a package of a higher level than its own, nor from another one of the same level."""
     wrong = [line for path in SHIPPED for line in upward(path)]
-    assert wrong == [], "import from a lower level only: docs/ARCHITECTURE.md has the levels"
+    assert wrong == [], "import from a lower level only: docs/internals/ARCHITECTURE.md has the levels"
 
 
 def test_there_are_eight_packages_on_six_levels() -> None:
-    """docs/ARCHITECTURE.md names each package once, from the top; at most 45 pairs of packages import each other."""
+    """ARCHITECTURE.md names each package once, from the top; at most 45 pairs of packages import each other."""
     packages = [(level, name) for level, name in ROWS if level]
     assert len(packages) == 9  # The ninth is testing.py.
     assert {level for level, _ in packages} == {*range(1, 7)}
@@ -95,7 +95,7 @@ def test_there_are_eight_packages_on_six_levels() -> None:
 def test_every_module_is_in_a_row() -> None:
     """The rows of the page are the folders and modules of the package, so that a new one cannot escape the rule."""
     there = {module_name(path).split(".")[1] for path in files("ckpt_tasks") if path.name != "__init__.py"}
-    assert there - {"__main__", *FACES} == {*LEVELS}, "a new one needs a row in the table of docs/ARCHITECTURE.md"
+    assert there - {"__main__", *FACES} == {*LEVELS}, "a new one needs a row in docs/internals/ARCHITECTURE.md"
 
 
 def test_a_face_only_names_what_a_package_has() -> None:

@@ -1,4 +1,4 @@
-"""docs/PRIVATE.md names every private name of another package that we use, and the test that fails when it changes."""
+"""docs/internals/PRIVATE.md names each private name of other packages that we use, and the test that guards it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 from tests.conventions.test_pyproject import DIRECT, pinned
 from tools.sources import ROOT, files, parse, walk
 
-PAGE = (ROOT / "docs" / "PRIVATE.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "internals" / "PRIVATE.md").read_text(encoding="utf-8")
 FOUND = PAGE.partition("## Found by the test")[2].partition("## Kept by hand")[0]
 SHIPPED = files("ckpt_tasks", "flows", "deployments", suffix=".py")
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_CKPT_COMPLETE"}  # documented: of named tuples, os and click
@@ -66,13 +66,13 @@ def used() -> set[str]:
 def test_every_private_name_is_on_the_page() -> None:
     """What we use of others' private names is listed, and what is listed is used."""
     listed = set(re.findall(r"`(_\w+)`", FOUND))
-    assert used() - listed == set(), "add them to docs/PRIVATE.md, each with a test"
-    assert listed - used() - ours() == set(), "take them off docs/PRIVATE.md"
+    assert used() - listed == set(), "add them to docs/internals/PRIVATE.md, each with a test"
+    assert listed - used() - ours() == set(), "take them off docs/internals/PRIVATE.md"
 
 
 def test_every_row_has_its_test() -> None:
     """No row of the page goes without a test, and each test that it names exists where it says."""
-    assert [row for row in rows() if "](../tests/" not in row] == []
+    assert [row for row in rows() if "](../../tests/" not in row] == []
     there = {path: (ROOT / path).read_text(encoding="utf-8") for _, path in TESTS}
     assert [(name, path) for name, path in TESTS if f"\ndef {name}(" not in there[path]] == []
 

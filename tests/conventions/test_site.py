@@ -28,13 +28,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_links_become_those_of_the_site() -> None:
     """A link to a file with a page leads to the page, with its anchor; a link to another file becomes plain text."""
-    pages = {"index.md", "DEPLOYMENTS.md", "STORES.md", "decisions/README.md"}
+    pages = {"index.md", "DEPLOYMENTS.md", "STORES.md", "internals/decisions/README.md"}
     home = "[s](docs/STORES.md#try-it) [d](deployments/README.md) [c](ckpt_tasks/errors.py)"
     assert site_links(home, "index.md", pages) == "[s](STORES.md#try-it) [d](DEPLOYMENTS.md) c"
-    decision = "[r](../../README.md) [here](#top) [out](https://example.org/a.md)"
+    decision = "[r](../../../README.md) [here](#top) [out](https://example.org/a.md)"
     assert (
-        site_links(decision, "decisions/README.md", pages)
-        == "[r](../index.md) [here](#top) [out](https://example.org/a.md)"
+        site_links(decision, "internals/decisions/README.md", pages)
+        == "[r](../../index.md) [here](#top) [out](https://example.org/a.md)"
     )
 
 

@@ -135,7 +135,7 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
 
     status, said = embedded.finish(*arguments)
     assert status == 0, said
-    assert f"goes on from step {committed}" in said
+    assert f"resumes from step {committed}" in said
     assert embedded.steps()[0] == 60
     assert "heldout loss" in said
     assert "--steps 120" in said

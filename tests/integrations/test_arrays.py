@@ -130,7 +130,7 @@ def test_the_page_goes_on_bit_for_bit(framework: str, backend: str, tmp_path: Pa
             return block.replace("[saving]", f"[saving, {dies}]")
         return f"{block}        ckpt.wait()\n        leg.within(step)\n"
 
-    assert_page_goes_on(f"{framework.upper()}.md", job(framework), tmp_path, dying, **on(backend))
+    assert_page_goes_on(f"KERAS.md#{framework}", job(framework), tmp_path, dying, **on(backend))
     one, other = (tmp_path / name / "runs/first" for name in ("reference", "killed"))
     ignored = () if framework == "keras" else ("--ignore", "rng")
     places = [row["place"] for row in ckpt("diff", one, other, *ignored, "--json").data["differences"]]

@@ -177,11 +177,15 @@ def page(leg: Leg) -> None:
 
 
 def assert_page_goes_on(name: str, module: str, folder: Path, dying: Callable[[str], str], **options: Any) -> None:
-    """Assert that the first block of docs/`name`, killed once as `dying` changes it, makes the run of no kill.
+    """Assert that a block of docs/, killed once as `dying` changes it, makes the run of no kill.
+
+    `name` is of a page and a heading, KERAS.md#jax: the first block below the heading is taken.
 
     The two runs are `folder`/reference/runs/first and `folder`/killed/runs/first.
     """
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    page, heading = name.split("#")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    _, text = re.split(rf"(?im)^## {heading}$", text, maxsplit=1)
     block = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
     options = {**options, "block": dying(block)}
     _, _, statuses = compared("tests.support.legs:page", folder, options, [("steps", 13)], module=module)

@@ -1,15 +1,12 @@
-"""`python -m tools.pages.commands` writes docs/COMMANDS.md from the help of `ckpt` and from what its verbs print.
+"""`python -m tools.pages.commands` writes docs/COMMANDS.md from the help of `ckpt` and from what its verbs answer.
 
-The examples are run in order, in one directory, each once for people and once with --json. Of what differs from run to
-run (times, sizes, digests, this machine) the page has what was printed when it was written; `plain` leaves that out.
+The examples are run in order, in one directory, with --json: the page has what is typed, and the form of the answers.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import socket
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -27,14 +24,14 @@ from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "COMMANDS.md"
-_LINK = re.compile(r"\bdocs/(\w+\.md)")
 _HEAD = """# The command `ckpt`
 
-What `ckpt --help` and `ckpt VERB --help` print, and what the verbs answer, on one page.
-`python -m tools.pages.commands` writes it, and a test compares it with what is printed today.
+What `ckpt --help` and `ckpt VERB --help` print, on one page, with examples.
+`python -m tools.pages.commands` writes it, and a test compares it with the help of today.
 
-With `--json` a verb prints one object. Its form stands below the example: `text`, `number`, `yes` (true or false)
-and `null` stand for values. A verb that fails prints `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
+Every verb has `--json` and `--help`. With `--json` a verb prints one object. Its form stands below the examples:
+`text`, `number`, `yes` (true or false) and `null` stand for values. A verb that fails prints
+`{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
 The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
 EXAMPLES = """
@@ -123,14 +120,14 @@ def either(one: Form, other: Form) -> Form:
 
 
 @contextmanager
-def _world() -> Iterator[Path]:
+def _world() -> Iterator[None]:
     """Work in a directory with the runs of the examples, for a screen on which no line is broken."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as place, chdir(place):
         os.environ["COLUMNS"] = "200"
         try:
             make_runs()
-            yield Path(place).resolve()
+            yield
         finally:
             os.environ |= before
             os.environ.pop("COLUMNS") if "COLUMNS" not in before else None
@@ -138,23 +135,6 @@ def _world() -> Iterator[Path]:
 
 def _called(line: str, *options: str) -> Answer:
     return ckpt(*shlex.split(line)[1:], *options)
-
-
-def transcripts() -> dict[str, str]:
-    """Run every example; return by verb what is typed, and what is printed."""
-    found: dict[str, list[str]] = {}
-    with _world() as place:
-        names = [(str(place), "/data"), (socket.gethostname(), "your-host")]
-        for line in EXAMPLES:
-            answer = _called(line)
-            said = re.sub(r"\S*/bin/ckpt\b", "ckpt", answer.out + answer.err)
-            for name, word in names:
-                said = said.replace(name, word)
-            shown = [f"$ {line}", *(one.rstrip() for one in said.splitlines() if one.strip())]
-            found.setdefault(line.split()[1], []).append(
-                "\n".join([*shown, *([f"(exit status {answer.status})"] if answer.status else []), ""])
-            )
-    return {verb: "\n".join(shown) for verb, shown in found.items()}
 
 
 def forms() -> dict[str, str]:
@@ -170,27 +150,8 @@ def forms() -> dict[str, str]:
     return {verb: textwrap.fill(str(one), **how) for verb, one in found.items()}
 
 
-# What differs from one run of the examples to the next.
-_VARIES = [
-    (re.compile(r"^ ?(command|code|host|accelerator|environment|disk|memory|between failures) .*$", re.MULTILINE), ""),
-    (re.compile(r"[0-9a-f]{16,}"), "HEX"),
-    (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\bnow\b|\d+ (s|min|h|d) ago"), "TIME"),
-    (re.compile(r"\d[\d.,]* (B|KiB|MiB|GiB)\b"), "SIZE"),
-    (re.compile(r"\d[\d.,]* (ms|s|min|h)\b"), "SPAN"),
-    (re.compile(r"\d+(\.\d+)+ is installed"), "VERSION is installed"),
-    (re.compile(r"[ ─]+"), " "),
-]
-
-
-def plain(text: str) -> str:
-    """Return a transcript without what differs from day to day and from machine to machine."""
-    for pattern, name in _VARIES:
-        text = pattern.sub(name, text)
-    return text
-
-
-def written(transcripts: dict[str, str], forms: dict[str, str]) -> str:
-    """Return the page, with these examples and forms."""
+def written(forms: dict[str, str]) -> str:
+    """Return the page, with the examples and these forms of their answers."""
     root: Any = get_command(app)
     context = root.make_context("ckpt", [], resilient_parsing=True)
     sections: dict[str, list[str]] = {}
@@ -200,8 +161,9 @@ def written(transcripts: dict[str, str], forms: dict[str, str]) -> str:
             about = verb.context_class(verb, info_name=name, parent=context)
             section = sections.setdefault(verb.rich_help_panel, [])
             section.append("\n".join(_verb(verb, about)))
-            if name in transcripts:
-                section.append(f"```console\n{transcripts[name]}```\n\n`--json`:\n\n```text\n{forms[name]}\n```\n")
+            if name in forms:
+                typed = "\n".join(f"$ {line}" for line in dict.fromkeys(EXAMPLES) if line.split()[1] == name)
+                section.append(f"```console\n{typed}\n```\n\n`--json`:\n\n```text\n{forms[name]}\n```\n")
     text = [_HEAD, f"{root.help} {root.epilog}\n"]
     for heading, verbs in sections.items():
         text += [f"## {heading}\n", *verbs]
@@ -215,18 +177,20 @@ def _verb(verb: Any, context: Any) -> Iterator[str]:
         yield " ".join(paragraph.split()) + "\n"
     sections: dict[str, list[str]] = {}
     for option in verb.get_params(context):
-        if (record := option.get_help_record(context)) is not None:
+        if (record := option.get_help_record(context)) is not None and not {"--json", "--help"} & {*option.opts}:
             words = (option.metavar or record[0], record[1]) if option.param_type_name == "argument" else record
             panel = getattr(option, "rich_help_panel", None)
             heading = panel if isinstance(panel, str) else "option"
             sections.setdefault(heading, []).append(f"| `{_cell(words[0])}` | {_cell(words[1])} |")
+    if sections.pop("Checkpoints", None):
+        yield "Each [option of a run](OPTIONS.md) is an option here as well: `step_interval` is `--step-interval N`.\n"
     for heading, rows in sections.items():
         yield "\n".join([f"| {heading} | |", "|---|---|", *rows, ""])
 
 
 def _cell(text: str) -> str:
-    return _LINK.sub(r"[\1](\1)", " ".join(text.split())).replace("|", r"\|").replace("<", r"\<")
+    return " ".join(text.split()).replace("|", r"\|").replace("<", r"\<")
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(transcripts(), forms()), encoding="utf-8")
+    PAGE.write_text(written(forms()), encoding="utf-8")

@@ -12,7 +12,6 @@ from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "OPTIONS.md"
 _TABLE = re.compile(r"(?<=^\| option \| default \| what it does \|\n\|---\|---\|---\|\n)(?:\|.*\n)*", re.MULTILINE)
-_LINK = re.compile(r"\bdocs/(\w+\.md)")
 
 
 def written(page: str) -> str:
@@ -35,7 +34,7 @@ def _default(option: Field[object]) -> str:
 
 
 def _cell(text: str) -> str:
-    return _LINK.sub(r"[\1](\1)", text).replace("|", r"\|")
+    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m tools.pages.packages` draws the picture of the packages in docs/ARCHITECTURE.md from the imports."""
+"""`python -m tools.pages.packages` draws the packages in docs/internals/ARCHITECTURE.md from their imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ckpt_tasks
 from tools.sources import ROOT, files, imports, module_name, parse
 
 # The table of packages is written once, on the page that people read.
-PAGE = ROOT / "docs" / "ARCHITECTURE.md"
+PAGE = ROOT / "docs" / "internals" / "ARCHITECTURE.md"
 _ROW = re.compile(r"^\| (\d+) \| `ckpt_tasks/(\w+)(?:/|\.py)` \|", flags=re.MULTILINE)
 ROWS = [(int(level), name) for level, name in _ROW.findall(PAGE.read_text(encoding="utf-8"))]
 _PICTURE = re.compile(

@@ -1,4 +1,4 @@
-"""`python -m tools.pages.pitfalls` writes the third column of docs/PITFALLS.md from the docstrings of tests."""
+"""`python -m tools.pages.pitfalls` writes the tests of docs/internals/PITFALLS.md from their docstrings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tools.sources import ROOT, files, parse, walk
 
-PAGE = ROOT / "docs" / "PITFALLS.md"
+PAGE = ROOT / "docs" / "internals" / "PITFALLS.md"
 _ROW = re.compile(r"^\| P(\d+) \|([^|]*)\|[^|]*\|([^|]*)\|$", flags=re.MULTILINE)
 
 
@@ -35,7 +35,7 @@ def written(page: str) -> str:
 
     def row(match: re.Match[str]) -> str:
         number, fault, gap = match.groups()
-        link = "[{0}::{1}](../tests/{0})".format(*first[int(number)]) if int(number) in first else ""
+        link = "[{1}](../../tests/{0})".format(*first[int(number)]) if int(number) in first else ""
         return f"| P{number} |{fault}| {link} |{gap}|"
 
     gaps = [gap for _, _, gap in rows(page)]

@@ -1,7 +1,7 @@
 """A warning before the disk is full: before each save, the policy's peak is compared with the free space.
 
 It warns once and never refuses a save: other programs may free the space in time, and quotas are not considered
-(docs/decisions/0071).
+(docs/internals/decisions/0071).
 """
 
 from __future__ import annotations

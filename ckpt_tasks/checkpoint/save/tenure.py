@@ -85,7 +85,7 @@ class Line:
 class Resume:
     """The time that each part of a resume takes, from the start of the process to the end of its first step.
 
-    The event of the next commit has these times, in seconds (docs/FORMAT.md, "Events").
+    The event of the next commit has these times, in seconds (docs/internals/FORMAT.md, "Events").
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The table of checks of `ckpt doctor`: what is in order, what is not, and what to do about it.
 
-The functions only judge facts, which the other modules of the room collect. docs/OPERATING.md explains the numbers.
+The functions only judge facts, which the other modules of the package collect. docs/OPERATING.md explains the numbers.
 """
 
 from __future__ import annotations

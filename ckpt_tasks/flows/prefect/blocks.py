@@ -1,6 +1,6 @@
 """Blocks, which Prefect's server stores: locations of checkpoints with their credentials, and clusters that train.
 
-A `CheckpointStore` can be named as block://NAME/PATH wherever a checkpoint directory is expected (docs/decisions/0022).
+A `CheckpointStore` can be named as block://NAME/PATH wherever a checkpoint directory is expected (decision 0022).
 Parameters, logs and the ledger hold the block's name or its URL; its secrets only pass from Prefect's server to the
 store's client. Prefect's server and its workers import this module when they start, so it must not import torch.
 """

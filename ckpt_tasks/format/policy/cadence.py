@@ -6,7 +6,7 @@ run's measurements into an interval; nothing here reads a clock or a store.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974) 530–531; J. T.
 Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006) 303–312.
-docs/CADENCE.md derives and tests our additions: flushes during training, and a failure rate that is learnt.
+docs/internals/CADENCE.md derives and tests our additions: flushes during training, and a failure rate that is learnt.
 """
 
 from __future__ import annotations

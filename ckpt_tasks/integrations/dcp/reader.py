@@ -5,7 +5,7 @@ Invariants
 1. Every byte that a rank needs is verified while DCP makes its plan: before any rank's target changes. Bytes that are
    read into the targets afterwards are digested again.
 2. DCP's load planner unpickles the bytes of every value that is not a tensor. This process makes these bytes in memory,
-   from a value that it has read as JSON: no pickle comes from storage (docs/decisions/0095).
+   from a value that it has read as JSON: no pickle comes from storage (docs/internals/decisions/0095).
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class CheckpointConfig:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     checkpoint_dir: str | os.PathLike[str] | Location
-    """Where the run lives: a directory, a URL in an object store (docs/STORES.md) or a block (docs/OPERATING.md). In
-    Python also a `Location` with options of the store, or a Path, which is kept as a str. As a parameter of a flow it
-    may hold `{run_key}`.
+    """Where the run lives: a directory, a URL in an object store (`s3://BUCKET/PATH`) or a block (`block://NAME/PATH`).
+    In Python also a `Location` with options of the store, or a Path, which is kept as a str. As a parameter of a flow
+    it may hold `{run_key}`.
     """
     run_key: str | None = None
     """Name of the run; `None` takes the directory's name. The directory of another run is refused."""
@@ -48,8 +48,8 @@ class CheckpointConfig:
     save_interval_secs: float | None = None
     """Save when this many seconds have passed."""
     cadence: Literal["auto"] | None = None
-    """`"auto"` chooses the seconds between saves from what a save costs and how often the run fails (docs/CADENCE.md).
-    `None` does the same if no interval is given.
+    """`"auto"` chooses the seconds between saves from what a save costs and how often the run fails; so does `None`
+    if no interval is given.
     """
     max_num_checkpoints: int | None = 3
     """Keep this many of the newest checkpoints; `None` keeps all. See below for the ends of batches."""
@@ -102,7 +102,7 @@ class CheckpointConfig:
     """
     compile_cache: bool = False
     """Keep in the run what `torch.compile` has built, and bring it back before the first step of the next process, on a
-    host of the same kind. It is code: who can write to the run can run code in that process (docs/OPERATING.md).
+    host of the same kind. It is code: who can write to the run can run code in that process.
     """
 
     def __new__(cls, *given: Any, **options: Any) -> Self:

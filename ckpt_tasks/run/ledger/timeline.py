@@ -18,7 +18,7 @@ from ckpt_tasks.run.ledger.history import SYNCED, History
 MOST_ENTRIES = 20_000  # These are about 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
-# The parts of a resume in the order of time; docs/FORMAT.md, "Events", describes them.
+# The parts of a resume in the order of time; docs/internals/FORMAT.md, "Events", describes them.
 RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
 _MOST_S = 1e9  # This is about thirty years.
 # The words of ownership.py for a lost owner. An owner that released the directory is not lost: it had committed.

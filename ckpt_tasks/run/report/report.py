@@ -91,7 +91,7 @@ class Report:
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
-            ("taken up", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
+            ("resumed", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
             ("evaluations", f"{len(course.of('evaluation')):,}"),
         ]
         if course.placed:
