@@ -60,13 +60,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
-# `make test` looks at few examples, `make test-all` at many (HYPOTHESIS_PROFILE=all).
-settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("dev", settings.get_profile("all"), max_examples=25)
-# CI asks whether this change broke something, so it looks at the same examples every time; "dev" and "long" search.
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
-settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+# `make soak` draws new examples; everywhere else they are the same for everybody, and what is red is so for everybody.
+settings.register_profile("soak", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+settings.register_profile("all", settings.get_profile("soak"), derandomize=True, print_blob=True, max_examples=100)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _LONG_FORM_S = 3000.0
 # Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
@@ -82,6 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector: it would look through all that is imported, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
