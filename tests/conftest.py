@@ -7,7 +7,9 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -73,13 +75,48 @@ _WITHOUT_DISK |= {"session", "state", "tables", "upkeep"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
+_DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = f"keep how long each file took in {_DURATIONS.name}: with several workers the longest begin first"
+    parser.addoption("--keep-durations", action="store_true", help=told)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take."""
+    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take.
+
+    Several workers begin with files of which nothing is known, then those that took longest: at the end none has much
+    left.
+    """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+        items.sort(key=lambda item: -took.get(item.nodeid.partition("::")[0], math.inf))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--keep-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Durations(), "ckpt-tasks-durations")
+
+
+class _Durations:
+    """Sums up what the tests of each file take, setup and teardown too, and keeps it for the files that ran."""
+
+    def __init__(self) -> None:
+        self._took: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self._took[file] = self._took.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        before = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+        there = {file: took for file, took in before.items() if (_DURATIONS.parents[1] / file).exists()}
+        whole = there | {file: round(took, 1) for file, took in self._took.items()}
+        _DURATIONS.write_text(json.dumps(dict(sorted(whole.items())), indent=0) + "\n", encoding="utf-8")
 
 
 @pytest.hookimpl(wrapper=True)
