@@ -167,7 +167,7 @@ def _surroundings() -> dict[str, object]:
     found: dict[str, object] = {
         "directory": os.getcwd(),
         "umask": umask,
-        "sys.path": [*sys.path],
+        "sys.path": [place for place in sys.path if "/site-packages/ray/" not in place],  # Ray adds folders of its own
         "garbage collector": gc.isenabled(),
         "timeout of sockets": socket.getdefaulttimeout(),
         "level of all": logging.getLogger().level,
