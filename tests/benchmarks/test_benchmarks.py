@@ -38,6 +38,7 @@ def test_the_page_of_runs_is_measured(tmp_path: Path) -> None:
     assert 20 < figures["peak_mib"] < 300
 
 
+@pytest.mark.framework
 @pytest.mark.slow  # a process for every contender, each row, and a server
 @pytest.mark.timeout(1800)
 def test_benchmarks_with_processes_run(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from benchmarks.comparison.experiments import RESULTS, TOOLS, Tool, examined
 from benchmarks.comparison.table import ROWS, cell
 
 
+@pytest.mark.framework
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)

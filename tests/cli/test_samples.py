@@ -103,6 +103,7 @@ def test_the_batches_of_a_spike_are_not_among_them(run_dir: Path) -> None:
     assert sum(len(ids(one["left_out"])) > 2 for one in found["epochs"]) >= 1
 
 
+@pytest.mark.framework
 def test_what_is_not_known_is_named(run_dir: Path) -> None:
     """A state of an older version, a stream, and a checkpoint without data: each says what it lacks."""
     loader = ResumableLoader(DATA, batch_size=4)

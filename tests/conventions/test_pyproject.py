@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import sys
 import tomllib
@@ -9,6 +10,7 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -113,6 +115,7 @@ def test_a_requirement_has_a_bound_and_allows_its_pin() -> None:
         assert operators & bounds, requirement
 
 
+@pytest.mark.framework  # looks at what is installed
 def test_what_the_requirements_need_is_pinned_too() -> None:
     """Two installations with these constraints have the same versions all the way down, and no pin is left over."""
     needed = closure(DIRECT) | {"editables"}  # hatchling asks for it when it builds an editable install
@@ -121,6 +124,7 @@ def test_what_the_requirements_need_is_pinned_too() -> None:
     assert needed - brought == pins().keys()
 
 
+@pytest.mark.framework  # looks at what is installed
 def test_the_package_imports_what_it_requires() -> None:
     """What ckpt_tasks/ and flows/ import is a runtime requirement, and every runtime requirement is imported."""
     found = foreign_imports("ckpt_tasks", "flows")
@@ -134,6 +138,7 @@ def test_the_package_imports_what_it_requires() -> None:
     assert declared - found.keys() == set()
 
 
+@pytest.mark.framework  # looks at what is installed
 def test_tests_and_benchmarks_import_what_they_require() -> None:
     """What tests/ and benchmarks/ import is required by an extra or at run time, and no extra asks for more."""
     found = foreign_imports("tests", "benchmarks", "tools", "ckpt_tasks/integrations")
@@ -158,3 +163,30 @@ def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     assert {name for name in held if name.endswith(".py")} == {
         str(path.relative_to(ROOT)) for path in files("ckpt_tasks")
     }
+
+
+FRAMEWORKS = {name.split("-")[0] for name in names(EXTRAS["frameworks"])}  # tensorflow-cpu is imported as tensorflow
+
+
+def is_marked(nodes: list[ast.expr]) -> bool:
+    return any("mark.framework" in ast.unparse(node) for node in nodes)
+
+
+def test_tests_are_collected_without_frameworks() -> None:
+    """No module of tests imports a framework at its head, and a test that imports one in itself is marked so."""
+    assert names(EXTRAS["frameworks"]) & (names(EXTRAS["dev"]) | names(RUNTIME)) == set()
+    at_heads, unmarked = [], []
+    for path in (path for path in files("tests") if path.name.startswith(("test_", "conftest"))):
+        module = parse(path)
+        marks = [
+            node.value for node in module.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
+        ]
+        for node in module.body:
+            found = [
+                where(path, line) for line, name in imports(ast.Module([node], [])) if name.split(".")[0] in FRAMEWORKS
+            ]
+            if not isinstance(node, ast.FunctionDef):
+                at_heads += found
+            elif node.name.startswith("test_") and not is_marked([*marks, *node.decorator_list]):
+                unmarked += found
+    assert (at_heads, unmarked) == ([], [])

@@ -20,8 +20,6 @@ from ckpt_tasks.flows.prefect.blocks import RayCluster
 from ckpt_tasks.flows.prefect.endings import CrashError
 from ckpt_tasks.flows.train import train
 
-pytest.importorskip("ray")
-
 
 @pytest.mark.parametrize(
     ("options", "why"),
@@ -31,7 +29,11 @@ pytest.importorskip("ray")
         ({"engine": "ray", "min_ranks": 3}, "min_ranks is 3, and ranks is 2"),
         ({"engine": "ray", "min_ranks": 0}, "min_ranks must be a whole number from 1 on"),
         ({"ranks": 0}, "ranks must be a whole number from 1 on"),
-        ({"engine": "ray"}, "engine='ray' has no address of a cluster, and starts none of its own.*RAY_ADDRESS"),
+        pytest.param(
+            {"engine": "ray"},
+            "engine='ray' has no address of a cluster, and starts none of its own.*RAY_ADDRESS",
+            marks=pytest.mark.framework,
+        ),
     ],
     ids=["name", "local", "more", "none", "no ranks", "address"],
 )
@@ -55,6 +57,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(find_engine("local", 2), Gang)
 
 
+@pytest.mark.framework
 def test_a_block_names_a_cluster(harness: None) -> None:
     """block://NAME is a RayCluster on Prefect's server; one that is not there is named with the way to make it."""
     RayCluster(address="10.1.2.3:6379", resources_per_rank={"GPU": 2.0}).save("gpus")
@@ -66,6 +69,7 @@ def test_a_block_names_a_cluster(harness: None) -> None:
         find_engine("block://nobody", 2)
 
 
+@pytest.mark.framework
 def test_a_block_that_an_outage_hides_is_a_crash(harness: None, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment's flow run whose cluster's block cannot be read, since Prefect's API is away, is resumed."""
 

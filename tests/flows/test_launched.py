@@ -20,6 +20,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.errors import CkptError
 from tests.servers.process import free_port
 from tests.support.agents import MARK, REDUCING, left, trained
+from tests.support.waiting import until
 from tools.sources import ROOT
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -74,10 +75,7 @@ def newest(run_dir: Path) -> int:
 
 
 def until_nothing_is_left(run_dir: Path) -> None:
-    end_s = time.monotonic() + 60
-    while left(str(run_dir)):
-        assert time.monotonic() < end_s, left(str(run_dir))
-        time.sleep(0.05)
+    until(lambda: not left(str(run_dir)))
 
 
 @pytest.fixture(scope="module")

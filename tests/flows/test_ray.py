@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prefect import get_client
@@ -20,11 +20,10 @@ from tests.support.elastic import ELASTIC, trained
 from tests.support.waiting import until
 from tools.sources import ROOT
 
-pytest.importorskip("ray")
+if TYPE_CHECKING:
+    from tests.support.nodes import Nodes
 
-from tests.support.nodes import Nodes
-
-pytestmark = [pytest.mark.usefixtures("harness"), pytest.mark.slow]
+pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("harness"), pytest.mark.slow]
 
 
 @contextmanager
@@ -73,6 +72,8 @@ def test_a_lost_node_is_a_retry_with_the_ranks_that_are_left(
 
     The end is bit-equal to that of a run on one host that went on with two ranks at the same step.
     """
+    from tests.support.nodes import Nodes
+
     with Nodes(2, 3, mark=f"{MARK}={tmp_path}") as nodes:
         with flow(run_dir, server, nodes, 15, stops_at=7, folder=str(tmp_path)) as process:
             until((tmp_path / "stopped").exists)

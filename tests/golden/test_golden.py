@@ -175,9 +175,9 @@ def test_values_in_parts_are_restored_to_what_was_saved(step: int, tmp_path: Pat
     assert_same(state["values"], kinds_at(step))
 
 
+@pytest.mark.framework
 def test_tensors_made_of_others_are_restored_to_what_was_saved(tmp_path: Path) -> None:
     """P59: torchao's tensors of few bits come back by their parts."""
-    pytest.importorskip("torchao")
     shutil.copytree(HERE / "v1" / "wrappers", tmp_path / "run")
     own = [wrapped(bits, 1) for bits in OF_TORCHAO]
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(tmp_path / "run"))) as ckpt:

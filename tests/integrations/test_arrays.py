@@ -19,6 +19,7 @@ from tests.support.legs import (
 
 Row = tuple[str, str, dict[str, Any], list[int]]
 BACKENDS = ("torch", "jax", "tensorflow")
+pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,8 @@ import pytest
 from tests.support.legs import hosted
 from tools.sources import ROOT
 
+pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
-NEEDS = {
-    "finetuning": ("peft", "trl", "bitsandbytes", "schedulefree", "torchao"),
-    "jax": ("jax",),
-    "keras": ("keras",),
-    "tensorflow": ("tensorflow",),
-}
 # A file, the job whose module the process imports, Keras's backend.
 FILES = [
     ("finetuning", "finetuning", ""),
@@ -59,8 +53,6 @@ def check(arguments: Sequence[str]) -> None:
 )
 def test_each_check_passes(file: str, job: str, backend: str, marked: str, tmp_path: Path) -> None:
     """Every test of the file passes."""
-    if lacking := [name for name in NEEDS.get(job, ()) if find_spec(name) is None]:
-        pytest.skip(f"there is no {', '.join(lacking)}")
     environment = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"} if backend else {}
     arguments = [f"tests/integrations/{file}_checks.py", str(tmp_path / "checks"), marked]
     hosted(f"tests.integrations.{job}_job", environment, check, arguments, tmp_path / "said")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
 from tests.support.legs import Lines, Moment, assert_equal, begins, compared, random_moments, within
 
+pytestmark = pytest.mark.framework
 JOBS = "tests.integrations"
 LIGHTNING = f"{JOBS}.lightning_job:train"
 OWN = f"{JOBS}.lightning_job:own"
@@ -88,8 +88,7 @@ def tuning(number: int, job: str, options: dict[str, Any]) -> Any:
     chance = random.Random(str((job, options)))
     second: list[Moment] = [("steps", chance.randint(1, 4)), ("files", chance.randint(60, 140))]
     moments = [("step", chance.randint(3, 6)), chance.choice(second)]
-    lacking = [name for name in ("peft", "trl", "bitsandbytes", "schedulefree", "torchao") if find_spec(name) is None]
-    marks = [pytest.mark.skipif(lacking != [], reason=f"there is no {lacking}"), *([pytest.mark.slow] * (number > 1))]
+    marks = [pytest.mark.slow] * (number > 1)
     return pytest.param(job, options, moments, marks=marks)
 
 

@@ -134,6 +134,7 @@ def test_a_death_between_mark_and_memory_marks_the_same_again(tmp_path: Path) ->
     assert told == [[(21, 40)], [(21, 40)], [(21, 40), (11, 30)]]
 
 
+@pytest.mark.framework
 @pytest.mark.parametrize("left", ["resumed", "a spike"])
 def test_tensorboard_shows_one_line(left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What TensorBoard reads after two resumes and a step back, or a spike: every step once, with its value."""
@@ -153,6 +154,7 @@ def test_tensorboard_shows_one_line(left: str, tmp_path: Path, monkeypatch: pyte
     assert [(one.step, one.value) for one in events.Scalars("loss")] == expected
 
 
+@pytest.mark.framework
 @pytest.mark.slow
 def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many processes, one MLflow run: every step once; a tag names what was left behind; it ends with the process."""
@@ -178,6 +180,7 @@ def test_mlflow_continues_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert client.get_run(other.run_id).data.tags["ckpt_tasks.left_behind"] == "11 to 20"
 
 
+@pytest.mark.framework
 @pytest.mark.slow
 def test_wandb_continues_one_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, every process writes a file of the same run id; steps after a spike are on line 1, also later."""

@@ -4,55 +4,89 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
+from ckpt_tasks.system import System
 from ckpt_tasks.testing import under_way
 from tests.support.calls import WatchedCalls
 from tests.support.interpreters import python
 from tests.support.pipelines import Gate, committed, opened, state_at
+from tests.support.systems import running_on
+from tests.support.waiting import until
 
 _TIMEOUT_S = 1.0
 _WRITE_S = 0.3
 _GROUPS = 6
 
 
+class Told(System):
+    """This machine, by a clock that moves when it is told to: how busy the machine is does not count."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Iterator[Told]:
+    with running_on(Told()) as told:
+        yield told
+
+
 class Slow(WatchedCalls):
     """Take a while for every write to a checkpoint's objects; one write after the other."""
 
-    slept_s = 0.0
+    def __init__(self, clock: Told) -> None:
+        super().__init__()
+        self._clock = clock
+        self.ckpt: Checkpointer | None = None
+        self.stuck: list[bool] = []
 
     def cut(self, fd: int, piece: object) -> object:
-        if "/checkpoint_" in self.paths[fd]:
-            time.sleep(_WRITE_S)
-            self.slept_s += _WRITE_S
+        if "/checkpoint_" in self.paths[fd] and self.ckpt is not None:
+            self._clock.now_s += _WRITE_S
+            self.stuck.append(under_way(self.ckpt).stuck)
         return piece
 
 
-def test_a_slow_store_that_moves_is_not_stuck(run_dir: Path) -> None:
+def test_a_slow_store_that_moves_is_not_stuck(run_dir: Path, clock: Told) -> None:
     """P43: a checkpoint that takes longer than `flush_timeout_s` is committed, as each of its objects arrives."""
-    slow = Slow()
+    slow = Slow(clock)
     with opened(run_dir, slow, flush_timeout_s=_TIMEOUT_S) as ckpt:
+        slow.ckpt = ckpt
         ckpt.save(1, {f"group{n}": torch.full((1000,), float(n)) for n in range(_GROUPS)})
-    assert slow.slept_s > _TIMEOUT_S
+    assert clock.now_s > _TIMEOUT_S
+    assert slow.stuck == [False] * len(slow.stuck) != []
     assert committed(run_dir) == [1]
 
 
-def test_a_store_that_stands_still_is_stuck_after_it_has_moved(run_dir: Path, gate: Gate) -> None:
+def test_a_store_that_stands_still_is_stuck_after_it_has_moved(run_dir: Path, gate: Gate, clock: Told) -> None:
     """P43: progress with one checkpoint does not hide that the store takes nothing of the next one."""
     gate.opened.set()
-    ckpt = opened(run_dir, gate, flush_timeout_s=1.0)
+    ckpt = opened(run_dir, gate, flush_timeout_s=_TIMEOUT_S)
     ckpt.save(1, state_at(1))
     gate.opened.clear()
+    gate.reached.clear()
+
+    def stands_still() -> None:
+        gate.reached.wait()
+        clock.now_s += 2 * _TIMEOUT_S
+
+    standing = threading.Thread(target=stands_still, daemon=True)
+    standing.start()
     with pytest.raises(StoreError, match=r"has taken nothing for 1 s \(step 2\)"):
         ckpt.save(2, state_at(2))
+    standing.join()
     gate.opened.set()
-    while under_way(ckpt).stuck:
-        time.sleep(0.01)
+    until(lambda: not under_way(ckpt).stuck)
     ckpt.close()
     assert committed(run_dir) == [1, 2]
 

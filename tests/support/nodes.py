@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from tests.support.agents import left
@@ -48,7 +47,7 @@ class Nodes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cluster.shutdown()  # type: ignore[no-untyped-call]  # of Ray
+        self._cluster.shutdown()
         self._environment.undo()
 
     @property
@@ -104,8 +103,3 @@ def _descendants(pid: int) -> list[int]:
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return found
-
-
-def is_connected() -> bool:
-    """Whether this process is connected to a cluster."""
-    return bool(ray.is_initialized())

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ckpt_tasks.system import System, use
+
+Running = TypeVar("Running", bound=System)
 
 __all__ = ["Hurried", "Impatient", "Sleepless", "running_on"]
 
 
 @contextmanager
-def running_on(system: System) -> Iterator[None]:
+def running_on(system: Running) -> Iterator[Running]:
     """Run everything in the block on another system."""
     before = use(system)
     try:
-        yield
+        yield system
     finally:
         use(before)
 

@@ -259,7 +259,7 @@ class RayGang:
     def _hire(self, node_id: str, address: str, room: int) -> _Node:
         whole = {name: amount * room for name, amount in self._resources.items()}
         cpus, devices = whole.pop("CPU", 0), whole.pop("GPU", 0)
-        remote: Any = ray.remote(concurrency_groups={"tell": 1})  # type: ignore[call-overload]  # its types lack this
+        remote: Any = ray.remote(concurrency_groups={"tell": 1})
         actor = remote(Agent).options(
             num_cpus=cpus,
             num_gpus=devices,

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,15 +25,31 @@ from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
 from tests.support.elastic import ELASTIC, OWNED, trained
 
-ray = pytest.importorskip("ray")
+if TYPE_CHECKING:
+    from ckpt_tasks.flows.gang.ray import RayGang
+    from tests.support.nodes import Nodes
 
-from ckpt_tasks.flows.gang.ray import RayGang  # noqa: E402 (where Ray is installed)
-from tests.support.nodes import Nodes, is_connected  # noqa: E402
+pytestmark = pytest.mark.framework
+
+
+def ray_gang(ranks: int, least: int, address: str) -> RayGang:
+    from ckpt_tasks.flows.gang.ray import RayGang
+
+    return RayGang(ranks, least, address)
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to a cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Start a cluster with the nodes 127.0.0.2 and 127.0.0.3, of two ranks each."""
+    from tests.support.nodes import Nodes
+
     with Nodes(2, 3, mark=f"{MARK}={tmp_path_factory.mktemp('cluster')}") as cluster:
         yield cluster
 
@@ -49,14 +65,14 @@ def flow(arguments: Sequence[str]) -> None:
     """Train in this process, to be killed or told to end: 4 ranks to a step, of the cluster at an address."""
     run_dir, address, total, params = arguments
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    engine, config = RayGang(4, 4, address), config_of(Path(run_dir))
+    engine, config = ray_gang(4, 4, address), config_of(Path(run_dir))
     with GangSession(config, ELASTIC, json.loads(params), ranks=4, engine=engine, flow_run_id="a flow run") as session:
         training = Training()
         training.run(session, training.to(int(total)))
 
 
 def gang(run_dir: Path, nodes: Nodes, ranks: int, engine: RayGang | None = None, **params: Any) -> GangSession:
-    engine = engine or RayGang(ranks, ranks, nodes.address)
+    engine = engine or ray_gang(ranks, ranks, nodes.address)
     return GangSession(config_of(run_dir), ELASTIC, params, ranks=ranks, engine=engine, flow_run_id="a flow run")
 
 
@@ -137,7 +153,7 @@ def test_a_lost_node_is_fewer_ranks_and_a_new_one_more(run_dir: Path, tmp_path: 
 
     losing = threading.Thread(target=lose_one)
     losing.start()
-    engine = RayGang(4, 2, nodes.address)
+    engine = ray_gang(4, 2, nodes.address)
     with gang(run_dir, nodes, 4, engine=engine, stops_at=7, folder=str(tmp_path)) as session:
         training.run(session, grown)
     losing.join()
@@ -150,7 +166,7 @@ def test_a_lost_node_is_fewer_ranks_and_a_new_one_more(run_dir: Path, tmp_path: 
 
 def test_an_engine_keeps_to_ranks_that_were_asked_for() -> None:
     """Only a number from the least to all of them, and only once: what else is refused cannot be waited for."""
-    engine = RayGang(4, 2, "127.0.0.1:1")
+    engine = ray_gang(4, 2, "127.0.0.1:1")
     assert [engine.keep_to(ranks) for ranks in (None, 1, 5, 3, 3, 4)] == [False, False, False, True, False, False]
 
 
@@ -160,7 +176,7 @@ def test_a_head_that_listens_and_does_not_answer_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(RankError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
-            RayGang(2, 2, f"127.0.0.1:{port}").prepare()
+            ray_gang(2, 2, f"127.0.0.1:{port}").prepare()
     assert not is_connected()
     assert "RAY_gcs_server_port_wait_time_s" not in os.environ
 
@@ -171,7 +187,7 @@ def test_ranks_with_values_of_their_own_wait_for_a_node(
 ) -> None:
     """A node is lost: the ranks that are left cannot go on alone, and the batch waits until a new node is there."""
     training, lost = Training(), max(nodes.numbers)
-    engine, params = RayGang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
+    engine, params = ray_gang(4, 2, nodes.address), {"stops_at": 7, "folder": str(tmp_path)}
 
     def train_on() -> None:
         config = config_of(run_dir)
@@ -216,7 +232,7 @@ def test_a_node_that_was_away_disturbs_nothing(run_dir: Path, tmp_path: Path, no
 
     parting = threading.Thread(target=part)
     parting.start()
-    engine = RayGang(4, 2, nodes.address)
+    engine = ray_gang(4, 2, nodes.address)
     with gang(run_dir, nodes, 4, engine=engine, stops_at=7, folder=str(tmp_path)) as session:
         training.run(session, lambda: 2 in training.sizes.values())
         before = session.checkpoints()
@@ -284,7 +300,7 @@ def test_a_rank_of_another_node_fails_by_its_number(
             os.kill(engine.ranks[3].pid, what)
         return max(training.sizes, default=0) >= 15
 
-    engine = RayGang(4, 4, nodes.address)
+    engine = ray_gang(4, 4, nodes.address)
     config = config_of(run_dir, flush_timeout_s=15.0, step_interval=2)
     options = {"folder": str(tmp_path), "stops_at": 13}
     with GangSession(config, ELASTIC, options, ranks=4, engine=engine, flow_run_id="a flow run") as session:

@@ -30,7 +30,7 @@ def _augmented(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _webdataset() -> Any:
-    return import_module("webdataset")  # It is in no extra: the test is skipped where it is not installed.
+    return import_module("webdataset")
 
 
 class Tars(IterableDataset[Any]):

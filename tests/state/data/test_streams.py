@@ -9,7 +9,6 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, ShuffleBuffer, resumable
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from tests.support.roundtrip import restore, save
-from tests.support.streams import OPERATIONS, batches_of, rows, write_shards
+from tests.support.streams import OPERATIONS, batches_of, library, rows, write_shards
 
 FILES = ("parquet", "json", "arrow")
 EPOCHS = 2
@@ -44,6 +43,7 @@ def resumed(stream: Any, whole: list[Any], stop: int, **options: Any) -> list[An
 
 
 @pytest.mark.parametrize("name", ["interleave by chance", "shuffle of a map's shards", "buffer of a map"])
+@pytest.mark.framework
 def test_a_stream_goes_on_at_its_next_sample(name: str) -> None:
     """P22: at the first, a middle and the last batch of an epoch; it gives the batches that torch's loader gives."""
     stream = OPERATIONS[name]
@@ -54,6 +54,7 @@ def test_a_stream_goes_on_at_its_next_sample(name: str) -> None:
         assert resumed(stream, whole, stop) == whole[stop:]
 
 
+@pytest.mark.framework
 def test_workers_go_on_each_in_its_part() -> None:
     """P25: with two workers that persist, stopped between the turns of one and the other, in a later epoch too."""
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
@@ -66,13 +67,14 @@ def test_workers_go_on_each_in_its_part() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "workers"), [*product([*OPERATIONS, *FILES], [0, 2])])
+@pytest.mark.framework
 def test_every_operation_goes_on(name: str, workers: int, tmp_path: Path) -> None:
     """P22: each operation of datasets, stopped after each batch; with two workers, at the edges of the epochs."""
     if name in FILES:
         files = write_shards(tmp_path)[name]
 
         def stream() -> Any:
-            return datasets.load_dataset(
+            return library().load_dataset(
                 name, data_files=files, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
             )
     else:
@@ -86,6 +88,7 @@ def test_every_operation_goes_on(name: str, workers: int, tmp_path: Path) -> Non
             assert resumed(stream, whole, stop, **options) == whole[stop:], stop
 
 
+@pytest.mark.framework
 def test_batches_of_a_stream_are_skipped() -> None:
     """A rollback leaves them out when their turn comes, over the end of an epoch too, and a checkpoint knows it."""
     whole = batches_of(ResumableLoader(rows(), 4), 3)
@@ -98,6 +101,7 @@ def test_batches_of_a_stream_are_skipped() -> None:
         assert taken + batches_of(second, 3) == whole[:at] + whole[at + skipped :]
 
 
+@pytest.mark.framework
 def test_the_last_batch_of_an_epoch_is_known() -> None:
     """P23: saved at it, the epoch comes once more without batches, so that what a loop does at its end is repeated."""
     loader = ResumableLoader(rows(), 4)
@@ -113,6 +117,7 @@ def test_the_last_batch_of_an_epoch_is_known() -> None:
         len(second)
 
 
+@pytest.mark.framework
 def test_two_lines_resume_a_stream(tmp_path: Path) -> None:
     """P22: a DataLoader over a stream in `resumable`, left in the middle of an epoch, goes on with the next batch."""
 
@@ -205,9 +210,11 @@ def test_a_stream_that_is_read_otherwise_each_time_is_refused_at_its_start() -> 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # WebDataset leaves its tars to the collector.
 @pytest.mark.filterwarnings("ignore:WebDataset.shardshuffle:UserWarning")
+@pytest.mark.framework
 def test_a_webdataset_is_taken_unless_it_shuffles(tmp_path: Path) -> None:
     """WebDataset in order resumes at its next sample, with `shardshuffle=False` too; a shuffle is refused."""
-    webdataset = pytest.importorskip("webdataset")
+    import webdataset
+
     for shard in range(2):
         with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
             for number in range(shard * 12, shard * 12 + 12):
@@ -226,13 +233,14 @@ def test_a_webdataset_is_taken_unless_it_shuffles(tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.framework
 def test_what_cannot_go_on_is_refused_before_training() -> None:
     """P50: a stream without a state, a buffer that is not in the state, an iterator, and what no stream has."""
     with pytest.raises(ConfigError, match=r"type Numbers has no state_dict.*replay=True"):
         ResumableLoader(Numbers())
     shuffled = rows().shuffle(seed=1, buffer_size=9).map(lambda row: row)
     with pytest.raises(ConfigError, match=r"buffer of shuffle\(\).*ShuffleBuffer"):
-        ResumableLoader(datasets.interleave_datasets([rows(), shuffled]))
+        ResumableLoader(library().interleave_datasets([rows(), shuffled]))
     with pytest.raises(ConfigError, match="has no state_dict"):
         ResumableLoader(ShuffleBuffer(Numbers(), 3))
     with pytest.raises(ConfigError, match="read only once"):
@@ -248,6 +256,7 @@ def test_what_cannot_go_on_is_refused_before_training() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.framework
 def test_a_stream_that_comes_back_otherwise_is_refused(workers: int) -> None:
     """P22: in one of the workers: no batch is handed out, not even by those that are right; so for another seed."""
 
@@ -276,6 +285,7 @@ def test_a_stream_that_comes_back_otherwise_is_refused(workers: int) -> None:
             ResumableLoader(rows(48).shuffle(seed=1, buffer_size=1), 4, **other).load_state_dict(state)
 
 
+@pytest.mark.framework
 def test_another_batch_size_goes_on_at_the_same_sample(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P22: no sample is lost or repeated, and a line says what differs."""
     config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.legs import assert_equal, begins, compared, random_moments, within
 
+pytestmark = pytest.mark.framework
 JOB = "tests.state.data.streams_job:train"
 KINDS = ("map and filter", "interleave", "shuffle", "augmented", "shuffle, buffer", "interleave, buffer", "webdataset")
 ROWS = [{"over": kind, "workers": workers} for kind, workers in product(KINDS, (0, 2))]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
@@ -73,14 +73,18 @@ class Told:
 
 
 class History:
-    """A run, its live table and the dict of it, and the dict of every checkpoint."""
+    """A run, its live table and the dict of it, and the dict of every save.
+
+    A step may be saved again after an older one was restored: each save is known by its step and by the number that
+    the ledger's next entry had when training last began to go on from a checkpoint.
+    """
 
     def __init__(self, memory_dir: str) -> None:
         self._store, self._step = FaultyStore(MemoryStore()), 0
         self._place = CheckpointConfig(
             checkpoint_dir=located(self._store), memory_dir=memory_dir, step_interval=1, max_num_checkpoints=KEPT
         )
-        self._kept: dict[int, Told] = {0: Told()}
+        self._saved: list[tuple[int, int, Told]] = [(0, 0, Told())]
         self._begin()
 
     def _begin(self) -> None:
@@ -88,12 +92,20 @@ class History:
         self.users = LookupTable(DIM, slots=SGD(lr=LR), spread=1.0)
         self.state = {"users": self.users}
         self.ckpt = Checkpointer(self._place)
-        self._restored(self.ckpt.restore(self.state))
+        self._restored()
 
-    def _restored(self, step: int) -> None:
-        self._step, self.told = step, self._kept[step].copy()
+    def _restored(self) -> None:
+        """Compare what is restored: the newest checkpoint, or a later save that was left in memory."""
+        self._step, newest = self.ckpt.restore(self.state), [*self.ckpt.checkpoints()[:1]]
+        entry = next((one.n for one in newest if one.step == self._step), None)
+        self.told = self._told_of(self._step, entry).copy()
+        self._since = self.ckpt.run.head().next_n
         assert rows_of(self.users) == self.told.all()
         assert self.users.updates == self.told.updates
+
+    def _told_of(self, step: int, entry: int | None) -> Told:
+        """Return what the table was when a step was last saved, before the entry of the ledger if that is given."""
+        return [told for n, at, told in self._saved if at == step and (entry is None or n <= entry)][-1]
 
     def do(self, op: Op) -> None:
         event(op.kind)
@@ -118,12 +130,12 @@ class History:
 
     def save(self, op: Op) -> None:
         self._step += 1
-        self._kept[self._step] = self.told.copy()
+        self._saved.append((self._since, self._step, self.told.copy()))
         self.ckpt.save(self._step, self.state)
 
     def step(self, op: Op) -> None:
         self._step += 1
-        self._kept[self._step] = self.told.copy()
+        self._saved.append((self._since, self._step, self.told.copy()))
         self.ckpt.step(self._step, self.state)  # a thread saves it, unless a newer one comes before
 
     def fail(self, op: Op) -> None:
@@ -152,7 +164,7 @@ class History:
         if live:
             target = live[op.which % len(live)].step
             self.ckpt.rollback(target)
-            self._restored(self.ckpt.restore(self.state))
+            self._restored()
 
     def prune(self, op: Op) -> None:
         self.ckpt.wait()
@@ -166,7 +178,7 @@ class History:
         for checkpoint in run.checkpoints():
             users = LookupTable(DIM, slots=SGD(lr=LR), spread=1.0)
             run.restore(checkpoint, {"users": users})
-            assert rows_of(users) == self._kept[checkpoint.step].all()
+            assert rows_of(users) == self._told_of(checkpoint.step, checkpoint.n).all()
             assert len(users.chain.files) <= 9
             base, *deltas = (file.count for file in users.chain.files)
             assert 2 * sum(deltas) <= base
@@ -182,8 +194,12 @@ def history() -> Iterator[History]:
             made.ckpt.close()
 
 
+SAVED_AGAIN = [Op("save"), Op("train", (1, 2)), Op("save"), Op("save"), Op("roll back", (), 2), Op("save")]
+
+
 @settings(deadline=None)
 @given(ops())
+@example(SAVED_AGAIN)  # step 2 is there twice, with other rows
 def test_each_checkpoint_has_the_rows_that_it_had(history_: list[Op]) -> None:
     """Grown, changed, deleted, saved, failed, restarted, killed, rolled back, compacted, pruned: equal to a dict."""
     with history() as made:

@@ -143,11 +143,13 @@ torch.save(loaded(input_ids=torch.arange(12)[None]).logits, sys.argv[1])
 """
 
 
+@pytest.mark.framework
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of PEFT and Transformers
 def test_from_pretrained_loads_an_adapter_by_its_name(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     """`PeftModel.from_pretrained(base, "org/adapter")` of another process gives the logits of the trained model."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
     from tests.integrations.finetuning_checks import KINDS, base, scattered
 

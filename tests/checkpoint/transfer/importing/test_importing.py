@@ -191,6 +191,7 @@ def test_a_directory_with_an_index(tmp_path: Path, run_dir: Path, suffix: str) -
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # Lightning, of torch
+@pytest.mark.framework
 def test_a_lightning_checkpoint(tmp_path: Path, run_dir: Path) -> None:
     """What Lightning's Trainer saves: weights, optimizer and schedule by name, and its own state is listed as left."""
     from lightning.pytorch import LightningModule, Trainer  # seconds of imports
