@@ -263,7 +263,7 @@ def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
     assert here("train", run_dir) == 1
     said = "".join(capfd.readouterr())
     assert f"error: the run directory is held by process {other.pid} on this host since " in said
-    assert "goes on when it has ended" in said
+    assert "resumes it when that has ended" in said
     assert "take_over" not in said
 
 

@@ -29,13 +29,13 @@ from ckpt_tasks.run.report.prometheus import Runs
 
 _JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
 _FILES = {
-    "/": ("serving", "page.html", "text/html; charset=utf-8"),
-    "/page.js": ("serving", "page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("serving", "page.css", "text/css; charset=utf-8"),
-    "/chart.js": ("report", "chart.js", "text/javascript; charset=utf-8"),
-    "/chart.css": ("report", "chart.css", "text/css; charset=utf-8"),
-    "/uPlot.js": ("report", "uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "/uPlot.css": ("report", "uPlot.min.css", "text/css; charset=utf-8"),
+    "/": ("cli.serving", "page.html", "text/html; charset=utf-8"),
+    "/page.js": ("cli.serving", "page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("cli.serving", "page.css", "text/css; charset=utf-8"),
+    "/chart.js": ("run.report", "chart.js", "text/javascript; charset=utf-8"),
+    "/chart.css": ("run.report", "chart.css", "text/css; charset=utf-8"),
+    "/uPlot.js": ("run.report", "uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/uPlot.css": ("run.report", "uPlot.min.css", "text/css; charset=utf-8"),
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -105,8 +105,8 @@ class _Request(BaseHTTPRequestHandler):
             cookie = f"{access.cookie}={quote(access.token, safe='')}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, _TEXT, b"", {"Location": "/", "Set-Cookie": cookie})
         elif url.path in _FILES:
-            room, name, kind = _FILES[url.path]
-            self._answer(200, kind, files(f"ckpt_tasks.{room}").joinpath("page", name).read_bytes())
+            package, name, kind = _FILES[url.path]
+            self._answer(200, kind, files(f"ckpt_tasks.{package}").joinpath("page", name).read_bytes())
         elif url.path == "/metrics":
             self._measure()
         elif url.path in _QUESTIONS:
