@@ -41,8 +41,10 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.tensors.tensors import TensorSet
 from ckpt_tasks.state.tensors.values import pack
 from ckpt_tasks.storage.locations import Location
+from ckpt_tasks.system import system
 
 _STEP = re.compile(r"(\d+)/?$")
+_lock = system().lock()
 
 
 class _Order(NamedTuple):
@@ -85,13 +87,15 @@ class CkptWriter(StorageWriter, AsyncStager):
         self._naming: Naming | None = None
         self._restored: RestoredState | None = None
         self._staged: Staged | None = None
+        self._copies = 0  # The copies whose saves have not written them yet.
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Copy the state for dcp.async_save, while training waits."""
         copied, staged = stage(state_dict)
         expect_turn(self._url)
-        # With two copies under way a save does not know which one is its own: then no memory is used again.
-        self._staged = staged if self._staged is None else None
+        with _lock:  # With several copies under way a save does not know which one is its own: none is used again.
+            self._staged = staged if self._copies == 0 else None
+            self._copies += 1
         return copied
 
     def synchronize_staging(self) -> None:
@@ -193,9 +197,10 @@ class CkptWriter(StorageWriter, AsyncStager):
             total_bytes=order.total_bytes,
             total_items=order.total_items,
         )
-        if self._staged is not None:
-            self._staged.free()
-            self._staged = None
+        with _lock:
+            own, self._staged, self._copies = self._staged, None, max(self._copies - 1, 0)
+        if own is not None:
+            own.free()
         if not self._coordinates:
             end_turn(self._url)
         results = [WriteResult(item.index, _chunk_bytes(item), None) for item in plan.items]

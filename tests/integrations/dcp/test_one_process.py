@@ -280,6 +280,15 @@ def test_saves_under_way_at_once_are_made_one_after_the_other(run_dir: Path, sha
         assert bool((found["weights"] == step).all())
 
 
+def test_no_save_frees_the_copy_of_another_one(run_dir: Path) -> None:
+    """Three copies wait for one writer, the first is saved, and the memory of the others is not used for a fourth."""
+    writer = CkptWriter(CheckpointConfig(checkpoint_dir=run_dir))
+    copies = [writer.stage({"weights": torch.full((1 << 16,), float(step))}) for step in (1, 2, 3)]
+    save(copies[0], storage_writer=writer, checkpoint_id="step-1")
+    writer.stage({"weights": torch.full((1 << 16,), 4.0)})
+    assert [copy["weights"].unique().tolist() for copy in copies] == [[1.0], [2.0], [3.0]]
+
+
 def test_a_save_that_fails_in_a_thread_lets_the_next_one_begin(run_dir: Path) -> None:
     """The turn of a save that was refused is over with it."""
     bad = async_save({"weights": object()}, storage_writer=CkptWriter(run_dir, step=1))
