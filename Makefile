@@ -3,10 +3,6 @@ PYTHON ?= python3
 # Tests at once: two more than cores, for they wait a quarter of the time. Each one computes in a single thread.
 JOBS ?= 4
 ARGS ?=
-# A file's tests share what its fixtures start: one worker has them all, and the longest files begin first
-# (tests/durations.json, which ARGS=--keep-durations writes anew).
-BY_FILE := --dist loadfile --no-loadscope-reorder
-
 BIN := .venv/bin
 STAMP := .venv/.installed
 # Lightning, Hugging Face, JAX and so on: three times the size of the rest, and only `make test-frameworks` needs them.
@@ -104,7 +100,7 @@ format: install ## rewrite the sources as `check` wants them
 	$(BIN)/ruff check --fix .
 
 test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow and needs no framework of others
-	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) $(BY_FILE) -m "not slow and not framework" $(ARGS)
+	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not framework" $(ARGS)
 
 test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the frameworks of others there, then the tests that need them and are not slow
 	$(BIN)/mypy
