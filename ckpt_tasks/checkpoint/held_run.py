@@ -172,8 +172,8 @@ class HeldRun:
             self._damaged, self._tenure.resume.owner_s = self._tenure.damaged, system().monotonic() - began_s
             self._knows_line = False
             self._take_over = False  # Take over only once: do not fence a later owner.
-            for extension in self._extensions:
-                extension.owned(self._tenure)
+            tenure = self._tenure
+            self._extensions.tell(lambda one: one.owned(tenure))
             self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -323,8 +323,7 @@ class HeldRun:
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
-        for extension in self._extensions:
-            extension.released(prune_s)
+        self._extensions.tell(lambda one: one.released(prune_s))
         self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()

@@ -42,8 +42,8 @@ class Interrupt:
     thread. Where the main thread holds nothing back for it, that thread asks Prefect whether its task is cancelled. A
     second Ctrl-C within 2 s counts as the same signal; a later one acts at once. A second SIGTERM or SIGHUP does not
     act at once, since schedulers, shells and terminals send several. The alarm of a flow's timeout is held back for at
-    most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. While signals are
-    held back, `on_hold` is told, as it is when they are no more.
+    most 30 s, since it may have to end a step that hangs. A forked child gets the previous handlers. This object
+    calls `on_hold(True)` when it begins to hold signals back, and `on_hold(False)` when it ends.
     """
 
     def __init__(self, on_hold: Callable[[bool], object] = lambda holds: None) -> None:

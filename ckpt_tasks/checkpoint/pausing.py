@@ -16,8 +16,7 @@ from ckpt_tasks.errors import ConfigError
 
 def remember(ckpt: Checkpointer, facts: Mapping[str, Any]) -> None:
     """Tell the extensions what another process of this training remembers for them; a restore follows."""
-    for extension in ckpt._extensions:
-        extension.remembers(facts)
+    ckpt._extensions.tell(lambda one: one.remembers(facts))
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
@@ -94,8 +93,7 @@ def settle(ckpt: Checkpointer) -> None:
     """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)
-    for extension in ckpt._extensions:
-        extension.released(600.0)
+    ckpt._extensions.tell(lambda one: one.released(600.0))
 
 
 def seal(ckpt: Checkpointer) -> None:
