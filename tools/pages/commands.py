@@ -34,6 +34,7 @@ Every verb has `--json` and `--help`. With `--json` a verb prints one object. It
 `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
 The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
+_FRAMEWORKS = frozenset({"lightning", "transformers", "accelerate"})  # `show` names them where they are installed.
 EXAMPLES = """
 ckpt init nets
 ckpt pin runs/lm@20 -m 'the paper'
@@ -103,7 +104,7 @@ class Form(NamedTuple):
 def form(value: Any) -> Form:
     """Return the form of a JSON value."""
     if isinstance(value, dict):
-        return Form(keys={key: form(one) for key, one in value.items()})
+        return Form(keys={key: form(one) for key, one in value.items() if key not in _FRAMEWORKS})
     if isinstance(value, list):
         return Form(items=reduce(either, map(form, value), Form()))
     names = {bool: "yes", int: "number", float: "number", str: "text", type(None): "null"}
