@@ -32,7 +32,7 @@ from benchmarks.peers import OURS
 from ckpt_tasks.checkpoint.memory.samples import Samples, take_samples
 from ckpt_tasks.checkpoint.memory.snapshot import ImageSet, plan_snapshot
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
-from ckpt_tasks.checkpoint.save.committer import Committer
+from ckpt_tasks.checkpoint.save.commit import Committer
 from ckpt_tasks.checkpoint.save.parts import (
     RankPart,
     Saving,
@@ -42,7 +42,7 @@ from ckpt_tasks.checkpoint.save.parts import (
     new_attempt,
     same_step,
 )
-from ckpt_tasks.checkpoint.save.prepared import compared_values, prepare_checkpoint
+from ckpt_tasks.checkpoint.save.prepared import compared_values
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line
 from ckpt_tasks.errors import IntegrityError
@@ -63,8 +63,7 @@ __all__ = ["Simulation", "check_moved", "commit", "measure", "moved"]
 _PARTS = (
     "words are fetched",
     "parts are read",
-    "checks, index and manifest",
-    "sizes and puts",
+    "checks, index and manifest, sizes and puts",
     "ledger entry",
     "opened again",
 )
@@ -174,13 +173,11 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     at.append(time.process_time())
     parts = same_step([*map(RankPart.from_bytes, words)])
     at.append(time.process_time())
-    prepared = prepare_checkpoint(saving, parts)
+    entry, _, _ = committer.commit(
+        committer.admit(), saving, parts, observed={}, check=lambda prepared: at.append(time.process_time())
+    )
     at.append(time.process_time())
-    committer.put_manifest(prepared)
-    at.append(time.process_time())
-    entry, _ = committer.commit(committer.admit(), prepared, cost_s=0.0, observed={})
-    at.append(time.process_time())
-    del parts, prepared
+    del parts
     open_checkpoint(history.store, entry.state.live[-1])
     at.append(time.process_time())
     return {name: after - before for name, (before, after) in zip(_PARTS, pairwise(at), strict=True)}

@@ -33,7 +33,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableSampler, open_run
 from ckpt_tasks.checkpoint import acquiring
-from ckpt_tasks.checkpoint.save import commit, one_save, prepared, saver
+from ckpt_tasks.checkpoint.save import commit, prepared, writer
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, heartbeat_name, ledger_name
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.live import cut
@@ -277,7 +277,7 @@ def fixed() -> Iterator[None]:
         (acquiring, "identify", lambda flow_run_id: owner),
         (prepared, "provenance", lambda: MADE_BY),
         # How long a save takes.
-        *((place, "round", lambda seconds, digits: 0.0) for place in (saver, commit, one_save, prepared)),
+        *((place, "round", lambda seconds, digits: 0.0) for place in (writer, commit, prepared)),
         (System, "time", lambda self: NOON.timestamp()),
         (System, "host", lambda self: "golden"),
         (secrets, "token_hex", lambda size: f"{next(numbers):0{2 * size}x}"),

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.ranks.exchange import Exchange, all_or_none, from_first
-from ckpt_tasks.checkpoint.save.committer import Committer
+from ckpt_tasks.checkpoint.save.commit import Committer
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import ObjectNotFoundError, StoreError

@@ -19,7 +19,7 @@ from ckpt_tasks.checkpoint.memory.rank_snapshot import RankSnapshot
 from ckpt_tasks.checkpoint.restore.restore import RestoreReport, of_checkpoints, restore_newest
 from ckpt_tasks.checkpoint.rollback import goes_back
 from ckpt_tasks.checkpoint.save.parts import encode_groups
-from ckpt_tasks.checkpoint.save.pipeline import Snapshot
+from ckpt_tasks.checkpoint.save.pipeline import Snapshot, checkpoint_of
 from ckpt_tasks.checkpoint.save.schedule import TrainingPosition, check_epoch, check_step, point
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.keys import STEPS_NAME
@@ -174,17 +174,17 @@ class Checkpointer(HeldRun):
         self._log_restored(chosen, report, cached, groups)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
-        self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
+        self._writer.hold(cached.slot if cached else None, lacks=chosen.n < 0)
         self._follow(chosen, known, cached)
         self._tell_restored(chosen.step, groups, rollback)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
             self._pruner.verified.add(chosen.manifest_digest)
-        self._saver.listeners.restored(report)
+        self._writer.listeners.restored(report)
         self._deliver_signal()
         if step is None and selection is None and chosen.step:
-            self._saver.prepare_early(partial(capture, state, world=self._ranks.world))
+            self._writer.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
 
     def _follow(self, chosen: Checkpoint, known: Sequence[Checkpoint], cached: _InMemory | None) -> None:
@@ -210,7 +210,7 @@ class Checkpointer(HeldRun):
         self._log_begun(state)
         self._ranks.restored(0)
         self._knows_line = True
-        self._saver.restored(None)
+        self._writer.hold(None, lacks=False)
         self._at.restored(0, None, self._own().resume.begun())
         self._deliver_signal()
         return 0
@@ -242,10 +242,10 @@ class Checkpointer(HeldRun):
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
-        elif self._knows_line and self._saver.unprepared:
-            self._saver.prepare(capture(state, world=self._ranks.world))
+        elif self._knows_line and self._writer.unprepared:
+            self._writer.prepare(capture(state, world=self._ranks.world))
         if ending:  # A signal that has come since `_due` waits for the next step, which is saved.
-            self._saver.wait()
+            self._writer.wait()
             self._deliver_signal(everywhere=True)
         return taken
 
@@ -277,10 +277,10 @@ class Checkpointer(HeldRun):
         self._cache.note_step(step)
         self._extensions.tell(lambda one: one.stepped(step, state))
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
-        self._saver.wait()
+        self._writer.wait()
         self._at.waited()
         self._deliver_signal(everywhere=ending)
-        return self._saver.checkpoint_of(snapshot)
+        return checkpoint_of(snapshot)
 
     def close(self) -> None:
         """Wait for saves under way, release the run directory and restore the signal handlers.
@@ -299,10 +299,10 @@ class Checkpointer(HeldRun):
             keep = True  # Storage may lack the snapshot in memory.
             raise
         finally:
-            with self._saver.turn():
+            with self._writer.turn():
                 self._interrupt.uninstall()
                 self._release(prune_s=0 if keep else _PRUNE_S)
-                self._saver.forget_plan()
+                self._writer.forget_plan()
                 self._cache.close(keep=keep)
 
     def _snapshot(
@@ -321,11 +321,11 @@ class Checkpointer(HeldRun):
                 self._unsaved.look(live, step, self.last_restore.step if self.last_restore else 0)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
-        with self._saver.turn():
+        with self._writer.turn():
             tenure = self._begin_save()
             steps = self._steps.since(self._line.step)
             saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
-            snapshot = self._saver.snapshot(
+            snapshot = self._writer.snapshot(
                 tenure, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
             )
         self._at.saved(step, epoch, interim=interim)

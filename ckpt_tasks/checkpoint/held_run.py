@@ -21,9 +21,9 @@ from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.checkpoint.save.pruning import Pruner
-from ckpt_tasks.checkpoint.save.saver import Saver
 from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
+from ckpt_tasks.checkpoint.save.writer import Writer
 from ckpt_tasks.checkpoint.telling import Start
 from ckpt_tasks.errors import ConfigError, IntegrityError, OwnedError, OwnerError, StateError
 from ckpt_tasks.format.ledger import State
@@ -89,7 +89,7 @@ class HeldRun:
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
         self._extensions = Extensions(config, self._history)
-        self._saver = Saver(
+        self._writer = Writer(
             self._history,
             config,
             self._cache,
@@ -99,14 +99,14 @@ class HeldRun:
             ranks=self._ranks.exchange,
         )
         for extension in self._extensions:
-            self._saver.listeners.add(Listener(committed=extension.committed))
+            self._writer.listeners.add(Listener(committed=extension.committed))
         self._start = Start(self._history.store.url)
         if self._ranks.first:
-            self._saver.listeners.add(Listener(committed=self._start.committed))
+            self._writer.listeners.add(Listener(committed=self._start.committed))
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # True if other processes can have committed nothing that this one has not restored.
         self._knows_state = False  # True if all ranks have captured a state.
-        finalize_here(self, _leave, weakref.ref(self._saver))
+        finalize_here(self, _leave, weakref.ref(self._writer))
 
     def __repr__(self) -> str:
         holds = "holds the run" if self._tenure is not None else "does not hold the run"
@@ -134,7 +134,7 @@ class HeldRun:
         Raises StoreError if the store takes no bytes of a checkpoint for `flush_timeout_s`.
         """
         self._process.check()
-        self._saver.wait()
+        self._writer.wait()
 
     def acquire(self) -> None:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""
@@ -142,7 +142,7 @@ class HeldRun:
 
     def listen(self, listener: Listener) -> None:
         """Call a listener after every commit, failed save and restore from now on."""
-        self._saver.listeners.add(listener)
+        self._writer.listeners.add(listener)
 
     def _own(self) -> Tenure:
         """Return the ownership of the run; take the run directory if this process does not hold it."""
@@ -174,8 +174,8 @@ class HeldRun:
             self._take_over = False  # Take over only once: do not fence a later owner.
             tenure = self._tenure
             self._extensions.tell(lambda one: one.owned(tenure))
-            self._saver.tenure = self._tenure
-            end_with_interpreter(self._saver)
+            self._writer.tenure = self._tenure
+            end_with_interpreter(self._writer)
         self._tenure.beat()
         return self._tenure
 
@@ -237,7 +237,7 @@ class HeldRun:
         changes then.
         """
         self._held()
-        self._saver.wait()
+        self._writer.wait()
         target = self.run.find(step)
         skip = checked_skip(skip_batches, target.step)
         if self._ranks.first and (faults := verify_checkpoint(self._history.store, target)):
@@ -270,7 +270,7 @@ class HeldRun:
 
     def _pin(self, step: int, reason: str | None) -> None:
         held = self._held()
-        self._saver.wait()
+        self._writer.wait()
         if self._ranks.first:
             self._pruner.pin(held.owner, step, reason)
 
@@ -310,32 +310,32 @@ class HeldRun:
                 confirm()
             self._knows_line = True
         if error is not None:
-            self._saver.refuse(tenure, error, tenure.next_number())
+            self._writer.refuse(tenure, error, tenure.next_number())
         return tenure
 
     def _refuse_save(self, error: Exception) -> NoReturn:
         """Raise `error` in all ranks, so that no rank waits for this one."""
         if not self._ranks.alone:
-            with self._saver.turn():
+            with self._writer.turn():
                 self._begin_save(error)
         raise error
 
     def _release(self, *, prune_s: float) -> None:
-        self._saver.wait_idle()
+        self._writer.wait_idle()
         self._pruner.finish(prune_s)
         self._extensions.tell(lambda one: one.released(prune_s))
         self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()
-            if self._saver.release():
+            if self._writer.release():
                 self._tenure = None
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
         """Raise the failure of an earlier save, if any, the same in every rank; in a listener raise StateError."""
         self._process.check()
-        self._saver.listeners.check()
-        self._saver.raise_failure()
+        self._writer.listeners.check()
+        self._writer.raise_failure()
 
     def _check_owner(self) -> None:
         """Raise FencedError if the heartbeat has seen another owner; only rank 0 has a heartbeat."""
@@ -372,16 +372,16 @@ class HeldRun:
 
     def _wait_idle(self) -> None:
         """Wait until saves under way have succeeded or failed; raise only the loss of the run."""
-        self._saver.wait_idle()
-        failure = self._saver.take_failure()
+        self._writer.wait_idle()
+        failure = self._writer.take_failure()
         if isinstance(failure, OwnerError):
             raise failure
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
 
 
-def _leave(saver: weakref.ref[Saver]) -> None:
-    """Keep a garbage-collected Checkpointer's Saver, so that the next Checkpointer of the run finishes its saves."""
-    left = saver()
+def _leave(writer: weakref.ref[Writer]) -> None:
+    """Keep a garbage-collected Checkpointer's Writer, so that the next Checkpointer of the run finishes its saves."""
+    left = writer()
     if left is not None and left.tenure is not None:
         left_here[left.tenure.owner.id] = left

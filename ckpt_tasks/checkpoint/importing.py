@@ -18,7 +18,7 @@ from functools import partial
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.memory.snapshot import bytes_of
 from ckpt_tasks.checkpoint.save.parts import RankPart, Saving, Stored, joined, put_tensors
-from ckpt_tasks.checkpoint.save.prepared import prepare_checkpoint
+from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint, prepare_checkpoint
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.checkpoint.transfer.importing.plan import ImportPlan, spec_of
 from ckpt_tasks.checkpoint.transfer.importing.sources import SourceTensor
@@ -84,10 +84,8 @@ class ImportedRun(HeldRun):
         admitted = committer.admit()
         saving = _new_saving(tenure, plan)
         store = self._history.store
-        try:
-            part = _write_all(store, saving.attempt, plan, on_progress)
-            prepared = prepare_checkpoint(saving, [part])
-            committer.put_manifest(prepared)
+
+        def check(prepared: PreparedCheckpoint) -> None:
             new = prepared.checkpoint(parent=None, n=admitted[0].next_n, cost_s=0.0)
             faults = verify_checkpoint(WatchedStore(store, on_progress), new)
             if faults or any(file.has_changed() for file in plan.source.opened):
@@ -97,10 +95,13 @@ class ImportedRun(HeldRun):
                     step=plan.step,
                     hint=f"Does another process write {plan.source.name}? Import it again when nothing does.",
                 )
+
+        try:
+            part = _write_all(store, saving.attempt, plan, on_progress)
+            entry, _, _ = committer.commit(admitted, saving, [part], observed={}, check=check)
         except CkptError:
             committer.abandon(saving.attempt)
             raise
-        entry, _ = committer.commit(admitted, prepared, cost_s=0.0, observed={})
         self._line.committed(entry.state.live[-1], Stored.of(part.objects, part.index))
         return entry.state.live[-1]
 

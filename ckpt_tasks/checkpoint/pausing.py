@@ -6,12 +6,26 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.memory.snapshot import Image
-from ckpt_tasks.checkpoint.save.saver import UnderWay
 from ckpt_tasks.errors import ConfigError
+
+
+class UnderWay(NamedTuple):
+    """The unfinished saves of a moment, and the memory for them.
+
+    `steps`: the step that is being written, and the step that waits. `stuck`: the store has taken nothing for too long.
+    `next_slot`: the slot of the next snapshot. `owner`: the id of this process's ownership, as far as it knows; None if
+    it holds no run. `parent`: the identity of the checkpoint that the next one follows; None without an owner.
+    """
+
+    steps: Sequence[int]
+    stuck: bool
+    next_slot: str
+    owner: str | None
+    parent: str | None
 
 
 def remember(ckpt: Checkpointer, facts: Mapping[str, Any]) -> None:
@@ -64,12 +78,19 @@ def give_up(ckpt: Checkpointer) -> None:
 
 def under_way(ckpt: Checkpointer) -> UnderWay:
     """Return the unfinished saves of a Checkpointer; do not wait."""
-    return ckpt._saver.under_way()
+    writer, held = ckpt._writer, ckpt._writer.tenure
+    return UnderWay(
+        steps=[snapshot.saving.attempt.step for snapshot in writer.under_way],
+        stuck=writer.stuck,
+        next_slot=writer.next_slot(),
+        owner=held.owner.id if held is not None else None,
+        parent=held.line.digest if held is not None else None,
+    )
 
 
 def images_of(ckpt: Checkpointer) -> Mapping[str, Sequence[Image]]:
     """Return the memory of a Checkpointer for saves, by slot; takes no lock, so a forked child may call it."""
-    return ckpt._saver.images
+    return ckpt._writer.images
 
 
 def elapse(ckpt: Checkpointer, seconds: float) -> None:
@@ -82,23 +103,23 @@ def die(ckpt: Checkpointer) -> None:
 
     Waits until its last snapshot is sealed in memory. The next Checkpointer of this process may act as its restart.
     """
-    ckpt._saver.wait_sealed()
+    ckpt._writer.wait_sealed()
     if ckpt._tenure is not None:
         ckpt._tenure.quiet()
     ckpt._cache.close(keep=True)  # This frees the memory's lock, as the kernel does for a dead process.
-    ckpt._saver.tenure = None
+    ckpt._writer.tenure = None
 
 
 def settle(ckpt: Checkpointer) -> None:
     """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
-    ckpt._saver.wait_idle()
+    ckpt._writer.wait_idle()
     ckpt._pruner.finish(60.0)
     ckpt._extensions.tell(lambda one: one.released(600.0))
 
 
 def seal(ckpt: Checkpointer) -> None:
     """Wait until the newest snapshot is sealed (complete in memory, where a restart finds it), or cannot be sealed."""
-    ckpt._saver.wait_sealed()
+    ckpt._writer.wait_sealed()
 
 
 def look(ckpt: Checkpointer) -> None:

@@ -114,8 +114,8 @@ OTHERWISE = {
     ("support/legs.py", "_config"),
     ("property/test_protocol.py", "_read_back"),
 }
-# Names of torch's and TensorFlow's that ours happens to define as well.
-OF_OTHERS = {"_dataset", "_modules", "_saver"}
+# Names of torch's that ours happens to define as well.
+OF_OTHERS = {"_dataset", "_modules"}
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -10,21 +10,20 @@ import gc
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.save import committer, pruning
-from ckpt_tasks.checkpoint.save.commit import commit, discard
-from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint
+from ckpt_tasks.checkpoint.save import commit, pruning
+from ckpt_tasks.checkpoint.save.commit import Commit, Committer, discard
+from ckpt_tasks.checkpoint.save.parts import Saving
 from ckpt_tasks.errors import CommitUncertainError, ObjectExistsError, StoreError
 from ckpt_tasks.format.keys import ledger_name, parse_attempt
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.policy.retention import Verdict, plan_retention
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.run.ledger import history
-from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.run.upkeep import retiring, upkeep
 from ckpt_tasks.storage.port import Store
 from tests.property.protocol import Ablation, Outcome, play
@@ -110,23 +109,7 @@ def answers_are_believed(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
 
 
 def what_is_retired_may_be_named(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def put(
-        history: History,
-        prepared: PreparedCheckpoint,
-        *,
-        parent: str | None,
-        cost_s: float,
-        retirement: retiring.Retirement,
-        observed: Mapping[str, object],
-    ) -> Entry:
-        def change(state: State, n: int) -> State:
-            checkpoint = prepared.checkpoint(parent=parent, n=n, cost_s=cost_s)
-            return retirement.apply(state.with_checkpoint(checkpoint, frozenset()))
-
-        event = {**observed, "kind": "commit", "step": prepared.manifest.step}
-        return history.append(event, change, owner=prepared.saving.owner)
-
-    patch.setattr(committer, "commit", put)
+    patch.setattr(commit, "refuse_retired", lambda state, prepared: None)
 
 
 def objects_go_before_the_entry(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
@@ -166,14 +149,16 @@ def attempts_of_the_present_owner_are_swept(patch: pytest.MonkeyPatch, schedule:
 
 
 def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
-    def tidy(history: History, prepared: PreparedCheckpoint, **options: Any) -> Entry:
+    real = Committer.commit
+
+    def tidy(self: Committer, admitted: tuple[Head, State], saving: Saving, *given: Any, **options: Any) -> Commit:
         try:
-            return commit(history, prepared, **options)
+            return real(self, admitted, saving, *given, **options)
         except (StoreError, CommitUncertainError):
-            discard(history.store, prepared.saving.attempt)
+            discard(self.history.store, saving.attempt)
             raise
 
-    patch.setattr(committer, "commit", tidy)
+    patch.setattr(Committer, "commit", tidy)
 
 
 ABLATIONS: list[Any] = [

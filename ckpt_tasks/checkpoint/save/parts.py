@@ -1,6 +1,6 @@
 """A rank's part of a checkpoint: index rows and objects, made from the rank's digested images.
 
-This module does not use the ledger. `committer.py` has the committer's half of a save.
+This module does not use the ledger. `commit.py` has the committer's half of a save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_tasks.format.layout.image import ImageLayout, plan_bytes
 from ckpt_tasks.format.layout.index import WHOLE, Index, Places, parse_index, write_index
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.manifest import ObjectRecord
-from ckpt_tasks.format.records import Compared, Owner
+from ckpt_tasks.format.records import Checkpoint, Compared, Owner, checkpoint_item, read_checkpoint
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.kinds.parts import Captured, TableFileCapture
 from ckpt_tasks.storage.port import Store
@@ -31,7 +31,7 @@ _REUSED_BYTES = 1 << 20  # Below this size, writing an object costs less than de
 
 
 class SupersededError(Exception):
-    """A newer snapshot has replaced this one; `Saver` catches this error."""
+    """A newer snapshot has replaced this one; `RankSaver` catches this error."""
 
 
 @dataclass(frozen=True)
@@ -240,3 +240,24 @@ def reuse(digested: Digested, stored: Stored | None) -> RankPart:
 
 def _last(name: str) -> str:
     return name.rpartition("/")[2]
+
+
+def _part_to_bytes(part: RankPart | None) -> bytes:
+    return part.to_bytes() if part is not None else b""
+
+
+def _part_from_bytes(data: bytes) -> RankPart | None:
+    return RankPart.from_bytes(data) if data else None
+
+
+def _checkpoint_to_bytes(checkpoint: Checkpoint | None) -> bytes:
+    return json.dumps(checkpoint_item(checkpoint)).encode() if checkpoint is not None else b""
+
+
+def _checkpoint_from_bytes(data: bytes) -> Checkpoint | None:
+    return read_checkpoint(json.loads(data)) if data else None
+
+
+# What ranks tell each other, as (to bytes, from bytes); b"" is None.
+PART = _part_to_bytes, _part_from_bytes
+CHECKPOINT = _checkpoint_to_bytes, _checkpoint_from_bytes

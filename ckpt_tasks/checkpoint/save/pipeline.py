@@ -2,7 +2,7 @@
 
 Training fills a slot and continues. One thread digests and seals the snapshot. Another thread writes and commits it,
 then takes the snapshot that waits. A third snapshot replaces the waiting one, unless that one must be kept. This module
-has the data that training and these threads share; `saver.py` starts the threads.
+has the data that training and these threads share; `writer.py` starts the threads.
 
 Invariants
 
@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,10 @@ from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
 from ckpt_tasks.state.kinds.parts import TableFileCapture
 from ckpt_tasks.state.tensors.device import DeviceCopy
+from ckpt_tasks.storage.port import watched
 from ckpt_tasks.system import system
 
+_log = logging.getLogger("ckpt_tasks")
 _LOOK_S = 1.0  # A waiting thread checks at this interval whether the store is stuck.
 # After these errors no other snapshot may be committed: the run is lost, or the commit may have succeeded.
 _LAST = (FencedError, CommitUncertainError)
@@ -114,6 +117,14 @@ class Snapshot:
         )
 
 
+def checkpoint_of(snapshot: Snapshot | None) -> Checkpoint:
+    """Return a snapshot's checkpoint, after `wait`; raise its failure, even if another thread has taken that."""
+    outcome = snapshot.outcome if snapshot is not None else None
+    if isinstance(outcome, Committed):
+        return outcome.checkpoint
+    raise outcome.error if isinstance(outcome, Failed) else StoreError("another thread was told why it failed")
+
+
 class Pipeline:
     """The snapshots under way (one is being flushed, one waits), the replaced ones, and the content of the slots.
 
@@ -136,6 +147,8 @@ class Pipeline:
         self._stored_s = -math.inf  # When the newest committed snapshot was taken.
         self.superseded: list[int] = []  # The steps of replaced snapshots that no ledger entry names yet.
         self._replaced: list[Snapshot] = []
+        self._warned_stuck = False
+        self._watched = watched()
 
     @property
     def stuck(self) -> bool:
@@ -170,6 +183,14 @@ class Pipeline:
         """The snapshots that are not committed yet, oldest first."""
         with self._changed:
             return [snapshot for snapshot in (self._flushing, self._waiting) if snapshot is not None]
+
+    def warn_if_stuck(self, step: int) -> None:
+        """Log once that a snapshot is kept in memory only, because the store is stuck."""
+        stuck = self.stuck
+        if stuck and not self._warned_stuck:
+            what = "The store has taken nothing for %g s; step %d and later ones are kept in memory only"
+            _log.warning(what, self._timeout_s, step)
+        self._warned_stuck = stuck
 
     def take_slot(self) -> str:
         """Return the slot to fill next; if no slot may be filled yet, wait for a flush.
@@ -230,7 +251,7 @@ class Pipeline:
             self._held, self._held_lacks, self._last = slot, lacks, None
             self._in_slot = {} if self._flushing is None else {self._flushing.slot: self._flushing}
 
-    def forget(self) -> None:
+    def forget_snapshots(self) -> None:
         """Forget every snapshot; none may be under way."""
         snapshots, last = [*self._in_slot.values()], self._last
         for snapshot in snapshots:
@@ -263,13 +284,13 @@ class Pipeline:
         others = (snapshot for name, snapshot in self._in_slot.items() if name != slot)
         return next((other for other in others if not isinstance(other.outcome, Committed)), None)
 
-    def wait(self) -> BaseException | None:
+    def ended_with(self) -> BaseException | None:
         """Wait until no snapshot is under way; return the failure as `take_failure` does, or StoreError if stuck."""
-        idle = self.wait_idle()
+        idle = self.await_idle()
         failure = self.take_failure()
         return failure if failure is not None or idle else self._stuck_error()
 
-    def wait_idle(self) -> bool:
+    def await_idle(self) -> bool:
         """Wait until no snapshot is under way; return False if the running flush is stuck."""
         said = False
         with self._changed:
@@ -338,6 +359,7 @@ class Pipeline:
     def moved(self) -> None:
         """Record that the flush has made progress."""
         self._moved_s = system().monotonic()
+        self._watched()
 
     def submitted(self) -> None:
         """Wait until the block of `submitting` has ended."""
@@ -346,11 +368,11 @@ class Pipeline:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def end(self) -> BaseException | None:
-        """Wait as wait() does, while the interpreter exits; daemon threads that still train can no longer submit."""
+    def end_queue(self) -> BaseException | None:
+        """Wait as ended_with() does, while the interpreter exits: daemon threads that train can no longer submit."""
         with self._changed:
             self._ended = True
-        return self.wait()
+        return self.ended_with()
 
     def _goes_on(self) -> bool:
         """Return True if this thread may submit a snapshot; when the interpreter exits, a daemon thread must wait."""

@@ -1,4 +1,4 @@
-"""Make index and manifest of a checkpoint from the parts of the ranks, and check them as a restore does; write nothing.
+"""Make index and manifest of a checkpoint from the parts of the ranks, and check their tiling; write nothing.
 
 This module also compares the values and digests that must be equal in all ranks, by path.
 """
@@ -23,7 +23,6 @@ from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecor
 from ckpt_tasks.format.parsing import well_formed
 from ckpt_tasks.format.records import Checkpoint, Compared
 from ckpt_tasks.gc_pause import gc_paused
-from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.system import now_iso
 
 _MOST_ITEMS = 32  # A container with more items gets one digest.
@@ -102,7 +101,7 @@ def prepare_part(saving: Saving, part: RankPart, sealed: PreparedCheckpoint | No
 def prepare_checkpoint(
     saving: Saving, parts: Sequence[RankPart], sealed: PreparedCheckpoint | None = None
 ) -> PreparedCheckpoint:
-    """Make index and manifest from the parts of all ranks, and check them as a restore does; write nothing.
+    """Make index and manifest from the parts of all ranks, and check that they tile the checkpoint; write nothing.
 
     `sealed`: the result of `prepare_part` for the first part; with one rank and the same objects it is returned. Raises
     IntegrityError if a rank or a region is missing, UnsupportedStateError if the checkpoint would be too large, and
@@ -117,8 +116,10 @@ def prepare_checkpoint(
     del index  # The index takes 130 MiB for 10⁶ regions.
     prepared = _prepared(saving, index_bytes, objects, groups)
     _check_sizes(prepared)
-    if saving.number <= 1:  # Once for each owner of the run, the code of a restore reads what is about to be written.
-        open_checkpoint(_PreparedStore(prepared), prepared.checkpoint(parent=None, n=0, cost_s=0.0))
+    if saving.number <= 1:  # Once for each owner of the run, parse the manifest as a restore does.
+        Manifest.from_bytes(
+            prepared.manifest_bytes, digest=prepared.digest, name=attempt_prefix(saving.attempt) + MANIFEST_NAME
+        )
     return prepared
 
 
@@ -173,30 +174,6 @@ def _prepared(
     )
     manifest_bytes = manifest.to_bytes()
     return PreparedCheckpoint(saving, manifest, index_bytes, manifest_bytes, digest_hex(manifest_bytes))
-
-
-class _PreparedStore:
-    """A store of two objects: the index and the manifest of a checkpoint that is not written yet."""
-
-    url = ""
-    near = True
-    gap_bytes = 0
-
-    def __init__(self, prepared: PreparedCheckpoint):
-        manifest = prepared.manifest
-        self._objects = {
-            manifest.index.name: prepared.index_bytes,
-            attempt_prefix(prepared.saving.attempt) + MANIFEST_NAME: prepared.manifest_bytes,
-        }
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        return self._objects[name]
-
-    def read(self, name: str, begin: int, into: memoryview) -> None:
-        into[:] = self._objects[name][begin : begin + into.nbytes]
-
-    def size(self, name: str) -> int:
-        return len(self._objects[name])
 
 
 def _combine(parts: Sequence[RankPart], world_size: int) -> tuple[Index, list[ObjectRecord]]:

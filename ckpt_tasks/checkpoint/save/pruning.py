@@ -97,6 +97,13 @@ class Pruner:
         except CkptError:  # For example a listing failed: the prune after the commit logs this error.
             return Retirement(store, after, lambda state: (), self.deleted)
 
+    def committed(self, state: State, retirement: Retirement, digest: str, names: tuple[str, ...]) -> None:
+        """Remember the objects of the checkpoint that an entry has committed, and what the entry has retired."""
+        self.deleted -= retirement.deleted
+        live = {one.manifest_digest for one in state.live}
+        self.named = {known: of for known, of in self.named.items() if known in live} | {digest: names}
+        self.base = None
+
     def new_owner(self) -> None:
         """Sweep the leftovers of dead owners again, because the directory had another owner meanwhile."""
         self._swept = False

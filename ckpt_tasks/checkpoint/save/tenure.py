@@ -21,7 +21,7 @@ from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.restore import RestoreReport
-    from ckpt_tasks.checkpoint.save.committer import Committer
+    from ckpt_tasks.checkpoint.save.commit import Committer
 
 
 @dataclass

@@ -19,7 +19,6 @@ from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
 from ckpt_tasks.checkpoint.save.parts import RankPart, Saving, Stored
-from ckpt_tasks.checkpoint.save.prepared import prepare_checkpoint
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import CkptError, ConfigError
@@ -157,10 +156,7 @@ class SharedRun:
             raise ConfigError("this save has not begun here", hint="Use one writer for one save.")
         committer = tenure.committer
         with committer.owning():
-            prepared = prepare_checkpoint(saving, parts)
-            committer.put_manifest(prepared)
-            spent_s = round(system().monotonic() - self._started_s, 6)
-            entry, _ = committer.commit(admitted, prepared, cost_s=spent_s, observed={"flush_s": spent_s})
+            entry, prepared, _ = committer.commit(admitted, saving, parts, observed={}, began_s=self._started_s)
         self._unfinished = None
         new = entry.state.live[-1]
         self._line.committed(new, Stored.of(prepared.manifest.objects, prepared.index))

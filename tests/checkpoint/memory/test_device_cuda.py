@@ -257,7 +257,7 @@ def test_a_kernel_that_fails_fails_the_save(run_dir: Path) -> None:
         torch.ones(4, device="cuda")[torch.tensor([99], device="cuda")]
         try:
             ckpt.step(2, state)
-            ckpt._saver.wait_idle()
+            ckpt._writer.wait_idle()
             ckpt.step(3, state)
         except StateError as error:
             print("told:", error, flush=True)

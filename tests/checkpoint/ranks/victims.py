@@ -15,7 +15,7 @@ import torch
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
-from ckpt_tasks.checkpoint.save.committer import Committer
+from ckpt_tasks.checkpoint.save.commit import Committer
 from ckpt_tasks.checkpoint.save.rank_saver import RankSaver
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
@@ -105,7 +105,7 @@ def train_and_die(rank: int, size: int, kind: str, root: str, life: Life) -> Any
         with telling:
             report((what, value))
 
-    _after(Committer, "commit", lambda committed, _: tell("commit", committed[0].state.live[-1].step))
+    _after(Committer, "commit", lambda committed, _: tell("commit", committed.entry.state.live[-1].step))
     if life.waits:
         _after(Checkpointer, "step", lambda taken, ckpt: ckpt.wait())
     _after(Checkpointer, "step", lambda taken, ckpt: time.sleep(life.pause_s))

@@ -1,6 +1,7 @@
 """Saves in the background: training waits only for `snapshot`; threads seal, write and commit the copy.
 
-`one_save.py` has the save itself.
+A save is the same for one rank and for many (`_save`): each rank writes its part, rank 0 commits all parts, and then
+every rank continues from the new checkpoint. A single rank gathers only its own part, and receives its own answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
@@ -18,46 +20,27 @@ from ckpt_tasks.checkpoint.memory.snapshot import Image
 from ckpt_tasks.checkpoint.ranks.exchange import ALONE, Exchange
 from ckpt_tasks.checkpoint.save.ending import report_lost
 from ckpt_tasks.checkpoint.save.listening import Listeners
-from ckpt_tasks.checkpoint.save.one_save import OneSave
-from ckpt_tasks.checkpoint.save.parts import Saving, SupersededError
+from ckpt_tasks.checkpoint.save.parts import CHECKPOINT, PART, RankPart, Saving, Stored, same_step
 from ckpt_tasks.checkpoint.save.pipeline import Committed, Failed, Outcome, Pipeline, Snapshot, Superseded
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.rank_saver import RankSaver
 from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
 from ckpt_tasks.checkpoint.save.tenure import Tenure
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CkptError, FencedError, StateError, StoreError
+from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.state.kinds.parts import Captured
-from ckpt_tasks.storage.port import watched, watching
+from ckpt_tasks.storage.port import moved, watching
 from ckpt_tasks.system import system
 
 _END_S = 5.0  # At the end, wait this long for a prune to stop, and for other ranks to read rank 0's answers.
 _log = logging.getLogger("ckpt_tasks")
 
 
-class UnderWay(NamedTuple):
-    """The unfinished saves of a moment, and the memory for them.
-
-    `steps`: the step that is being written, and the step that waits. `stuck`: the store has taken nothing for too long.
-    `superseded`: the steps that newer steps have replaced since the last commit. `next_slot`: the slot of the next
-    snapshot. `size_bytes`: the bytes that this rank writes for a checkpoint. `owner`: the id of this process's
-    ownership, as far as it knows; None if it holds no run. `parent`: the identity of the checkpoint that the next one
-    follows; None without an owner.
-    """
-
-    steps: Sequence[int]
-    stuck: bool
-    superseded: Sequence[int]
-    next_slot: str
-    size_bytes: int
-    owner: str | None
-    parent: str | None
-
-
-class Saver:
+class Writer(Pipeline):
     """Takes snapshots of the state and commits them in the background.
 
     `tenure`: the current ownership; the exit of the interpreter releases it. A snapshot is committed only under the
@@ -75,34 +58,25 @@ class Saver:
         extensions: Extensions,
         ranks: Exchange = ALONE,
     ):
+        super().__init__(config.flush_timeout_s)
         self.listeners = Listeners()
         self.tenure: Tenure | None = None
         self._ranks = ranks
+        self._history = history
         self._config = config
         self._cache = cache
         self._pruner = pruner
+        self._schedule = schedule
+        self._extensions = extensions
         self._rank = RankSaver(cache, ranks.rank, ranks.size)
-        self._pipeline = Pipeline(config.flush_timeout_s)
-        self._save = OneSave(
-            ranks=ranks,
-            rank=self._rank,
-            history=history,
-            cache=cache,
-            schedule=schedule,
-            listeners=self.listeners,
-            extensions=extensions,
-            deadline_s=config.flush_timeout_s,
-        )
         self._workers: list[threading.Thread] = []  # These threads seal snapshots, or allocate memory.
         self._early = False  # True if memory was prepared before a step; this step may change the state's structure.
-        self._warned_stuck = False
         self._turn = system().lock()
-        self._watched = watched()
 
     @property
     def unprepared(self) -> bool:
         """Whether to prepare memory for the next snapshot: there is none, or a step may have changed the structure."""
-        return not self._rank.is_planned or (self._early and self._pipeline.idle)
+        return not self._rank.is_planned or (self._early and self.idle)
 
     def prepare_early(self, take: Callable[[], Captured]) -> None:
         """Prepare the memory of the next snapshots after a restore, before a step; `take` captures the state."""
@@ -118,7 +92,7 @@ class Saver:
         """
         self._early = False
         self._plan(captured)
-        following = self._pipeline.next_slot()
+        following = self.next_slot()
         free = [slot for slot in SLOTS if slot != following and self._cache.memory.sealed(slot) is None]
         with suppress(StoreError):  # If no thread can start, the first saves allocate their memory.
             self._work(start_thread(self._rank.take_ahead, following, *free, name="ckpt-take", daemon=False))
@@ -141,10 +115,10 @@ class Saver:
         returns None.
         """
         try:
-            slot = self._pipeline.take_slot()
+            slot = self.take_slot()
         except StoreError as error:
             error.step = saving.attempt.step
-            self._pipeline.fail(error)
+            self.fail(error)
             with suppress(CkptError):
                 self.refuse(tenure, error, saving.number)
             return None
@@ -170,7 +144,7 @@ class Saver:
             compared=compared,
             files=files,
         )
-        self._warn_if_stuck(saving.attempt.step)
+        self.warn_if_stuck(saving.attempt.step)
         try:
             self._submit(snapshot)  # Do this last: the threads that it starts could delay a later statement.
         except BaseException as error:
@@ -181,49 +155,22 @@ class Saver:
             raise
         return snapshot
 
-    def checkpoint_of(self, snapshot: Snapshot | None) -> Checkpoint:
-        """Return a snapshot's checkpoint, after `wait`; raise its failure, even if another thread has taken that."""
-        outcome = snapshot.outcome if snapshot is not None else None
-        if isinstance(outcome, Committed):
-            return outcome.checkpoint
-        raise outcome.error if isinstance(outcome, Failed) else StoreError("another thread was told why it failed")
-
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the first failure, or StoreError if the store is stuck."""
         self.listeners.check()
-        failure = self._pipeline.wait()
+        failure = self.ended_with()
         if failure is not None:
             raise failure
 
-    def wait_idle(self) -> None:
-        """Wait until no snapshot is under way or the store is stuck; keep a failure for a later call."""
+    def wait_idle(self) -> bool:
+        """Wait until no snapshot is under way; return False if the store is stuck; keep a failure for a later call."""
         self.listeners.check()
-        self._pipeline.wait_idle()
-
-    def wait_sealed(self) -> None:
-        """Wait until the last snapshot in memory is ready for a restart, or cannot be sealed."""
-        self._pipeline.wait_sealed()
-
-    def under_way(self) -> UnderWay:
-        """Return the unfinished saves and the memory for them; do not wait."""
-        return UnderWay(
-            steps=[snapshot.saving.attempt.step for snapshot in self._pipeline.under_way],
-            stuck=self._pipeline.stuck,
-            superseded=[*self._pipeline.superseded],
-            next_slot=self._pipeline.next_slot(),
-            size_bytes=self._rank.size.own_bytes,
-            owner=self.tenure.owner.id if self.tenure is not None else None,
-            parent=self.tenure.line.digest if self.tenure is not None else None,
-        )
+        return self.await_idle()
 
     @property
     def images(self) -> Mapping[str, Sequence[Image]]:
         """The files of each slot that has memory; takes no lock, so a forked child may call it."""
         return self._rank.images
-
-    def take_failure(self) -> BaseException | None:
-        """Return the failure of an earlier snapshot and forget it; does not wait."""
-        return self._pipeline.take_failure()
 
     def raise_failure(self) -> None:
         """Raise the failure of an earlier snapshot; with on_flush_failure="warn" log a StoreError instead."""
@@ -236,13 +183,9 @@ class Saver:
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
         self._pruner.unnoted.append(event)  # The next commit writes the event into the history.
 
-    def restored(self, slot: str | None, *, lacks: bool = False) -> None:
-        """Fill the restored snapshot's slot only after the other slot; `lacks`: storage lacks the snapshot."""
-        self._pipeline.hold(slot, lacks=lacks)
-
     def forget_plan(self) -> None:
         """Drop the plan and the images; the next snapshot makes new ones. No snapshot may be under way."""
-        self._pipeline.forget()
+        self.forget_snapshots()
         self._rank.forget()
 
     def turn(self) -> AbstractContextManager[Any]:
@@ -252,12 +195,12 @@ class Saver:
         stops them.
         """
         self.listeners.check()
-        ends = self._pipeline.has_ended and threading.current_thread() is threading.main_thread()
+        ends = self.has_ended and threading.current_thread() is threading.main_thread()
         return nullcontext() if ends else self._turn
 
     def release(self) -> bool:
         """Release the run directory; return False if the store is stuck and cannot take the release."""
-        if self._pipeline.stuck:
+        if self.stuck:
             return False
         tenure, self.tenure = self.tenure, None
         if tenure is not None and not tenure.release():
@@ -266,7 +209,7 @@ class Saver:
 
     def finish(self) -> None:
         """Commit the saves under way of a garbage-collected Checkpointer, and release its memory for the next one."""
-        failure = self._end_pipeline()
+        failure = self._end_all()
         if failure is not None:
             _log.warning("The last snapshot was not committed: %s", failure)
         self._pruner.cancel(_END_S)
@@ -280,14 +223,14 @@ class Saver:
             # A daemon thread may be taking a snapshot that replaces the previous one: wait until it has submitted the
             # snapshot, or neither is committed. A later daemon thread waits for the lock until Python stops it.
             self._turn.acquire(timeout=self._config.flush_timeout_s)
-            failure = self._end_pipeline()
+            failure = self._end_all()
             if failure is not None:
                 report_lost(failure, kept=kept)
             self._pruner.cancel(_END_S)
             self.release()
             self._ranks.drain(_END_S)
         except KeyboardInterrupt:
-            if left := self._pipeline.under_way:
+            if left := self.under_way:
                 report_lost(StoreError("interrupted", step=left[-1].saving.attempt.step), kept=kept)
 
     def refuse(self, tenure: Tenure, error: Exception, number: int) -> NoReturn:
@@ -295,27 +238,25 @@ class Saver:
         with self._ranks.meeting(tenure.topic(number), self._config.flush_timeout_s):
             raise error
 
-    # ── private helpers ──────────────────────────────────────────────────────────────────────────────────────
-
     def _plan(self, captured: Captured) -> None:
         if not self._rank.fits(captured):
-            self._pipeline.wait_idle()  # Snapshots under way still have the old structure.
+            self.await_idle()  # Snapshots under way still have the old structure.
             self.forget_plan()
             self._rank.plan(captured)
 
     def _submit(self, snapshot: Snapshot) -> None:
         """Pass a filled slot to the threads; raise StoreError if the process cannot start a thread."""
-        with self._pipeline.submitting(snapshot) as before:
-            if not self._pipeline.running:
+        with self.submitting(snapshot) as before:
+            if not self.running:
                 start_thread(self._save_all, name="ckpt-flush")
-                self._pipeline.running = True  # It stays True until no snapshot waits.
+                self.running = True  # It stays True until no snapshot waits.
             self._work(start_thread(self._seal, snapshot, before, name="ckpt-seal"))
 
     def _work(self, worker: threading.Thread) -> None:
         self._workers = [*(before for before in self._workers if before.is_alive()), worker]
 
     def _seal(self, snapshot: Snapshot, before: Snapshot | None) -> None:
-        self._pipeline.submitted()
+        self.submitted()
         system().lower_priority()  # Not earlier: training has waited for the start of this thread.
         try:
             if snapshot.copy is not None:
@@ -334,25 +275,19 @@ class Saver:
 
     def _save_all(self) -> None:
         try:
-            self._pipeline.submitted()
+            self.submitted()
             system().lower_priority()
-            while snapshots := self._pipeline.take():
+            while snapshots := self.take():
                 for snapshot in snapshots:
-                    self._pipeline.ended(snapshot, self._outcome_of(snapshot))
+                    self.ended(snapshot, self._outcome_of(snapshot))
         except BaseException as error:  # noqa: BLE001 (for example there is no memory: the trainer raises it)
-            self._pipeline.broke(error)
-
-    def _moved(self) -> None:
-        self._pipeline.moved()
-        self._watched()
+            self.broke(error)
 
     def _outcome_of(self, snapshot: Snapshot) -> Outcome:
         step = snapshot.saving.attempt.step
         try:
-            with watching(self._moved):
-                return Committed(self._save.run(snapshot))
-        except SupersededError:
-            return Superseded()
+            with watching(self.moved):
+                return self._save(snapshot)
         except BaseException as error:  # noqa: BLE001 (kept for the trainer, who raises it)
             if isinstance(error, CkptError) and error.step is None:
                 error.step = step
@@ -360,18 +295,103 @@ class Saver:
                 self.listeners.failed(step, error)
             return Failed(error)
 
-    def _end_pipeline(self) -> BaseException | None:
-        failure = self._pipeline.end()
+    def _save(self, snapshot: Snapshot) -> Committed | Superseded:
+        """Write this rank's part of a snapshot, and commit it with the parts of all ranks.
+
+        Returns Superseded if a rank already has a newer snapshot; raises an error of any rank in all ranks. After an
+        error nothing is committed.
+        """
+        topic, part, parts, entry = snapshot.tenure.topic(snapshot.saving.number), None, [], None
+        try:
+            # An error in one rank is raised in all; if another process has taken the run, FencedError replaces it.
+            with self._ranks.meeting(topic, self._config.flush_timeout_s) as ranks, snapshot.tenure.owning():
+                part, admitted = self._written(snapshot)
+                parts = ranks.gather(part, *PART)
+                if admitted is not None and all(parts):  # Rank 0 has all parts, and none was replaced.
+                    entry = self._commit(snapshot, admitted, parts)
+                done = ranks.publish(_checkpoint_of(entry), *CHECKPOINT)
+        except CkptError as error:
+            if (done := _checkpoint_of(entry)) is None:
+                self._failed(snapshot, error)
+                raise
+            # The entry exists: the save is committed, although not all ranks know this.
+        if done is None or part is None:
+            if snapshot.tenure.committer is not None and any(parts):  # All ranks have answered: no rank writes now.
+                snapshot.tenure.committer.abandon(snapshot.saving.attempt)
+            return Superseded()
+        self._follow(snapshot, done, part, entry)
+        return Committed(done)
+
+    def _written(self, snapshot: Snapshot) -> tuple[RankPart | None, tuple[Head, State] | None]:
+        """Write this rank's new objects; return its part, and in rank 0 also the ledger's head and state.
+
+        The part names unchanged objects of the last checkpoint again. The part is None if a newer snapshot has replaced
+        this one.
+        """
+        committer, line, store = snapshot.tenure.committer, snapshot.tenure.line, self._history.store
+        admitted = None
+        try:
+            if snapshot.given_up:
+                return None, None  # The snapshot's slot is being refilled.
+            if committer is not None:
+                admitted = committer.admit()  # A fenced process must not write.
+                state, size = admitted[1], self._rank.size.of_ranks(self._ranks.size)
+                self._extensions.tell(lambda one: one.admitted(state, size))
+                committer.hold_base()
+            stored = line.reusable(store)
+            if stored is not None and admitted is not None:
+                stored = stored.kept(admitted[1].keeps)
+            return self._rank.write(store, snapshot, stored), admitted
+        finally:
+            snapshot.patience = self._ranks.patience
+            moved()
+
+    def _commit(self, snapshot: Snapshot, admitted: tuple[Head, State], parts: list[RankPart | None]) -> Entry:
+        """Commit the parts of all ranks: the ledger entry creates the checkpoint."""
+        run, began_s, cost_s = snapshot.tenure, snapshot.taken_s, snapshot.stall_s
+        assert run.committer is not None  # This is rank 0.
+        present = same_step([part for part in parts if part is not None])
+        more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
+        observed = {**snapshot.observed, **{name: value for name, value in more.items() if value}}
+        commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
+        entry, _, steps = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
+        run.resume.parts, run.failed_saves = {}, 0
+        if steps:
+            self.listeners.measured(steps)
+        return entry
+
+    def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
+        """Remove everything of a save that failed in this or another rank, except the snapshot in memory."""
+        tenure, attempt = snapshot.tenure, snapshot.saving.attempt
+        tenure.failed_saves += 1
+        tenure.fenced = tenure.fenced or isinstance(error, FencedError)
+        if type(error) is StateError:  # The ranks' states do not fit together: no rank may restore the snapshot.
+            snapshot.unsealed = True
+            self._rank.refuse(snapshot.slot, attempt)
+        if tenure.committer is None:
+            tenure.line.unsure = True
+        else:
+            tenure.committer.abandon(attempt)
+
+    def _follow(self, snapshot: Snapshot, checkpoint: Checkpoint, part: RankPart, entry: Entry | None) -> None:
+        """Continue from the new checkpoint: call listeners, learn its cost, and prune older checkpoints."""
+        tenure = snapshot.tenure
+        for file in snapshot.files:
+            file.file.committed(checkpoint.manifest_digest)
+        tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
+        self._cache.forget_left()
+        self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
+        self._cache.committed(checkpoint, entry.state.live if entry is not None else ())
+        if tenure.committer is not None and entry is not None:
+            self._schedule.learn(entry)
+            tenure.committer.prune_behind(entry)
+
+    def _end_all(self) -> BaseException | None:
+        failure = self.end_queue()
         for worker in self._workers:
             worker.join(self._config.flush_timeout_s)  # A thread inside torch would abort the interpreter.
         return failure
 
-    def _warn_if_stuck(self, step: int) -> None:
-        stuck = self._pipeline.stuck
-        if stuck and not self._warned_stuck:
-            _log.warning(
-                "The store has taken nothing for %g s; step %d and later ones are kept in memory only",
-                self._config.flush_timeout_s,
-                step,
-            )
-        self._warned_stuck = stuck
+
+def _checkpoint_of(entry: Entry | None) -> Checkpoint | None:
+    return entry.state.live[-1] if entry is not None else None
