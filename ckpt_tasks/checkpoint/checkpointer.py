@@ -272,7 +272,7 @@ class Checkpointer(HeldRun):
         self._check_step(step, metrics, saving=True)
         self._steps.add(step, {} if metrics is None else metrics)
         now = point(step, epoch)
-        _, ending = self._due(now, metrics)
+        _, ending = self._due(now, metrics, saving=True)
         self._at.stepped(now)
         self._cache.note_step(step)
         self._extensions.tell(lambda one: one.stepped(step, state))
@@ -371,14 +371,14 @@ class Checkpointer(HeldRun):
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
         return in_memory if newest and not self._extensions.goes_back else of_checkpoints(in_memory, candidates)
 
-    def _due(self, now: SavePoint, metrics: Metrics | None) -> tuple[bool, bool]:
+    def _due(self, now: SavePoint, metrics: Metrics | None, *, saving: bool = False) -> tuple[bool, bool]:
         """Return whether a save is due at this step, and whether a signal ends training; all ranks return the same.
 
-        Raises in all ranks what an extension raises at a step on which they agree.
+        `saving`: the step is saved anyway, so the schedule is not asked. Raises in all ranks what an extension raises at a step on which they agree.
         """
         wishes = (one.wish(now.step, metrics) for one in self._extensions if self._ranks.first)
         wish = self._extensions.first(wishes)
-        due = self._schedule.steady(self._at.last, now)
+        due = saving or self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
         save, number, agreed = self._ranks.at(now.step, save=timely, signal=self._interrupt.asked(), wish=wish)
         if agreed is not None:
