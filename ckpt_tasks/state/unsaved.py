@@ -343,7 +343,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
     if new := _new(drawing):
         one = drawing[new[0]]
         _log.warning(
-            "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it goes on "
+            "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it continues "
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
             "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
         )
