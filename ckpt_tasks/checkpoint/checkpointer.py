@@ -173,7 +173,6 @@ class Checkpointer(HeldRun):
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report, cached, groups)
-        watch_gradients(groups, self._at)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
@@ -196,6 +195,7 @@ class Checkpointer(HeldRun):
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
 
     def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
+        watch_gradients(state, self._at)
         parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
         now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
         self._extensions.tell(lambda one: one.restored(now))
