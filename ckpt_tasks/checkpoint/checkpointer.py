@@ -30,6 +30,7 @@ from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.step_tables import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
 from ckpt_tasks.state.data.passes import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
@@ -87,7 +88,7 @@ class Checkpointer(HeldRun):
         self._entered = False
         self._at = TrainingPosition()
         self._steps = StepLog()
-        self._unsaved = Unsaved()
+        self._unsaved = Unsaved(self._at)
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
@@ -194,6 +195,7 @@ class Checkpointer(HeldRun):
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
 
     def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
+        watch_gradients(state, self._at)
         parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
         now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
         self._extensions.tell(Extension.restored, now)
@@ -208,6 +210,7 @@ class Checkpointer(HeldRun):
     def _begin(self, state: Groups) -> int:
         """Begin at step 0, because the run has no checkpoint; training repeats steps that were never committed."""
         self._log_begun(state)
+        watch_gradients(state, self._at)
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)
