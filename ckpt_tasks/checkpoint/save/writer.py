@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from ckpt_tasks.checkpoint.extension import Extensions
+from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
 from ckpt_tasks.checkpoint.memory.snapshot import Image
@@ -32,7 +32,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import Head, History
-from ckpt_tasks.state.kinds.parts import Captured
+from ckpt_tasks.state.kinds.group_parts import Captured
 from ckpt_tasks.storage.port import moved, watching
 from ckpt_tasks.system import system
 
@@ -179,7 +179,7 @@ class Writer(Pipeline):
             return
         if self._config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
             raise failure
-        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
+        _log.warning("A checkpoint could not be saved; training continues: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
         self._pruner.unnoted.append(event)  # The next commit writes the event into the history.
 
@@ -336,7 +336,7 @@ class Writer(Pipeline):
             if committer is not None:
                 admitted = committer.admit()  # A fenced process must not write.
                 state, size = admitted[1], self._rank.size.of_ranks(self._ranks.size)
-                self._extensions.tell(lambda one: one.admitted(state, size))
+                self._extensions.tell(Extension.admitted, state, size)
                 committer.hold_base()
             stored = line.reusable(store)
             if stored is not None and admitted is not None:
