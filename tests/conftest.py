@@ -6,6 +6,7 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -25,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.servers.s3 import BUCKETS
 
 # Servers, each started by the first test that asks for it.
 pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
@@ -189,13 +192,38 @@ def _surroundings() -> dict[str, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
+def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let every temporary directory of this session, and of its processes, be below pytest's own."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
     yield
-    ours = os.fsencode(tmp_path_factory.getbasetemp()), os.fsencode(f"{_MEMORY}/{_IN_MEMORY}")
+    tempfile.tempdir = None
+    del os.environ["TMPDIR"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_snapshots_left(_temporary: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave no snapshot of a test's run in shared memory; name the run of each that is there."""
+    yield
+    assert [url for _, url in _snapshots(tmp_path_factory)] == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _snapshots_are_freed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Free what killed processes leave in shared memory: their runs are never started again."""
+    yield
+    for place, _ in _snapshots(tmp_path_factory):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
+    """List the snapshots in shared memory of this session's runs: where they are, and the run directory."""
+    ours = (str(tmp_path_factory.getbasetemp()), f"{_MEMORY}/{_IN_MEMORY}", f"s3://{BUCKETS}")
+    found = []
     for lock in Path(_MEMORY).glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
-        if lock.read_bytes().startswith(ours):
-            shutil.rmtree(lock.parent, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another session's process ends
+            url = os.fsdecode(lock.read_bytes()[:4096].rstrip(b"\0"))
+            found += [(lock.parent, url)] if url.startswith(ours) else []
+    return found
 
 
 @pytest.fixture(autouse=True)
