@@ -72,9 +72,8 @@ settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _LONG_FORM_S = 3000.0
-# Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
-_WITHOUT_DISK = {"data", "flows", "gang", "hub", "integrations", "objects", "orchestration", "proving", "serving"}
-_WITHOUT_DISK |= {"session", "state", "tables", "upkeep"}
+# Folders whose tests are about a disk; the others save hundreds of times, and would wait for its fsyncs.
+_OF_DISKS = {"crash", "e2e", "faults", "memory", "save", "servers", "storage"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
@@ -257,7 +256,7 @@ def fast_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Return a directory of the test's own, in memory where the test is about no disk."""
-    if request.path.parent.name not in _WITHOUT_DISK or not os.access(_MEMORY, os.W_OK):
+    if request.path.parent.name in _OF_DISKS or not os.access(_MEMORY, os.W_OK):
         yield tmp_path
         return
     made = tempfile.TemporaryDirectory(prefix=_IN_MEMORY, dir=_MEMORY, ignore_cleanup_errors=True)

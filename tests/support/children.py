@@ -19,12 +19,15 @@ _PR_SET_PDEATHSIG = 1
 forking = multiprocessing.get_context("forkserver")
 forking.set_forkserver_preload(
     [
+        "pytest",
+        "hypothesis",
         "s3fs",
         "pandas",  # where it is installed, Arrow imports it with the first array of Python values
         "ckpt_tasks.storage.objects",
         "tests.crash.plain_loop",
         "tests.crash.zombie",
         "tests.checkpoint.ranks.victims",
+        "tests.support.cli_runs",
         "tests.support.frozen",
     ]
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -21,15 +22,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
-_IMPORTED = ("torch.utils.data", "ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing")
+# torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child.
+_IMPORTED = (
+    *("torch.utils.data", "torch._dynamo", "torch.distributed.fsdp"),
+    *("ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing", "ckpt_tasks.flows.gang.rank"),
+)
 _PR_SET_PDEATHSIG = 1
+_ABOVE_ALL = 512  # no process that asks has so many descriptors
 _started = subprocess.Popen  # for which a test may put Forked
 
 
@@ -39,16 +45,22 @@ class Python:
     What it prints comes from `stdout`; or all of it goes to the file `said`, if there is one.
     """
 
-    def __init__(self, *arguments: object, environment: Mapping[str, str] | None = None, said: IO[Any] | None = None):
+    def __init__(
+        self,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        said: IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
+    ):
         out, into = os.pipe()
         self.ended, ends = os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
         self.returncode: int | None = None
-        asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ)]
+        asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds]]
         line = _nursery(os.getpid())
         given = [into, self._stderr.fileno()] if said is None else [said.fileno(), said.fileno()]
-        socket.send_fds(line, [json.dumps(asked).encode()], [*given, ends])
+        socket.send_fds(line, [json.dumps(asked).encode()], [*given, ends, *pass_fds])
         os.close(into)
         os.close(ends)
         self.pid = int(line.recv(64))
@@ -93,19 +105,20 @@ def python(*arguments: object, environment: Mapping[str, str] | None = None) -> 
 
 
 class Forked(subprocess.Popen[Any]):
-    """What stands for Popen: `python -m MODULE …` is a fork. Every other command is started.
+    """What stands for Popen: `python -m MODULE …` and `python -c CODE …` are forks. Every other command is started.
 
     Its hash seed is not that of its environment, and what it prints goes to the file that is given for its errors.
     """
 
     def __init__(self, command: Any, **options: Any):
         self._program: Python | None = None
-        if [*command[:2]] != [sys.executable, "-m"]:
+        if [*command[:2]] not in ([sys.executable, "-m"], [sys.executable, "-c"]):
             super().__init__(command, **options)
             return
-        given = options.get("stderr")
-        self._said: Any = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in wait)
-        self._program = Python(*command[1:], environment=options.get("env"), said=self._said)
+        given = options.get("stderr") or sys.__stderr__
+        self._said: Any = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in communicate)
+        more = {"environment": options.get("env"), "pass_fds": options.get("pass_fds", ())}
+        self._program = Python(*command[1:], said=self._said, **more)
         self.args, self.pid, self.returncode = command, self._program.pid, None
         self.stdin = self.stdout = self.stderr = None
 
@@ -165,19 +178,24 @@ def serve(line: socket.socket) -> list[str] | None:
                 os.close(fd)
                 os.close(ends)
                 continue
-            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 16)
             if not data:
                 return None
-            into, errors, ends = fds
+            into, errors, ends, *passed = fds
             if (pid := os.fork()) == 0:
                 os.dup2(into, 1)
                 os.dup2(errors, 2)
+                above = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in passed]
                 for held in (*fds, *living, *(ends for _, ends in living.values()), line.detach()):
                     os.close(held)
-                return _begun(*json.loads(data))
+                arguments, directory, environment, numbers = json.loads(data)
+                for held, number in zip(above, numbers, strict=True):
+                    os.dup2(held, number)
+                    os.close(held)
+                return _begun(arguments, directory, environment)
             line.send(str(pid).encode())
-            os.close(into)
-            os.close(errors)
+            for held in (into, errors, *passed):
+                os.close(held)
             watch = os.pidfd_open(pid)
             living[watch] = pid, ends
             poll.register(watch, select.POLLIN)

@@ -344,7 +344,7 @@ def snapshots_left(directory: Path) -> dict[str, tuple[int, bool]]:
     sizes = Counter[str]()
     for url, size_bytes in sweep(root, note, left_s=0, dry_run=True) if root.is_dir() else ():
         sizes[url] += size_bytes  # Each rank has its own.
-    return {url: (size_bytes, url in gone) for url, size_bytes in sizes.items() if size_bytes}
+    return {url: (size_bytes, url in gone) for url, size_bytes in sorted(sizes.items()) if size_bytes}
 
 
 def free_snapshots(directory: Path) -> None:

@@ -290,7 +290,7 @@ def sweep(
         url = os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0"))
         return url if time.time() - os.fstat(lock).st_mtime > left_s and is_gone(path.name, url) else None
 
-    for path in sorted(set(root.iterdir()) - _HELD):  # Closing our own lock file would release the lock.
+    for path in set(root.iterdir()) - _HELD:  # Closing our own lock file would release the lock.
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
