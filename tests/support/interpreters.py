@@ -1,7 +1,7 @@
-"""Python programs in an interpreter of their own, forked from one that has imported torch, which takes seconds.
+"""Processes of Python, forked from one that has imported torch, which takes seconds: the nursery of this process.
 
-A program ends as every interpreter does: threads are joined, exit functions run, errors that nobody caught are printed.
-That is what children of tests/support/children.py, of multiprocessing, leave out.
+`Python` and `Forked` are programs. They end as every interpreter does: threads are joined, exit functions run, errors
+that nobody caught are printed. A `Process` calls a function, and leaves that out, as multiprocessing does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -22,17 +23,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import context, popen_spawn_posix, reduction
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child.
+# torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child. pandas comes
+# with Arrow's first array of Python values, where it is installed.
 _IMPORTED = (
-    *("torch.utils.data", "torch._dynamo", "torch.distributed.fsdp"),
-    *("ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing", "ckpt_tasks.flows.gang.rank"),
+    *("torch.utils.data", "torch._dynamo", "torch.distributed.fsdp", "s3fs", "pandas", "pytest", "hypothesis"),
+    *("ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.flows.gang.rank", "ckpt_tasks.storage.objects"),
+    *("ckpt_tasks.testing", "tests.checkpoint.ranks.victims", "tests.crash.plain_loop", "tests.crash.zombie"),
+    *("tests.support.cli_runs", "tests.support.gang"),
 )
 _PR_SET_PDEATHSIG = 1
 _ABOVE_ALL = 512  # no process that asks has so many descriptors
@@ -53,17 +59,12 @@ class Python:
         pass_fds: Sequence[int] = (),
     ):
         out, into = os.pipe()
-        self.ended, ends = os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
         self.returncode: int | None = None
-        asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds]]
-        line = _nursery(os.getpid())
-        given = [into, self._stderr.fileno()] if said is None else [said.fileno(), said.fileno()]
-        socket.send_fds(line, [json.dumps(asked).encode()], [*given, ends, *pass_fds])
+        given = (into, self._stderr.fileno()) if said is None else (said.fileno(), said.fileno())
+        self.pid, self.ended = _fork(arguments, given, environment, pass_fds)
         os.close(into)
-        os.close(ends)
-        self.pid = int(line.recv(64))
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +97,64 @@ class Python:
         killing.cancel()
         self._stderr.seek(0)
         return subprocess.CompletedProcess([], status, said, self._stderr.read())
+
+
+class Process:
+    """`target(*args)` in a session of its own; among `args` may be ends of pipes. It dies with this process."""
+
+    DupFd = popen_spawn_posix._DupFd  # type: ignore[attr-defined]  # what a pipe's end becomes in a pickle
+
+    def __init__(self, target: Callable[..., object], args: Sequence[object] = ()):
+        self._call = target, args
+        self._passed: list[int] = []
+        self.exitcode: int | None = None
+
+    def start(self) -> None:
+        with tempfile.TemporaryFile() as call:
+            context.set_spawning_popen(self)  # type: ignore[attr-defined]
+            try:
+                call.write(reduction.ForkingPickler.dumps(self._call))
+            finally:
+                context.set_spawning_popen(None)  # type: ignore[attr-defined]
+            call.seek(0)
+            code, number = f"from {__name__} import called; called()", call.fileno()
+            self.pid, self._ended = _fork(["-c", code, number], (1, 2), None, [number, *self._passed])
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """Let the child have a descriptor, under the same number."""
+        self._passed.append(descriptor)
+        return descriptor
+
+    def is_alive(self) -> bool:
+        self.join(0)
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, at most for a time."""
+        if self.exitcode is None and select.select([self._ended], [], [], timeout_s)[0]:
+            self.exitcode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
+            os.close(self._ended)
+
+
+def called() -> None:
+    """Be the process of a Process."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        target, args = pickle.load(file)
+    status = 0
+    try:
+        target(*args)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 (as at the end of an interpreter)
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def python(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -146,6 +205,21 @@ class Forked(subprocess.Popen[Any]):
         with self._said:
             self._said.seek(0)
             return "", self._said.read()
+
+
+def _fork(
+    arguments: Sequence[object],
+    outputs: tuple[int, int],
+    environment: Mapping[str, str] | None,
+    pass_fds: Sequence[int],
+) -> tuple[int, int]:
+    """Have the nursery fork a program; return its id, and a descriptor that has its status when it has ended."""
+    ended, ends = os.pipe()
+    asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds]]
+    line = _nursery(os.getpid())
+    socket.send_fds(line, [json.dumps(asked).encode()], [*outputs, ends, *pass_fds])
+    os.close(ends)
+    return int(line.recv(64)), ended
 
 
 @cache
