@@ -300,7 +300,8 @@ def code_of(arguments: list[str]) -> tuple[CodeType, dict[str, Any]]:
 
 if __name__ == "__main__":
     for _name in _IMPORTED:
-        importlib.import_module(_name)
+        with contextlib.suppress(ImportError):  # of packages that are not installed everywhere
+            importlib.import_module(_name)
     gc.collect()
     gc.freeze()
     _asked = serve(socket.socket(fileno=int(sys.argv[1])))
