@@ -12,7 +12,8 @@ from ckpt_tasks.checkpoint.save.committer import Committer
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import ObjectNotFoundError, StoreError
-from ckpt_tasks.format.records import read_owner
+from ckpt_tasks.format.parsing import typed
+from ckpt_tasks.format.records import Owner
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, damage, identify
@@ -49,7 +50,7 @@ def share_tenure(
 
     try:
         answer = json.loads(from_first(ranks, topic, own, deadline_s))
-        tenure = taken[0] if taken else Tenure(read_owner(answer["owner"]), answer["run_key"], line, ranks.size)
+        tenure = taken[0] if taken else Tenure(typed(answer["owner"], Owner), answer["run_key"], line, ranks.size)
         with all_or_none(ranks, f"{topic}/memory", deadline_s) as confirm:
             try:
                 cache.open(tenure.run_key)

@@ -20,7 +20,8 @@ from ckpt_tasks.checkpoint.restore.restore import HostSnapshot
 from ckpt_tasks.checkpoint.save.prepared import refuse_differences
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.errors import ConfigError, StateError
-from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint, read_rollback
+from ckpt_tasks.format.parsing import typed
+from ckpt_tasks.format.records import Checkpoint, Rollback, checkpoint_item, read_checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.state.tensors.placements import World
 
@@ -91,7 +92,7 @@ class Agreement:
 
         *both, rollback = json.loads(from_first(self.exchange, self.topic("candidates"), as_json, self.deadline_s))
         live, tried = ([read_checkpoint(item) for item in items] for items in both)
-        return live, tried, read_rollback(rollback)
+        return live, tried, rollback and typed(rollback, Rollback)
 
     def in_all(self, find: Callable[[], Sequence[_Found]]) -> Sequence[_Found]:
         """Return this host's snapshots that every rank has sealed and that fit together, in rank 0's order."""

@@ -28,7 +28,7 @@ from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.steps import StepLog, read_steps_file
+from ckpt_tasks.run.ledger.step_tables import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
 from ckpt_tasks.state.data.passes import may_train

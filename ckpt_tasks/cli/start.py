@@ -271,7 +271,7 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
     """
     with report_errors(as_json) as out:
         with importing_prefect():
-            from ckpt_tasks.flows.site.server import local_url
+            from ckpt_tasks.flows.site.prefect_server import local_url
             from ckpt_tasks.flows.site.site import bring_up
             from ckpt_tasks.flows.site.systemd import units
         if systemd:

@@ -286,8 +286,8 @@ def serve(
     --json only prints the table, and listens nowhere.
     """
     from ckpt_tasks.cli.serving.access import is_loopback
+    from ckpt_tasks.cli.serving.run_table import RunTable
     from ckpt_tasks.cli.serving.server import PageServer
-    from ckpt_tasks.cli.serving.table import RunTable
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as out:

@@ -29,7 +29,8 @@ LEDGER_PREFIX = "ledger/"
 COMPILED_PREFIX = "compiled/"
 MAX_STEP = 10**12 - 1
 MAX_EPOCH = 10**9 - 1  # The highest owner epoch: the name of an attempt has room for nine digits.
-MAX_LEDGER_NUMBER = 10**20 - 1
+MAX_LEDGER_NUMBER = 2**63 - 1
+_COUNTED_DOWN = 10**20 - 1  # A name begins with this number less the entry's, so that the newest comes first.
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", re.ASCII)
 _GROUP = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
@@ -100,13 +101,13 @@ def ledger_name(n: int) -> str:
     """Name ledger entry n so that a listing begins with the newest; raise ConfigError if n is too high."""
     if n > MAX_LEDGER_NUMBER:
         raise ConfigError("the ledger has no number left for another entry", hint="Use another directory.")
-    return f"{LEDGER_PREFIX}{MAX_LEDGER_NUMBER - n:020d}-{n:020d}.json"
+    return f"{LEDGER_PREFIX}{_COUNTED_DOWN - n:020d}-{n:020d}.json"
 
 
 def parse_ledger_name(name: str) -> int | None:
     """Read the number of a ledger entry; return None if the name is foreign or its two numbers disagree."""
     match = _LEDGER.fullmatch(name)
-    if match is None or int(match[1]) + int(match[2]) != MAX_LEDGER_NUMBER:
+    if match is None or int(match[1]) + int(match[2]) != _COUNTED_DOWN:
         return None
     return int(match[2])
 

@@ -17,25 +17,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tasks.errors import ConfigError, FormatVersionError, IntegrityError, StateError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.keys import MAX_EPOCH, MAX_LEDGER_NUMBER, Names, fold, ledger_name, parse_attempt, unfold
+from ckpt_tasks.format.keys import MAX_EPOCH, Names, fold, ledger_name, parse_attempt, unfold
 from ckpt_tasks.format.live import Segment, joined_segments, read_live, write_live
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
-    check_json,
+    Count,
     check_version,
     finite_json,
-    optional,
     parse_json,
-    text,
+    typed,
     well_formed,
-    whole,
 )
 from ckpt_tasks.format.records import (
     Checkpoint,
+    Epoch,
     Evaluation,
     Lease,
     Origin,
@@ -46,16 +45,11 @@ from ckpt_tasks.format.records import (
     read_check,
     read_checkpoint,
     read_evaluation,
-    read_lease,
-    read_origin,
-    read_owner,
-    read_params,
-    read_rollback,
 )
 
+BestMode = Literal["min", "max"]
 EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", "note")
 MAX_ENTRY_BYTES = 64 << 20
-_MAX_DEPTH = 100  # The JSON nests no deeper; only notes of users can nest deeply.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +73,17 @@ class State:
     evaluations: tuple[Evaluation, ...] = ()
     retired: tuple[str, ...] = ()
     stalled_flow_run: str | None = None
-    stalled_attempts: int = 0
+    stalled_attempts: Count = 0
     best_metric: str | None = None
-    best_mode: str = "min"
-    spared_epochs: int = 0
+    best_mode: BestMode = "min"
+    spared_epochs: Epoch = 0
     origin: Origin | None = None
     params: Mapping[str, Any] | None = None
     program: str | None = None
     rollback: Rollback | None = None
     checks: tuple[RunCheck, ...] = ()
 
-    def with_owner(self, owner: Owner, best_metric: str | None, best_mode: str) -> State:
+    def with_owner(self, owner: Owner, best_metric: str | None, best_mode: BestMode) -> State:
         """Return the state after this owner took the run; `best_metric`, if not None, changes the meaning of "best".
 
         Raises ConfigError if no owner epoch is left.
@@ -224,8 +218,8 @@ class Entry:
     `partial`: the reader left older live checkpoints out of the state.
     """
 
-    n: int
-    epoch: int
+    n: Count
+    epoch: Epoch
     nonce: str
     previous: str | None
     at: str
@@ -261,7 +255,6 @@ class Entry:
                 Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
             else:
                 self._check_newest(state["live"])
-                check_json(data, max_depth=_MAX_DEPTH)
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
@@ -290,11 +283,11 @@ class Entry:
         newer version or an unknown event: the caller must not skip such an entry.
         """
         with well_formed("the ledger entry", name):
-            body = parse_json(data, max_depth=_MAX_DEPTH)
+            body = parse_json(data)
             digest = body.pop("digest")
             if digest_hex(_digested(data, body["at"], digest)) != digest and digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the ledger entry's bytes are not what was written", key=name)
-            check_version(body["version"], name)
+            check_version(body.pop("version"), name)
             if body["event"]["kind"] not in EVENTS:
                 raise FormatVersionError(
                     f"the ledger holds the unknown event {body['event']['kind']!r:.40}",
@@ -303,17 +296,10 @@ class Entry:
                 )
             segments, tail = read_live(body["state"]["live"])
             older = 0 if newest is None else max(0, len(tail) - newest)
-            entry = cls(
-                n=whole(body["n"], MAX_LEDGER_NUMBER),
-                epoch=whole(body["epoch"], MAX_EPOCH),
-                nonce=text(body["nonce"]),
-                previous=optional(body["previous"]),
-                at=text(body["at"]),
-                event=body["event"],
-                state=_state({**body["state"], "live": tail[older:]}),
-                segments=segments,
-                partial=older > 0 or (newest is not None and bool(segments)),
-            )
+            partial = older > 0 or (newest is not None and bool(segments))
+            state = _state({**body.pop("state"), "live": tail[older:]})
+            entry = typed({**body, "state": {}, "segments": [], "partial": partial}, cls)
+            entry = replace(entry, state=state, segments=segments)
         if any(checkpoint.n > entry.n for checkpoint in entry.state.live):
             # The next commit must have a higher number than all live checkpoints.
             raise IntegrityError(f"a checkpoint of a later entry than number {entry.n}", key=name)
@@ -358,25 +344,12 @@ def _follow(live: tuple[Checkpoint, ...], parent: str | None) -> tuple[Checkpoin
     return tuple(map(follow, live))
 
 
-def _state(body: Mapping[str, Any]) -> State:
-    mode = body["best_mode"]
-    if mode not in ("min", "max"):
-        raise ValueError(f"{mode!r:.80} is neither min nor max")
-    return State(
-        owner=read_owner(body["owner"]) if body["owner"] else None,
+def _state(body: dict[str, Any]) -> State:
+    state = replace(
+        typed({**body, "live": (), "evaluations": (), "checks": ()}, State),
         live=tuple(read_checkpoint(item) for item in body["live"]),
-        pins={str(k): str(v) for k, v in body["pins"].items()},
-        leases=tuple(read_lease(item) for item in body["leases"]),
         evaluations=tuple(read_evaluation(item) for item in body["evaluations"]),
-        retired=attempt_objects(body["retired"]),
-        stalled_flow_run=optional(body["stalled_flow_run"]),
-        stalled_attempts=whole(body["stalled_attempts"]),
-        best_metric=optional(body["best_metric"]),
-        best_mode=mode,
-        spared_epochs=whole(body["spared_epochs"], MAX_EPOCH),
-        origin=read_origin(body["origin"]),
-        params=read_params(body["params"]),
-        program=optional(body["program"]),
-        rollback=read_rollback(body["rollback"]),
         checks=tuple(read_check(item) for item in body["checks"]),
     )
+    attempt_objects(state.retired)
+    return state

@@ -22,7 +22,6 @@ from ckpt_tasks.format.records import Checkpoint, read_checkpoint
 
 MAX_INLINE_CHECKPOINTS = 128
 _SEGMENT = 64  # A segment has this many checkpoints; the tail has at most twice as many.
-_MAX_DEPTH = 100
 
 _n = attrgetter("n")
 
@@ -75,7 +74,7 @@ def read_segment(data: bytes, *, digest: str, name: str) -> tuple[Checkpoint, ..
     if digest_hex(data) != digest:
         raise IntegrityError("the list of checkpoints is not the one that was committed", key=name)
     with well_formed("the list of checkpoints", name):
-        body = parse_json(data, max_depth=_MAX_DEPTH)
+        body = parse_json(data)
         check_version(body["version"], name)
         checkpoints = tuple(read_checkpoint(item) for item in body["live"])
         if not checkpoints:

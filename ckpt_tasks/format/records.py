@@ -1,15 +1,17 @@
 """The records of a ledger: owners, checkpoints, leases, evaluations and others.
 
-A matching digest proves that the bytes are unchanged, not that they make sense. So every `read_…` checks each field's
-type and bounds: later code never computes with a text, or makes a path of a foreign name. Every `read_…` raises one of
-`parsing.MALFORMED` if a field is missing or wrong.
+A matching digest proves that the bytes are unchanged, not that they make sense. So every field is declared with its
+type and bounds, which `parsing.typed` checks, and `read_…` also checks what fields say together: later code never
+computes with a text, or makes a path of a foreign name. Both raise one of `parsing.MALFORMED`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, convert
 
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import canonical_json, digest_hex
@@ -30,33 +32,33 @@ from ckpt_tasks.format.keys import (
 )
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
+    Count,
+    Number,
+    Seconds,
     check_version,
-    finite,
-    flag,
-    optional,
     parse_json,
     seconds_of,
-    text,
+    typed,
     well_formed,
-    whole,
 )
 
-_MAX_PID = 2**31 - 1
-_MAX_S = 1e9  # No duration is longer (30 years).
+Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+_Pid = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # The number becomes part of a path in /proc.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
     """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its own nonce."""
 
-    epoch: int
+    epoch: Epoch
     id: str
     flow_run_id: str | None
     host: str
     machine_id: str
     boot_id: str
     pid_namespace: str
-    pid: int
+    pid: _Pid
     process_start: str
     taken_at: str
     released: bool = False
@@ -75,18 +77,18 @@ class Checkpoint:
     newest checkpoints.
     """
 
-    step: int
+    step: Step
     attempt: str
     manifest: str
     manifest_digest: str
     parent: str | None
-    n: int
+    n: Annotated[int, Meta(ge=-1, le=MAX_LEDGER_NUMBER)]
     metrics: Mapping[str, float]
-    size_bytes: int
-    objects: int
+    size_bytes: Count
+    objects: Count
     saved_at: str
-    cost_s: float
-    epochs: int | None = None
+    cost_s: Seconds
+    epochs: Count | None = None
     abandoned: bool = False
     reuses: tuple[str, ...] = ()
     interim: bool = False
@@ -104,7 +106,7 @@ class Lease:
     id: str
     manifest_digest: str
     holder: str
-    expires_at: float
+    expires_at: Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class Evaluation:
     """The metrics that one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
 
     manifest_digest: str
-    step: int
+    step: Step
     suite: str
     metrics: Mapping[str, float]
     table: str
@@ -131,7 +133,7 @@ class Origin:
 
     url: str
     run_key: str
-    step: int
+    step: Step
     manifest_digest: str
     identity: str
     set: Mapping[str, Any]
@@ -147,8 +149,8 @@ class Rollback:
     """
 
     identity: str
-    step: int
-    skip: tuple[int, int] | None = None
+    step: Step
+    skip: tuple[Step, Step] | None = None
     pending: bool = True
     by: str | None = None
 
@@ -176,7 +178,7 @@ class RunCheck:
     at: str
     host: str
     fault: str | None
-    figures: Mapping[str, float]
+    figures: Mapping[str, Seconds]
 
 
 # The figures of each kind of check: whole numbers, then seconds, which a failed check may lack.
@@ -186,43 +188,20 @@ CHECKS = {
 }
 
 
-def read_owner(item: Mapping[str, Any]) -> Owner:
-    """Read an owner from JSON data."""
-    texts = ("id", "host", "machine_id", "boot_id", "pid_namespace", "process_start", "taken_at")
-    checked = {
-        "epoch": whole(item["epoch"], MAX_EPOCH),
-        "flow_run_id": optional(item["flow_run_id"]),
-        "pid": whole(item["pid"], _MAX_PID),  # The number becomes part of a path in /proc.
-        "released": flag(item["released"]),
-    }
-    return Owner(**{**item, **{name: text(item[name]) for name in texts}, **checked})
-
-
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
     """Read a checkpoint; its manifest's name must have its step and attempt. `uncommitted`: `n` may be -1."""
-    checked = {
-        "step": whole(item["step"], MAX_STEP),
-        "manifest_digest": text(item["manifest_digest"]),
-        "parent": optional(item["parent"]),
-        "n": -1 if uncommitted and item["n"] == -1 else whole(item["n"], MAX_LEDGER_NUMBER),
-        "metrics": _metrics(item["metrics"]),
-        "size_bytes": whole(item["size_bytes"]),
-        "objects": whole(item["objects"]),
-        "saved_at": text(item["saved_at"]),
-        "cost_s": finite(item["cost_s"], most=_MAX_S),
-        "epochs": _epochs(item["epochs"]),
-        "abandoned": flag(item["abandoned"]),
-        "reuses": _reuses(item["reuses"]),
-        "interim": flag(item["interim"]),
-    }
-    attempt = parse_attempt(text(item["manifest"]))
+    checkpoint = typed({**item, "metrics": _metrics(item["metrics"])}, Checkpoint)
+    attempt = parse_attempt(checkpoint.manifest)
     if (
         attempt is None
-        or (attempt.step, attempt.name) != (checked["step"], item["attempt"])
-        or item["manifest"] != attempt_prefix(attempt) + MANIFEST_NAME
+        or (attempt.step, attempt.name) != (checkpoint.step, checkpoint.attempt)
+        or checkpoint.manifest != attempt_prefix(attempt) + MANIFEST_NAME
     ):
-        raise ValueError(f"{item['manifest']!r:.80} is not a manifest of this step and attempt")
-    return Checkpoint(**{**item, **checked})
+        raise ValueError(f"{checkpoint.manifest!r:.80} is not a manifest of this step and attempt")
+    if checkpoint.n < 0 and not uncommitted:
+        raise ValueError("a checkpoint of no ledger entry")
+    _check_folded(checkpoint.reuses, is_shard, "a shard", MAX_FOLDED)
+    return checkpoint
 
 
 def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -230,99 +209,34 @@ def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**asdict(checkpoint), "metrics": {name: repr(value) for name, value in checkpoint.metrics.items()}}
 
 
-def read_lease(item: Mapping[str, Any]) -> Lease:
-    """Read a lease from JSON data."""
-    texts = {name: text(item[name]) for name in ("id", "manifest_digest", "holder")}
-    return Lease(**{**item, **texts, "expires_at": finite(item["expires_at"])})
-
-
 def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
-    """Read an evaluation from JSON data."""
-    texts = {name: text(item[name]) for name in ("manifest_digest", "suite", "table", "table_digest", "evaluated_at")}
-    step = whole(item["step"], MAX_STEP)
-    if not is_evaluation(texts["table"], step, texts["suite"]):
-        raise ValueError(f"{texts['table']!r:.80} is not a table of step {step} and the suite {texts['suite']!r:.80}")
-    return Evaluation(**{**item, **texts, "step": step, "metrics": _metrics(item["metrics"])})
+    """Read an evaluation from JSON data; its table's name must have its step and suite."""
+    one = typed({**item, "metrics": _metrics(item["metrics"])}, Evaluation)
+    if not is_evaluation(one.table, one.step, one.suite):
+        raise ValueError(f"{one.table!r:.80} is not a table of step {one.step} and the suite {one.suite!r:.80}")
+    return one
 
 
 def read_check(item: Mapping[str, Any]) -> RunCheck:
-    """Read the result of a check from JSON data."""
-    counts, seconds = CHECKS[item["kind"]]
-    figures = item["figures"]
-    return RunCheck(
-        kind=item["kind"],
-        at=text(item["at"]),
-        host=text(item["host"]),
-        fault=optional(item["fault"]),
-        figures={
-            **{name: whole(figures[name]) for name in counts},
-            **{name: finite(figures[name], most=_MAX_S) for name in seconds if name in figures},
-        },
-    )
+    """Read the result of a check from JSON data, with the figures of its kind."""
+    check = typed(item, RunCheck)
+    counts, seconds = CHECKS[check.kind]
+    figures: dict[str, float] = {name: convert(item["figures"][name], Count) for name in counts}
+    return replace(check, figures=figures | {name: check.figures[name] for name in seconds if name in check.figures})
 
 
-def read_origin(item: Mapping[str, Any] | None) -> Origin | None:
-    """Read the origin of a fork; None if the run was not forked."""
-    if item is None:
-        return None
-    return Origin(
-        url=text(item["url"]),
-        run_key=text(item["run_key"]),
-        step=whole(item["step"], MAX_STEP),
-        manifest_digest=text(item["manifest_digest"]),
-        identity=text(item["identity"]),
-        set=read_params(item["set"]) or {},
-        params=read_params(item["params"]),
-    )
-
-
-def read_rollback(item: Mapping[str, Any] | None) -> Rollback | None:
-    """Read the last rollback; None if there was none."""
-    if item is None:
-        return None
-    skip = item["skip"]
-    if skip is not None:
-        first, last = (whole(step, MAX_STEP) for step in skip)
-        skip = first, last
-    return Rollback(
-        identity=text(item["identity"]),
-        step=whole(item["step"], MAX_STEP),
-        skip=skip,
-        pending=flag(item["pending"]),
-        by=optional(item["by"]),
-    )
-
-
-def read_params(item: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Read the parameters of a program from JSON data; None if the run has none."""
-    if item is not None and not isinstance(item, dict):
-        raise ValueError(f"{item!r:.80} are no parameters")
-    return item
-
-
-def attempt_objects(names: Iterable[Any]) -> tuple[str, ...]:
+def attempt_objects(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of objects to delete; raise ValueError if a name is not that of an attempt's object."""
-    return _folded(names, is_attempt_object, "an object", MAX_RETIRED)
+    _check_folded(names, is_attempt_object, "an object", MAX_RETIRED)
+    return names
 
 
-def _reuses(names: Iterable[Any]) -> tuple[str, ...]:
-    return _folded(names, is_shard, "a shard", MAX_FOLDED)
-
-
-def _folded(names: Iterable[Any], is_one: Callable[[str], bool], what: str, most: int) -> tuple[str, ...]:
-    checked = tuple(names)
-    for name in checked:
-        if type(name) is not str or not (is_one(name) or is_folded(name)):
+def _check_folded(names: tuple[str, ...], is_one: Callable[[str], bool], what: str, most: int) -> None:
+    for name in names:
+        if not (is_one(name) or is_folded(name)):
             raise ValueError(f"{name!r:.80} is not {what} of an attempt")
-    if folded_count(checked) > most:
+    if folded_count(names) > most:
         raise ValueError(f"more than {most} objects")
-    return checked
-
-
-def _epochs(value: Any) -> Any:
-    if value is not None:
-        finite(value)  # A loop may report a fraction of an epoch.
-    return value
 
 
 def _metrics(values: Mapping[str, Any]) -> dict[str, float]:
@@ -365,10 +279,6 @@ class Seal:
             if digest_hex(canonical_json(body)) != digest:
                 raise IntegrityError("the seal of a snapshot has changed")
             check_version(body.pop("version"), SEAL_NAME)
-            return cls(
-                run_key=text(body.pop("run_key")),
-                checkpoint=read_checkpoint(body.pop("checkpoint"), uncommitted=True),
-                newest=optional(body.pop("newest")),
-                in_flight=optional(body.pop("in_flight")),
-                **body,  # An unknown field is an error.
-            )
+            checkpoint = read_checkpoint(body["checkpoint"], uncommitted=True)
+            seal = typed({**body, "checkpoint": {**body["checkpoint"], "metrics": {}}}, cls)
+            return replace(seal, checkpoint=checkpoint)

@@ -28,7 +28,7 @@ from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterCo
 from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.kinds.modules import Gradients
-from ckpt_tasks.state.tensors.streams import current_streams, set_streams
+from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 __all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]

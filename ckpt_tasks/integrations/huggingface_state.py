@@ -29,7 +29,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
 from ckpt_tasks.state.kinds.started import Started, outline_of
-from ckpt_tasks.state.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
+from ckpt_tasks.state.tensors.random_streams import GENERATORS, current_streams, set_streams, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (

@@ -27,7 +27,7 @@ from ckpt_tasks.integrations.lightning_state import (
     logged_values,
 )
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
-from ckpt_tasks.state.tensors.streams import current_streams, set_streams
+from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
 
 class CkptCallback(Callback):

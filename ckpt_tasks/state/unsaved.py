@@ -39,7 +39,7 @@ from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.streams import preserved_rng, same_state, stream_state
+from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()

@@ -36,7 +36,7 @@ MANIFEST = Manifest(
     created_at="2024-01-01T00:00:00+00:00",
     environment={"torch": "2.13"},
 )
-FIRST = made(10, 1, "0@0", metrics={"loss": 0.5}, epochs=1.5, reuses=(MANIFEST.objects[0].name,))
+FIRST = made(10, 1, "0@0", metrics={"loss": 0.5}, epochs=1, reuses=(MANIFEST.objects[0].name,))
 DRILL = RunCheck(kind="drill", at="2024", host="box", fault="killed", figures={"step": 20, "ranks": 2, "start_s": 1.5})
 COUNTS: dict[str, float] = {"checkpoints": 2, "damaged_checkpoints": 0, "damaged_records": 0}
 VERIFIED = RunCheck(kind="verify", at="2024", host="box", fault=None, figures=COUNTS)
@@ -345,7 +345,7 @@ def test_the_last_numbers_are_read() -> None:
     last = entry(replace(FULL, spared_epochs=MAX_EPOCH), n=MAX_LEDGER_NUMBER, epoch=MAX_EPOCH)
     assert Entry.from_bytes(last.to_bytes()[0], "x")[0] == last
     assert entry(FULL, n=2).to_bytes()  # its own checkpoint has its number
-    most = made(MAX_STEP, 1, epochs=1e300)
+    most = made(MAX_STEP, 1, epochs=2**63 - 1)
     most = replace(most, size_bytes=2**63 - 1, objects=2**63 - 1, cost_s=1e9)
     largest = State().with_checkpoint(most, NONE).with_owner(owner_of(MAX_EPOCH, pid=2**31 - 1), None, "min")
     assert Entry.from_bytes(entry(largest).to_bytes()[0], "x")[0].state == largest

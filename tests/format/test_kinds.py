@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.kinds import check_group, check_ref
+from ckpt_tasks.format.saved_kinds import check_group, check_ref
 from ckpt_tasks.format.tree import TensorRef
 
 NUMPY = {"type": "numpy", "state": {"state": {"key": TensorRef("rng/key"), "pos": 624}, "buffer_pos": 4}}
@@ -34,15 +34,11 @@ BAD: dict[str, list[Callable[[Any], Any]]] = {
         lambda tree: tree["state"].update({1: {}}),
         lambda tree: tree["state"].update({"model/w": [1]}),
         lambda tree: tree["shapes"].update({1: [2]}),
-        *(lambda tree, shape=shape: tree["shapes"].update({"v": shape}) for shape in ("2", (2,), [-1], [1.0], [True])),
+        *(lambda tree, shape=shape: tree["shapes"].update({"v": shape}) for shape in ("2", [-1], [1.0], [True])),
         *(lambda tree, groups=groups: {**tree, "param_groups": groups} for groups in ({"a": 1}, None, [1])),
-        lambda tree: {**tree, "param_groups": tuple(tree["param_groups"])},
-        *(
-            lambda tree, names=names: tree["param_groups"][0].update(params=names)
-            for names in ("w", ("w",), [1], [[1]])
-        ),
+        *(lambda tree, names=names: tree["param_groups"][0].update(params=names) for names in ("w", [1], [[1]])),
         *(lambda tree, options=options: tree["param_groups"][0].update(options=options) for options in ([1], None)),
-        *(lambda tree, names=names: {**tree, "on_cpu": names} for names in (7, "w", ("w",), [1])),
+        *(lambda tree, names=names: {**tree, "on_cpu": names} for names in (7, "w", [1])),
     ],
     "generator": [
         lambda tree: [1],

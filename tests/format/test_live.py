@@ -124,5 +124,5 @@ def test_what_no_reader_takes_is_not_committed(run_dir: Path, what: str, count: 
 @pytest.mark.parametrize("digests", [["0" * 32, "0" * 32], ["../../x"], ["a/b"], [3], [None]])
 def test_segments_that_nobody_named(digests: list[Any]) -> None:
     """P49: one segment many times over, or a name that leads elsewhere, is not a list of ours."""
-    with pytest.raises(ValueError, match=r"segment|text"):
+    with pytest.raises(ValueError, match=r"segment|str"):
         read_live({"segments": digests, "tail": []})

@@ -36,7 +36,7 @@ RECORDS: dict[type, tuple[tuple[Any, ...], dict[str, list[Any]]]] = {
             "manifest": [*OUT, *(FIRST.manifest.replace("manifest.json", end) for end in ("", "index.arrow"))],
             "parent": [3],
             "cost_s": [*FLOAT, None, 2e9, -2e9],
-            "epochs": FLOAT,
+            "epochs": WHOLE[:-1],
             "abandoned": FLAG,
             "interim": FLAG,
             **{name: [*WHOLE, 1 << 63] for name in ("size_bytes", "objects")},

@@ -102,7 +102,7 @@ class Python:
 class Process:
     """`target(*args)` in a session of its own; among `args` may be ends of pipes. It dies with this process."""
 
-    DupFd = popen_spawn_posix._DupFd  # type: ignore[attr-defined]  # what a pipe's end becomes in a pickle
+    DupFd = popen_spawn_posix._DupFd  # what a pipe's end becomes in a pickle
 
     def __init__(self, target: Callable[..., object], args: Sequence[object] = ()):
         self._call = target, args
@@ -111,11 +111,11 @@ class Process:
 
     def start(self) -> None:
         with tempfile.TemporaryFile() as call:
-            context.set_spawning_popen(self)  # type: ignore[attr-defined]
+            context.set_spawning_popen(self)  # type: ignore[arg-type]
             try:
                 call.write(reduction.ForkingPickler.dumps(self._call))
             finally:
-                context.set_spawning_popen(None)  # type: ignore[attr-defined]
+                context.set_spawning_popen(None)
             call.seek(0)
             code, number = f"from {__name__} import called; called()", call.fileno()
             self.pid, self._ended = _fork(["-c", code, number], (1, 2), None, [number, *self._passed])

@@ -28,8 +28,8 @@ from ckpt_tasks.checkpoint.memory.memory import (
     private_root,
     sweep,
 )
+from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 from ckpt_tasks.checkpoint.memory.rank_snapshot import Part, RankSnapshot
-from ckpt_tasks.checkpoint.memory.room import default_directory
 from ckpt_tasks.checkpoint.memory.slot import MappedTensors, SlotStore
 from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
@@ -40,7 +40,7 @@ from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.run.opening import Opened, open_checkpoint
 from ckpt_tasks.state.tensors.placements import ALONE, World
-from ckpt_tasks.state.tensors.sources import TensorSource
+from ckpt_tasks.state.tensors.tensor_sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 _log = logging.getLogger("ckpt_tasks")

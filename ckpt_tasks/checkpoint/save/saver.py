@@ -30,7 +30,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.state.kinds.parts import Captured
+from ckpt_tasks.state.kinds.group_parts import Captured
 from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 

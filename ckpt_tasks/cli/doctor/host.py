@@ -11,9 +11,9 @@ from typing import Any
 
 from ckpt_tasks.checkpoint.memory.cache import snapshots_left
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
-from ckpt_tasks.checkpoint.memory.room import SHARED_MEMORY, default_directory
+from ckpt_tasks.checkpoint.memory.memory_room import SHARED_MEMORY, default_directory
 from ckpt_tasks.checkpoint.restore.reading import Run
-from ckpt_tasks.checkpoint.restore.room import forecast_run
+from ckpt_tasks.checkpoint.restore.run_forecast import forecast_run
 from ckpt_tasks.cli.doctor.checks import Check, judge_clock, judge_disk, judge_last, judge_memory
 from ckpt_tasks.cli.doctor.findings import judge
 from ckpt_tasks.cli.doctor.measuring import try_store
@@ -100,7 +100,7 @@ def _disk(store: Store, run: Run | None) -> Iterator[Check]:
 def _clock(endpoint: str | None) -> Iterator[Check]:
     if endpoint is not None and "://" in endpoint:
         # The import takes seconds, and Prefect's settings may be unreadable.
-        from ckpt_tasks.cli.doctor.server import clock_of
+        from ckpt_tasks.cli.doctor.server_checks import clock_of
 
         yield judge_clock("store's clock", *clock_of(endpoint), "the store")
 

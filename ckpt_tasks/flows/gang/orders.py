@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ckpt_tasks.checkpoint.ranks.exchange import StoreExchange
 from ckpt_tasks.errors import CkptError, RankError, StateError, StoreError
 from ckpt_tasks.flows.gang.messages import RankFailed
-from ckpt_tasks.format.parsing import MALFORMED, finite, flag, parse_json, text, whole
+from ckpt_tasks.format.parsing import MALFORMED, parse_json, typed, whole
 from ckpt_tasks.process import start_thread
 
 _NAMES = ("restore", "run", "save", "evaluate", "close")
@@ -175,15 +175,7 @@ def _read(word: bytes) -> CkptError:
     """Read the exception of the first rank that has failed."""
     try:
         rank, said = parse_json(word)
-        status, code = said["answer"]
-        failed = RankFailed(
-            error=text(said["error"]),
-            ours=flag(said["ours"]),
-            answer=(None if status is None else whole(status), text(code)),
-            trace=text(said["trace"]),
-            at_s=finite(said["at_s"]),
-            step=whole(said["step"]),
-        )
+        failed = typed(said, RankFailed)
         return failed.exception(whole(rank))
     except MALFORMED:
         return RankError("a rank has failed, and its word cannot be read")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_run_key
+from ckpt_tasks.format.ledger import BestMode
 from ckpt_tasks.format.policy.cadence import SavePolicy
 from ckpt_tasks.format.policy.retention import RetentionPolicy
 from ckpt_tasks.storage.locations import Location, location_of
@@ -18,7 +19,6 @@ from ckpt_tasks.storage.locations import Location, location_of
 OnFlushFailure = Literal["raise", "warn"]
 OnNonFinite = Literal["warn", "stop", "rollback"]
 Cloud = Literal["aws", "google", "azure"]
-BestMode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from ckpt_tasks.errors import (
 )
 from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
-from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.ledger import BestMode, State
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.process import start_thread
@@ -137,7 +137,7 @@ def acquire(
     *,
     take_over: bool,
     timeout_s: float,
-    best: tuple[str | None, str] = (None, "min"),
+    best: tuple[str | None, BestMode] = (None, "min"),
 ) -> Owner:
     """Take the run directory and return the owner record of this process.
 
@@ -214,7 +214,7 @@ def _take(
     *,
     why: str,
     head: Head,
-    best: tuple[str | None, str],
+    best: tuple[str | None, BestMode],
 ) -> Owner:
     seen = head.state.owner
     taken: list[Owner] = []

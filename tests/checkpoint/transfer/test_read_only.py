@@ -15,15 +15,16 @@ import pytest
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.restore.leasing import renewed_lease
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.cli_runs import ckpt, save_steps
 
 _STRANGER = 65534
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """Return a directory that another user reaches; pytest's own are for one user alone."""
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a directory that another user reaches, and temporary ones; pytest's own are for one user alone."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     with tempfile.TemporaryDirectory(prefix="ckpt-tasks-read-only-") as made:
         Path(made).chmod(0o755)
         yield Path(made)

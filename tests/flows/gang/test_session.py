@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ConfigError, NonFiniteError, ProgramError, RankError
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.gang.messages import Begin
 from ckpt_tasks.flows.gang.processes import Gang
-from ckpt_tasks.flows.gang.session import GangSession
 from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.system import host_name
 from tests.support.agents import MARK, PARALLEL, KeptGang, config_of, kept, left, main, train, trained

@@ -7,10 +7,12 @@ outside a stream's numbers and read other memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+
+from msgspec import Meta, convert
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.parsing import finite, text, well_formed, whole
+from ckpt_tasks.format.parsing import Count, Number, text, well_formed, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 
 RNG = "rng"  # This group has the process's random streams.
@@ -43,52 +45,51 @@ def check_ref(ref: TensorRef, dtype: str, shape: tuple[int, ...]) -> None:
         raise IntegrityError(f"{len(ref.stride)} strides for {len(shape)} dimensions", key=ref.key)
 
 
-def _check_module(tree: Any) -> None:
-    for name in _dict(tree):
-        text(name)
+class _ParamGroup(TypedDict):
+    params: list[str]
+    options: dict[Any, Any]
 
 
-def _check_optimizer(tree: Any) -> None:
-    for part in ("state", "shared", "other", "shapes"):
-        _dict(tree[part])
-    for name, entry in tree["state"].items():
-        text(name)
-        _dict(entry)
-    for name, shape in tree["shapes"].items():
-        text(name)
-        _ = [whole(extent) for extent in _list(shape)]
-    for group in _list(tree["param_groups"]):
-        _ = [text(name) for name in _list(group["params"])]
-        _dict(group["options"])
-    if tree["on_cpu"] is not None:
-        _ = [text(name) for name in _list(tree["on_cpu"])]
-    if not all(type(takes) is bool for takes in _dict(tree.get("requires_grad", {})).values()):
-        raise TypeError("a parameter takes a gradient or not")
+class _Optimizer(TypedDict):
+    state: dict[str, dict[Any, Any]]
+    shared: dict[Any, Any]
+    other: dict[Any, Any]
+    shapes: dict[str, list[Count]]
+    param_groups: list[_ParamGroup]
+    on_cpu: list[str] | None
+    requires_grad: NotRequired[dict[Any, bool]]
+
+
+class _Table(TypedDict):
+    dim: Count
+    seed: Count
+    updates: Count
+    count: Count
+    shards: Count
+    rule: str
+    spread: Number
+    slots: list[str]
+    options: dict[str, Number]
+    files: Annotated[list[Any], Meta(min_length=1)]
 
 
 def _check_streams(tree: Any) -> None:
-    for name, generator in _dict(tree).items():
-        text(name)
+    for generator in convert(tree, dict[str, dict[Any, Any]]).values():
         _check_generator(generator)
 
 
 def _check_generator(tree: Any) -> None:
-    text(_dict(tree)["type"])
+    text(convert(tree, dict[Any, Any])["type"])
     for name, value in _named(tree["state"]):
         if name in _POSITIONS:
             whole(value, _POSITIONS[name])
 
 
 def _check_table(tree: Any) -> None:
-    for name in ("dim", "seed", "updates", "count", "shards"):
-        whole(tree[name])
-    text(tree["rule"])
-    finite(tree["spread"])
-    _ = [text(name) for name in _list(tree["slots"])]
-    _ = [(text(name), finite(value)) for name, value in _dict(tree["options"]).items()]
-    if not _list(tree["files"]) or not all(type(ref) is TensorRef for ref in tree["files"]):
-        raise TypeError("a table has at least one file")
-    _ = [whole(int(ref.key.rpartition("/")[2])) for ref in tree["files"]]
+    for ref in convert(tree, _Table)["files"]:
+        if type(ref) is not TensorRef:
+            raise TypeError("a file of a table is not a tensor")
+        whole(int(ref.key.rpartition("/")[2]))
 
 
 def _named(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -98,32 +99,20 @@ def _named(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _named(item)
 
 
-def _dict(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"a value of type {type(value).__name__} where names have values")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"a value of type {type(value).__name__} where a list must be")
-    return value
-
-
 class SavedKind(NamedTuple):
     """A kind of group: a check that raises one of MALFORMED for a bad tree.
 
     `exports`: a file for torch can hold such a group; random streams are useful only to a restore.
     """
 
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], object] | None = None
     exports: bool = True
 
 
 # One row for each kind; state/kinds/kinds.py says how live objects are captured and restored.
 KINDS = {
-    "module": SavedKind(_check_module),
-    "optimizer": SavedKind(_check_optimizer),
+    "module": SavedKind(lambda tree: convert(tree, dict[str, Any])),
+    "optimizer": SavedKind(lambda tree: convert(tree, _Optimizer)),
     "stateful": SavedKind(),
     "generator": SavedKind(_check_generator, exports=False),
     "plain": SavedKind(),
