@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.agreement import Agreement
-from ckpt_tasks.checkpoint.extension import Extensions
+from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.restore.reading import Run
@@ -36,7 +36,6 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import left_here
 from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.state.begun import warn_of_trained
-from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.state.unsaved import watch_optimizers
@@ -98,8 +97,8 @@ class HeldRun:
             extensions=self._extensions,
             ranks=self._ranks.exchange,
         )
-        for extension in self._extensions:
-            self._saver.listeners.add(Listener(committed=extension.committed))
+        for committed in self._extensions.at(Extension.committed):
+            self._saver.listeners.add(Listener(committed=committed))
         self._start = Start(self._history.store.url)
         if self._ranks.first:
             self._saver.listeners.add(Listener(committed=self._start.committed))
@@ -173,7 +172,7 @@ class HeldRun:
             self._knows_line = False
             self._take_over = False  # Take over only once: do not fence a later owner.
             tenure = self._tenure
-            self._extensions.tell(lambda one: one.owned(tenure))
+            self._extensions.tell(Extension.owned, tenure)
             self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -323,7 +322,7 @@ class HeldRun:
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
-        self._extensions.tell(lambda one: one.released(prune_s))
+        self._extensions.tell(Extension.released, prune_s)
         self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()
@@ -345,7 +344,6 @@ class HeldRun:
     def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
-        watch_gradients(state)
         watch_optimizers(state)
         earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
         if self._own().committer is not None and earlier:
@@ -361,7 +359,6 @@ class HeldRun:
 
         A fork applies its own parameters later, so there is no warning of them.
         """
-        watch_gradients(state)
         watch_optimizers(state)
         if self._ranks.first:
             self._start.restored(chosen, snapshot, self._cache.reached)

@@ -59,7 +59,7 @@ MinRanksOption = Annotated[
     int | None, option("--min-ranks", "N", "with Ray: train on so many while its cluster has no room for all")
 ]
 ForkOption = Annotated[
-    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork goes on")
+    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork continues")
 ]
 WhichOption = Annotated[
     str,

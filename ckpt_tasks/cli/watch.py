@@ -191,7 +191,7 @@ class _Course:
         lines += self._curve(width)
         events = [Text(printable(_line(each)), style="dim", overflow="ellipsis", no_wrap=True) for each in self._shown]
         outage = [(f"The store does not answer: {self._store_error}", "red")] if self._store_error else []
-        return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run goes on.", "dim")]))
+        return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run continues.", "dim")]))
 
     def _curve(self, width: int) -> list[Any]:
         from ckpt_tasks.run.report.picture import main_metric

@@ -87,7 +87,7 @@ def test_a_state_without_room_leaves_shared_memory_alone(
             ckpt.save(step, _state(40 * MIB, step))
             assert _left(shared) == []
     assert warned.text.count("Snapshots are kept in this process's own memory") == 1
-    assert warned.text.count("after a crash, training goes on from storage") == 1
+    assert warned.text.count("after a crash, training resumes from storage") == 1
     run, found = open_run(str(run_dir)), _state(40 * MIB, 0)
     assert run.restore(run.find("latest"), found).step == 2
     assert bool((found["x"] == 2).all())

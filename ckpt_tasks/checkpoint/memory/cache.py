@@ -288,7 +288,7 @@ class SnapshotCache:
     def _do_without(self, why: str) -> None:
         place = "storage" if self.copies is None else "the local directory or storage"
         _log.warning(
-            "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
+            "Snapshots are kept in this process's own memory: after a crash, training resumes from %s (%s)", place, why
         )
         self._said = True
         memory, self.memory = self.memory, PrivateMemory()

@@ -232,7 +232,7 @@ class Saver:
             return
         if self._config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
             raise failure
-        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
+        _log.warning("A checkpoint could not be saved; training continues: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
         self._pruner.unnoted.append(event)  # The next commit writes the event into the history.
 

@@ -82,8 +82,10 @@ def _proved(store: Store, seen: str, written: dict[str, Any]) -> Check:
     if written.get("endpoint") != store.endpoint:
         return Check("store", "ok", f"{seen}; {store.endpoint} is tried when the next process takes it")
     if not isinstance(proved, dict) or proved.get("put_if_absent") is not True:
-        return Check("store", "warning", f"{seen}; put-if-absent has not been proved", f"ckpt doctor-store {store.url}")
-    return Check("store", "ok", f"{seen}; put-if-absent was proved when it was made")
+        return Check(
+            "store", "warning", f"{seen}; conditional writes have not been proved", f"ckpt doctor-store {store.url}"
+        )
+    return Check("store", "ok", f"{seen}; conditional writes were proved when it was made")
 
 
 def _disk(store: Store, run: Run | None) -> Iterator[Check]:

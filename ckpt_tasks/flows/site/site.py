@@ -179,7 +179,7 @@ def end_workers(home: Path, site: Site) -> str:
         with client_of(site) as client:
             again = sum(schedule_again(client, UUID(run.flow_run_id)) for run in runs)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
-        return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
+        return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they continue: {error}"
     return f"; flow runs that the next worker resumes: {again} of {len(runs)}"
 
 
