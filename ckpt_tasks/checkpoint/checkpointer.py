@@ -30,6 +30,7 @@ from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.steps import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
+from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
 from ckpt_tasks.state.data.passes import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
@@ -87,7 +88,7 @@ class Checkpointer(HeldRun):
         self._entered = False
         self._at = TrainingPosition()
         self._steps = StepLog()
-        self._unsaved = Unsaved()
+        self._unsaved = Unsaved(self._at)
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
@@ -172,6 +173,7 @@ class Checkpointer(HeldRun):
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report, cached, groups)
+        watch_gradients(groups, self._at)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
@@ -208,6 +210,7 @@ class Checkpointer(HeldRun):
     def _begin(self, state: Groups) -> int:
         """Begin at step 0, because the run has no checkpoint; training repeats steps that were never committed."""
         self._log_begun(state)
+        watch_gradients(state, self._at)
         self._ranks.restored(0)
         self._knows_line = True
         self._saver.restored(None)

@@ -36,7 +36,6 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import left_here
 from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
 from ckpt_tasks.state.begun import warn_of_trained
-from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.state.unsaved import watch_optimizers
@@ -345,7 +344,6 @@ class HeldRun:
     def _log_begun(self, state: Groups) -> None:
         """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
         warn_of_trained(state)
-        watch_gradients(state)
         watch_optimizers(state)
         earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
         if self._own().committer is not None and earlier:
@@ -361,7 +359,6 @@ class HeldRun:
 
         A fork applies its own parameters later, so there is no warning of them.
         """
-        watch_gradients(state)
         watch_optimizers(state)
         if self._ranks.first:
             self._start.restored(chosen, snapshot, self._cache.reached)

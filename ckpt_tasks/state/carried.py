@@ -1,14 +1,15 @@
 """Gradients that an optimizer accumulates over a save, for a step after it: a module's state has none.
 
-Only the step shows that the gradients at a save were in use, and not left behind by an earlier step. It is certain if
-they are new since the optimizer's step before the save, and if the next step takes the same tensor with more in it:
-`zero_grad()` would have removed it.
+A hook of one parameter counts what each backward adds to its gradient. A gradient is carried over a save if the next
+backward adds to the same tensor, unchanged in between, and the optimizer steps before anything else has changed it:
+`zero_grad()` would have removed it, or set it to zeros. A loop that has done so once does so again: its later saves
+are told at once, since no step may follow them.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -25,51 +26,101 @@ _LOST = (
 )
 
 
-def watch_gradients(state: Groups, step: int | None = None) -> None:
-    """Follow the gradients of the state's optimizers; `step`: the step of a save of this state."""
+class Position(Protocol):
+    step: int
+
+
+def watch_gradients(state: Groups, position: Position, saved: int | None = None) -> None:
+    """Follow the gradients of the state's optimizers; `position` has the loop's last completed step.
+
+    `saved`: the step of a save of this state. Gradients that it leaves out are told now, or when a step takes them.
+    """
     for name, optimizer in state.items():
-        if isinstance(optimizer, Optimizer) and is_ordinary(optimizer):
-            if optimizer not in _watched:
-                _watched[optimizer] = _Carried()
-                optimizer.register_step_pre_hook(_watched[optimizer].before_step)
-                optimizer.register_step_post_hook(_watched[optimizer].after_step)
-            if step is not None:
-                _watched[optimizer].note_save(name, optimizer, step, state)
+        if not isinstance(optimizer, Optimizer) or not is_ordinary(optimizer):
+            continue
+        is_new = optimizer not in _watched
+        if is_new:
+            _watched[optimizer] = _Carried()
+            optimizer.register_step_post_hook(_watched[optimizer].note_step)
+        if is_new or saved is None:
+            _watched[optimizer].begin(optimizer, position)
+        if saved is not None:
+            _watched[optimizer].note_save(name, optimizer, saved, state)
 
 
 class _Carried:
-    """The first gradient of an optimizer, at its last step and at the first save after that step."""
+    """The gradient of one parameter of an optimizer, from its first backward to the optimizer's step."""
 
     def __init__(self) -> None:
-        self._stepped: ReferenceType[torch.Tensor] | None = None  # None: unknown.
-        self._at_save: tuple[ReferenceType[torch.Tensor], int, str, int] | None = None
+        self._parameter: ReferenceType[torch.Tensor] | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._gradient: tuple[ReferenceType[torch.Tensor], int] | None = None  # With its version, after a backward.
+        self._weights = 0  # The version at the last backward: a compiled step changes it, and calls no hook.
+        self._at_step = 0  # The loop's last completed step, at the last backward.
+        self._crosses = self._has_crossed = False  # Whether this gradient, and any, was carried over a loop's step.
+        self._at_save: tuple[str, int] | None = None
         self._has_warned = False
 
-    def note_save(self, name: str, optimizer: Optimizer, step: int, state: Groups) -> None:
-        gradient = _first(optimizer)
-        if gradient is None or self._stepped is None or self._stepped() is gradient:
-            return
-        if self._at_save is None and not _has(state, gradient):
-            self._at_save = (ref(gradient), gradient._version, name, step)
+    def begin(self, optimizer: Optimizer, position: Position) -> None:
+        self._position = position
+        self._gradient, self._at_save, self._crosses = None, None, False
+        if self._parameter is None or self._parameter() is None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            self._follow(next((p for p in parameters if p.requires_grad and p.is_leaf), None))
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or self._at_save is None or self._has_warned:
-            return
-        gradient, (at_save, version, *where) = _first(optimizer), self._at_save
-        self._at_save = None
-        if gradient is not None and gradient is at_save() and gradient._version > version:
-            self._has_warned = True
-            _log.warning(_LOST, *where)
+    def _follow(self, parameter: torch.Tensor | None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        if parameter is not None:
+            self._parameter = ref(parameter)
+            self._hook = parameter.register_post_accumulate_grad_hook(self.note_backward)
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def note_backward(self, parameter: torch.Tensor) -> None:
+        """Record that a backward has added to the gradient; `AccumulateGrad` changes a kept tensor once."""
+        gradient = parameter.grad
+        if torch.compiler.is_compiling() or gradient is None:
+            return
+        if self._gradient is not None and self._weights != parameter._version:
+            self._end()
+        if self._gradient is None or self._gradient[0]() is not gradient or gradient._version != self._gradient[1] + 1:
+            self._crosses, self._at_save = False, None
+        elif self._position.step != self._at_step:
+            self._crosses = True
+        self._gradient = (ref(gradient), gradient._version)
+        self._weights, self._at_step = parameter._version, self._position.step
+
+    def note_step(self, *_: object) -> None:
         if not torch.compiler.is_compiling():
-            gradient = _first(optimizer)
-            self._stepped = None if gradient is None else ref(gradient)
+            self._end()
 
+    def _end(self) -> None:
+        """A step of the optimizer has taken the gradient."""
+        if self._at_save is not None:
+            self._warn(*self._at_save)
+        self._has_crossed |= self._crosses
+        self._gradient, self._at_save, self._crosses = None, None, False
 
-def _first(optimizer: Optimizer) -> torch.Tensor | None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next((p.grad for p in parameters if p.grad is not None), None)
+    def note_save(self, name: str, optimizer: Optimizer, step: int, state: Groups) -> None:
+        parameter = None if self._parameter is None else self._parameter()
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            if (other := next((p for p in parameters if p.grad is not None and p.is_leaf), None)) is not None:
+                self._follow(other)  # The loop does not train the first one.
+            return
+        is_new = self._gradient is not None and self._gradient[0]() is gradient
+        is_new = is_new and self._gradient[1] == gradient._version
+        if not is_new or self._weights != parameter._version or _has(state, gradient):
+            return
+        if self._has_crossed:
+            self._warn(name, step)
+        elif self._at_save is None:
+            self._at_save = (name, step)
+
+    def _warn(self, name: str, step: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(_LOST, name, step)
 
 
 def _has(state: Groups, gradient: torch.Tensor) -> bool:

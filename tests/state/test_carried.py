@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ckpt_tasks import CheckpointConfig, Checkpointer, Gradients, resumable
 
 ROWS = torch.arange(24.0).view(12, 2) / 24
+STEPS = ("plain", "fused", "compiled")
 SAID = "The gradients of late were accumulated over a save at step"
 
 
@@ -46,7 +47,7 @@ class Training:
                 late.step()
                 late.zero_grad()
         elif self.form == "frozen":
-            if number == 1:
+            if number == 0:
                 late.step()
                 self.late.requires_grad_(False)
         elif self.form == "closure":
@@ -102,4 +103,80 @@ def test_gradients_that_no_step_takes_are_in_nobodys_way(
 ) -> None:
     """Steps in every batch, gradients that are dropped or zeroed before a step, frozen parameters, and a closure."""
     trained(run_dir, form, "step by step")
+    assert caplog.messages == []
+
+
+def accumulated(run: Path, step: str, *, set_to_none: bool, saves: tuple[int, ...], batches: int = 16) -> None:
+    """Take an optimizer's step in every fourth batch, and count each batch as a step."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    late = torch.optim.Adam(net.parameters(), fused=step == "fused")
+    take: Any = torch.compile(late.step, backend="aot_eager") if step == "compiled" else late.step
+    state = {"net": net, "late": late}
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run), step_interval=100, memory_dir=None)) as ckpt:
+        ckpt.restore(state)
+        for number in range(1, batches + 1):
+            net(ROWS).square().sum().backward()
+            if number % 4 == 0:
+                take()
+                late.zero_grad(set_to_none=set_to_none)
+            if number in saves:
+                ckpt.save(number, state)
+            else:
+                ckpt.step(number, state)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients_are_named_in_every_form_of_a_step(
+    step: str, set_to_none: bool, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiled step, and zeros in place of None: saves at the optimizer's steps are quiet, others are told once."""
+    accumulated(run_dir, step, set_to_none=set_to_none, saves=(4, 8, 16))
+    said = [one.getMessage() for one in caplog.records if one.name == "ckpt_tasks"]  # A compilation logs too.
+    assert said == []
+    accumulated(tmp_path / "other", step, set_to_none=set_to_none, saves=(2, 3, 6, 7, 16))
+    said = [one.getMessage() for one in caplog.records if one.name == "ckpt_tasks"]
+    assert [SAID in message for message in said] == [True]
+
+
+def test_a_last_save_between_two_steps_is_told(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that has accumulated over its steps hears of its only save between two, though no step follows it."""
+    accumulated(run_dir, "plain", set_to_none=True, saves=(6,), batches=6)
+    assert [f"{SAID} 6" in message for message in caplog.messages] == [True]
+
+
+class Pair:
+    """A critic, and a generator whose backward adds to the critic's gradients too."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.nets = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.steppers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+        self.state = {"critic": self.nets[1], "of_critic": self.steppers[1], "other": self.nets[0]}
+        self.state |= {"of_other": self.steppers[0]}
+
+    def reset(self, *steppers: torch.optim.Optimizer) -> None:
+        for one in steppers:
+            one.zero_grad(set_to_none="zeros" not in self.form)
+
+    def batch(self, x: torch.Tensor) -> None:
+        generator, critic = self.steppers
+        both = self.steppers if "both" in self.form else []
+        self.reset(*both or [critic])
+        for _ in range(2):
+            self.nets[1](self.nets[0](x).detach()).square().sum().backward()
+        critic.step()
+        self.reset(*both or [generator])
+        self.nets[1](self.nets[0](x)).sum().backward()
+        generator.step()
+
+
+@pytest.mark.parametrize("form", ["each", "both", "each zeros", "both zeros"])
+def test_a_pair_of_nets_is_quiet(form: str, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a generator's backward leaves in its critic, with either way to reset gradients, is nobody's loss."""
+    pair = Pair(form)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1, memory_dir=None)) as ckpt:
+        for number in range(ckpt.restore(pair.state), 8):
+            pair.batch(ROWS)
+            ckpt.step(number + 1, pair.state)
     assert caplog.messages == []
