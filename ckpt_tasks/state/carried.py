@@ -9,7 +9,7 @@ are told at once, since no step may follow them.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -73,7 +73,8 @@ class _Carried:
             self._hook.remove()
         if parameter is not None:
             self._parameter = ref(parameter)
-            self._hook = parameter.register_post_accumulate_grad_hook(self.note_backward)
+            hook: Any = parameter.register_post_accumulate_grad_hook  # Torch's has no types.
+            self._hook = hook(self.note_backward)
 
     def note_backward(self, parameter: torch.Tensor) -> None:
         """Record that a backward has added to the gradient; `AccumulateGrad` changes a kept tensor once."""
@@ -108,9 +109,10 @@ class _Carried:
             if (other := next((p for p in parameters if p.grad is not None and p.is_leaf), None)) is not None:
                 self._follow(other)  # The loop does not train the first one.
             return
-        is_new = self._gradient is not None and self._gradient[0]() is gradient
-        is_new = is_new and self._gradient[1] == gradient._version
-        if not is_new or self._weights != parameter._version or _has(state, gradient):
+        known = self._gradient
+        if known is None or known[0]() is not gradient or known[1] != gradient._version:
+            return
+        if parameter is None or self._weights != parameter._version or _has(state, gradient):
             return
         if self._has_crossed:
             self._warn(name, step)
