@@ -9,7 +9,7 @@ are told at once, since no step may follow them.
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -73,8 +73,7 @@ class _Carried:
             self._hook.remove()
         if parameter is not None:
             self._parameter = ref(parameter)
-            hook: Any = parameter.register_post_accumulate_grad_hook  # Torch's has no types.
-            self._hook = hook(self.note_backward)
+            self._hook = parameter.register_post_accumulate_grad_hook(self.note_backward)  # type: ignore[no-untyped-call]
 
     def note_backward(self, parameter: torch.Tensor) -> None:
         """Record that a backward has added to the gradient; `AccumulateGrad` changes a kept tensor once."""
@@ -104,15 +103,14 @@ class _Carried:
     def note_save(self, name: str, optimizer: Optimizer, step: int, state: Groups) -> None:
         parameter = None if self._parameter is None else self._parameter()
         gradient = None if parameter is None else parameter.grad
-        if gradient is None:
+        if parameter is None or gradient is None:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             if (other := next((p for p in parameters if p.grad is not None and p.is_leaf), None)) is not None:
                 self._follow(other)  # The loop does not train the first one.
             return
-        known = self._gradient
-        if known is None or known[0]() is not gradient or known[1] != gradient._version:
-            return
-        if parameter is None or self._weights != parameter._version or _has(state, gradient):
+        of_backward, version = self._gradient or (lambda: None, 0)
+        is_new = of_backward() is gradient and (version, self._weights) == (gradient._version, parameter._version)
+        if not is_new or _has(state, gradient):
             return
         if self._has_crossed:
             self._warn(name, step)
