@@ -20,7 +20,7 @@ PYTHONS := 3.12 3.13
 AZURITE := azurite@3.37.0
 # Two names for one thing: pip up to 25.2 reads the first for build requirements too, later ones read the second.
 PIP_ENV := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
-# What is installed stays when a later step is interrupted: the next `make install` goes on behind it.
+# What is installed stays when a later step is interrupted: the next `make install` continues behind it.
 PIP = $(PIP_ENV) $(BIN)/python -m pip install --quiet
 
 # For tests and benchmarks; the flows set it by themselves (ckpt_tasks/flows/__init__.py).
@@ -87,7 +87,7 @@ $(PEERS_STAMP): benchmarks/comparison/requirements.txt | $(STAMP)
 	$(PIP_ENV) .venv/peers/bin/python -m pip install --quiet --constraint constraints.txt --requirement $< --editable .
 	@touch $@
 
-train: install ## train the byte-level model; the same command again goes on (ARGS="--steps 2000 …")
+train: install ## train the byte-level model; the same command again continues (ARGS="--steps 2000 …")
 	$(BIN)/python -m flows.train $(ARGS)
 
 check: install ## formatting, lint and types

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.gang_script import KILL_AT, SAVE_EVERY, STEPS
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import RankError
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.gang.processes import Gang
-from ckpt_tasks.flows.gang.session import GangSession
-from ckpt_tasks.flows.session.local import LocalSession
+from ckpt_tasks.flows.session.local_session import LocalSession
 
 __all__ = ["measure"]
 

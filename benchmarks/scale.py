@@ -53,7 +53,7 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.kinds.parts import Captured, GroupState
+from ckpt_tasks.state.kinds.group_parts import Captured, GroupState
 from ckpt_tasks.state.tensors.device import Devices
 from ckpt_tasks.state.tensors.placements import World
 from ckpt_tasks.storage.local import LocalStore

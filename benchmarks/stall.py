@@ -18,7 +18,7 @@ import torch
 from benchmarks.apart import Report, answer, by_row, collect
 from benchmarks.peers import CONTENDERS, PEERS, Contender, differing, flat, states
 from benchmarks.states import Trained, build, size_bytes
-from ckpt_tasks.checkpoint.memory.room import default_directory
+from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 
 __all__ = ["change_all", "check", "copies", "fsync_all", "in_step", "measure", "remove"]
 

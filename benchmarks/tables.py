@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.apart import summary
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
-from ckpt_tasks.state.tables.files import Chain
 from ckpt_tasks.state.tables.rules import Adam
+from ckpt_tasks.state.tables.table_files import Chain
 
 __all__ = ["measure"]
 

@@ -1,6 +1,6 @@
-"""`python -m deployments.server`; the code is in ckpt_tasks/flows/site/server.py."""
+"""`python -m deployments.server`; the code is in ckpt_tasks/flows/site/prefect_server.py."""
 
-from ckpt_tasks.flows.site.server import main
+from ckpt_tasks.flows.site.prefect_server import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -41,7 +41,7 @@ from ckpt_tasks.format.parsing import FORMAT_VERSION
 from ckpt_tasks.format.records import Checkpoint, Owner, RunCheck
 from ckpt_tasks.run.ledger import history
 from ckpt_tasks.run.ledger.segments import Segments
-from ckpt_tasks.run.upkeep.upkeep import record_check, record_verification, verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import record_check, record_verification, verify_run_directory
 from ckpt_tasks.state.tables.rules import Adagrad
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System

@@ -200,7 +200,7 @@ def killed_while_saving(tool: Tool, place: Path) -> dict[str, Any]:
         found.append(gone_on(tool, directory, whole, **settings))
         shutil.rmtree(directory)
     bad = [one for one in found if one["outcome"] in {"error", "anew"}]
-    return {"outcome": f"{len(bad)} of {KILLS} lost" if bad else "goes on", "kills": found}
+    return {"outcome": f"{len(bad)} of {KILLS} lost" if bad else "continues", "kills": found}
 
 
 def _sizes(directory: Path) -> dict[Path, tuple[int, int]]:

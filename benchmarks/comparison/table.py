@@ -12,7 +12,7 @@ from benchmarks.comparison.experiments import RESULTS, ROOT, SAVING_MIB, STALL_M
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "COMPARISON.md"
 _PLACE = re.compile(r"(<!-- (?:comparison|results) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_WORDS = {"same bits": "goes on, same bits", "other numbers": "goes on, other numbers", "anew": "begins anew"}
+_WORDS = {"same bits": "continues, same bits", "other numbers": "continues, other numbers", "anew": "begins anew"}
 ROWS = {
     "killed": "killed between two saves",
     "saving": f"killed while it saves {SAVING_MIB} MiB",
@@ -30,11 +30,11 @@ def cell(row: str, found: dict[str, Any], newest: int) -> str:
     if row == "stall":
         return f"{found['outcome']:.2g} s"
     outcome: str = found["outcome"]
-    if row == "saving" and outcome != "goes on":
+    if row == "saving" and outcome != "continues":
         lost, _, kills = outcome.removesuffix(" lost").partition(" of ")
         return f"error after {lost} of {kills} kills"
     if row in ("cut", "flipped") and outcome not in ("error", "anew"):
-        return "goes on from the one before" if found["from"] < newest else "**not noticed**"
+        return "resumes from the one before" if found["from"] < newest else "**not noticed**"
     return str({"error": "ends with an error", **_WORDS}.get(outcome, outcome))
 
 

@@ -28,7 +28,7 @@ from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.steps import StepLog, read_steps_file
+from ckpt_tasks.run.ledger.step_tables import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
@@ -173,7 +173,6 @@ class Checkpointer(HeldRun):
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report, cached, groups)
-        watch_gradients(groups, self._at)
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._saver.restored(cached.slot if cached else None, lacks=chosen.n < 0)
@@ -196,6 +195,7 @@ class Checkpointer(HeldRun):
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
 
     def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
+        watch_gradients(state, self._at)
         parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
         now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
         self._extensions.tell(lambda one: one.restored(now))

@@ -114,7 +114,7 @@ _HERE = "ckpt_tasks.checkpoint.extensions"
 FEATURES = [
     Feature(f"{_HERE}.going_back:GoingBackFromBadMetrics"),
     Feature(f"{_HERE}.left_out:LeftOutBatches"),
-    Feature(f"{_HERE}.space:SpaceForecast"),
+    Feature(f"{_HERE}.space_forecast:SpaceForecast"),
     Feature(f"{_HERE}.compiled:CompiledCode", option="compile_cache"),
     Feature(f"{_HERE}.notices:SpotNotices", option="spot_notices", agent=True),
 ]

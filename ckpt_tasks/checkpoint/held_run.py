@@ -34,7 +34,7 @@ from ckpt_tasks.process import Process, fill_standard_descriptors, finalize_here
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import left_here
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.state.begun import warn_of_trained
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.started import Started

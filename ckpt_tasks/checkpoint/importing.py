@@ -29,7 +29,7 @@ from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.ownership import identify
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.port import Store, WatchedStore
 
 IMPORTED_FROM = "imported_from"  # A manifest's environment has the source under this key.

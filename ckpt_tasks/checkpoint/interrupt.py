@@ -312,5 +312,5 @@ def leave_flow_run(flow_run_id: str | None, why: Exception) -> None:
     context: Any = sys.modules.get("prefect.context")
     current = context.FlowRunContext.get() if context else None
     if current is not None and current.flow_run is not None and str(current.flow_run.id) == flow_run_id:
-        _log.warning("Another process goes on with this flow run, and this one ends: %s", why)
+        _log.warning("Another process continues with this flow run, and this one ends: %s", why)
         raise sys.modules["prefect.exceptions"].Abort(str(why)) from why

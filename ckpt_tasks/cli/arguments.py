@@ -94,7 +94,8 @@ RunOrCheckpointArgument = Annotated[str, _of_run("the whole run")]
 OneArgument = Annotated[str, argument("DIR@STEP", "a step of a run, @latest or @best", complete_checkpoint)]
 KeyOption = Annotated[str | None, option("--run-key", "KEY", "key of the new run [default: the last part of TO]")]
 SingleOption = Annotated[
-    bool, option("--single-writer", None, "TO has no put-if-absent; you make sure that no other process writes there")
+    bool,
+    option("--single-writer", None, "TO has no conditional writes; you make sure that no other process writes there"),
 ]
 DryOption = Annotated[bool, option("--dry-run", None, "only print what would happen")]
 JsonOption = Annotated[bool, option("--json", None, "print one JSON object instead of tables")]

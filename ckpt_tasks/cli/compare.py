@@ -27,7 +27,7 @@ from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
-    from ckpt_tasks.checkpoint.transfer.compare import Comparison, Difference
+    from ckpt_tasks.checkpoint.transfer.comparison import Comparison, Difference
     from ckpt_tasks.cli.proving.proof import Proof
     from ckpt_tasks.format.records import Checkpoint
 
@@ -83,7 +83,7 @@ def diff(
 
 
 def _compare(out: Output, sides: Sides, groups: list[str], ignore: list[str]) -> Comparison:
-    from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+    from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 
     (_, a), (_, b) = sides
     with reading(out, "comparing", a.size_bytes + b.size_bytes) as on_progress:

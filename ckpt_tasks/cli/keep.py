@@ -130,7 +130,7 @@ def prune(
     """
     from ckpt_tasks.checkpoint.restore.reading import open_run
     from ckpt_tasks.run.ledger.config import CheckpointConfig
-    from ckpt_tasks.run.upkeep.upkeep import missing_metric
+    from ckpt_tasks.run.upkeep.verifying import missing_metric
 
     with output(as_json) as out:
         run = open_run(directory)
@@ -195,7 +195,7 @@ def rollback(
 
 
 def _say_back(out: Output, run: Run, checkpoint: Checkpoint, skip: tuple[int, int] | None) -> None:
-    from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+    from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 
     if faults := verify_checkpoint(run.history.store, checkpoint):
         raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=checkpoint.step)
@@ -215,7 +215,7 @@ def _named(text: str) -> tuple[Run, Checkpoint]:
 
 
 def _look(run: Run, checkpoint: Checkpoint) -> Verdict:
-    from ckpt_tasks.run.upkeep.upkeep import newest_good, plan_removal
+    from ckpt_tasks.run.upkeep.verifying import newest_good, plan_removal
 
     state = run.head().state
     verified = frozenset({newest_good(run.history.store, state).manifest_digest})
@@ -272,7 +272,7 @@ _COLUMNS = (
 
 
 def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> None:
-    from ckpt_tasks.run.upkeep.upkeep import orphans, plan_prune
+    from ckpt_tasks.run.upkeep.verifying import orphans, plan_prune
 
     head, store = run.head(), run.history.store
     before = {checkpoint.manifest_digest: checkpoint for checkpoint in head.state.live}

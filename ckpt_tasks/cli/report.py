@@ -29,7 +29,7 @@ from ckpt_tasks.run.report.words import count, fine_span, percent
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
-    from ckpt_tasks.run.report.report import Report
+    from ckpt_tasks.run.report.run_report import Report
 
 _RETURNS = 8
 # The width of the bar in characters.
@@ -58,7 +58,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     from ckpt_tasks.run.ledger.curve import read_curve
     from ckpt_tasks.run.ledger.timeline import read_timeline
     from ckpt_tasks.run.report.html import to_html
-    from ckpt_tasks.run.report.report import make_report
+    from ckpt_tasks.run.report.run_report import make_report
 
     with output(as_json) as shown:
         run = open_run(directory)
@@ -86,7 +86,7 @@ def _is_report(head: bytes) -> bool:
 
 
 def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path) -> Iterator[Any]:
-    from ckpt_tasks.run.report.report import SHARES_MEAN
+    from ckpt_tasks.run.report.run_report import SHARES_MEAN
 
     yield title(run)
     yield made.summary, "bold"

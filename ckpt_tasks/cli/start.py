@@ -59,7 +59,7 @@ MinRanksOption = Annotated[
     int | None, option("--min-ranks", "N", "with Ray: train on so many while its cluster has no room for all")
 ]
 ForkOption = Annotated[
-    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork goes on")
+    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork continues")
 ]
 WhichOption = Annotated[
     str,
@@ -271,7 +271,7 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
     """
     with report_errors(as_json) as out:
         with importing_prefect():
-            from ckpt_tasks.flows.site.server import local_url
+            from ckpt_tasks.flows.site.prefect_server import local_url
             from ckpt_tasks.flows.site.site import bring_up
             from ckpt_tasks.flows.site.systemd import units
         if systemd:

@@ -191,7 +191,7 @@ class _Course:
         lines += self._curve(width)
         events = [Text(printable(_line(each)), style="dim", overflow="ellipsis", no_wrap=True) for each in self._shown]
         outage = [(f"The store does not answer: {self._store_error}", "red")] if self._store_error else []
-        return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run goes on.", "dim")]))
+        return Group(*map(rendered, [*lines, *events, *outage, ("Ctrl-C ends it; the run continues.", "dim")]))
 
     def _curve(self, width: int) -> list[Any]:
         from ckpt_tasks.run.report.picture import main_metric
@@ -286,8 +286,8 @@ def serve(
     --json only prints the table, and listens nowhere.
     """
     from ckpt_tasks.cli.serving.access import is_loopback
+    from ckpt_tasks.cli.serving.run_table import RunTable
     from ckpt_tasks.cli.serving.server import PageServer
-    from ckpt_tasks.cli.serving.table import RunTable
     from ckpt_tasks.storage.locations import Location
 
     with output(as_json) as out:

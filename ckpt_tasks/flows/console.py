@@ -33,7 +33,7 @@ from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator, recor
 from ckpt_tasks.flows.prefect.starts import flow_run_to_go_on
 from ckpt_tasks.flows.screen import EvaluationLine, LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.session.forked import check_program, fork_run, recorded_params
-from ckpt_tasks.flows.session.local import END_SUITE, find_program
+from ckpt_tasks.flows.session.local_session import END_SUITE, find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.flows.session.session import ProgramSession, at_end
 from ckpt_tasks.flows.train import train

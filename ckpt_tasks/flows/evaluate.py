@@ -28,7 +28,7 @@ from ckpt_tasks.flows.prefect.evaluate import (
 )
 from ckpt_tasks.flows.prefect.events import absolute
 from ckpt_tasks.flows.prefect.starts import leave_to_follower
-from ckpt_tasks.flows.session.local import find_program
+from ckpt_tasks.flows.session.local_session import find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.flows.session.session import ProgramSession
 from ckpt_tasks.format.records import Checkpoint
@@ -100,7 +100,7 @@ def _in_ranks(
     if processes is None:
         yield evaluator
         return
-    from ckpt_tasks.flows.gang.session import GangSession
+    from ckpt_tasks.flows.gang.gang_session import GangSession
 
     built_with = effective_params(find_program(evaluator.program), run.head().state.params, evaluator.params)
     with GangSession(config, evaluator.program, built_with, ranks=ranks, engine=processes) as session:

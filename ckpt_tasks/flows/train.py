@@ -32,7 +32,7 @@ from ckpt_tasks.flows.prefect.endings import (
 from ckpt_tasks.flows.prefect.events import announce, delivers_events
 from ckpt_tasks.flows.prefect.starts import crash_lost_task_runs, logged_with_the_flow_run
 from ckpt_tasks.flows.session.forked import check_program, fork_run, recorded_params, roll_back
-from ckpt_tasks.flows.session.local import LocalSession, find_program
+from ckpt_tasks.flows.session.local_session import LocalSession, find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.flows.session.session import ProgramSession, at_end
 from ckpt_tasks.flows.step_batch import run_in_batches, step_batch
@@ -128,7 +128,7 @@ def _session(
         with Checkpointer(config, flow_run_id=flow_run.id) as ckpt:
             yield LocalSession(ckpt, program, params)
         return
-    from ckpt_tasks.flows.gang.session import GangSession
+    from ckpt_tasks.flows.gang.gang_session import GangSession
 
     with GangSession(config, program, params, ranks=ranks, engine=processes, flow_run_id=flow_run.id) as session:
         yield session

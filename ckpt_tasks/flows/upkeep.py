@@ -18,7 +18,7 @@ from ckpt_tasks.format.records import RunCheck
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.ownership import identify, why_free
 from ckpt_tasks.run.report.words import check_words
-from ckpt_tasks.run.upkeep.upkeep import record_verification, verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import record_verification, verify_run_directory
 
 
 @dataclass(frozen=True, kw_only=True)

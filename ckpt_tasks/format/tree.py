@@ -65,7 +65,7 @@ new_ref: Callable[[tuple[str, bool, tuple[int, ...] | None, bool]], TensorRef] =
 
 
 class Typed(NamedTuple):
-    """A value that `state/tensors/kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
+    """A value that `value_kinds.py` takes apart: its tag, its type, and its parts, which may be tensors."""
 
     tag: str
     head: tuple[Any, ...]
@@ -351,7 +351,7 @@ _TYPED = [
     *("~named", "~enum", "~array", "~sparse", "~quantized", "~seeds", "~time", "~text", "~path", "~range"),
     *("~bytearray", "~wrapper", "~buffer"),
 ]
-# One row for each kind of value that JSON lacks. state/tensors/kinds.py has the live type of each Typed kind.
+# One row for each kind of value that JSON lacks. state/tensors/value_kinds.py has the live type of each Typed kind.
 KINDS = (
     Kind("~tensor", TensorRef, _encode_tensor, _read_tensor),
     Kind("~dict", dict, _pairs, lambda b, d: dict(_read_pairs(b, d)), "pairs"),

@@ -28,7 +28,7 @@ from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterCo
 from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.kinds.modules import Gradients
-from ckpt_tasks.state.tensors.streams import current_streams, set_streams
+from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
 _OF_THE_CLOCK = ("runtime", "per_second", "epoch")
 __all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]
@@ -230,7 +230,7 @@ class _Loader:
         is_seeded = isinstance(sampler, SeedableRandomSampler) and not loader.num_workers
         if isinstance(sampler, RandomSampler) and not (self.has_state and is_seeded):
             raise ConfigError(
-                f"a prepared loader that draws by {type(sampler).__name__} goes on with other batches after a resume",
+                f"a prepared loader that draws by {type(sampler).__name__} continues with other batches after a resume",
                 hint="Take a ResumableLoader, without prepare, or prepare one without workers with "
                 "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True).",
             )
@@ -274,7 +274,7 @@ def _newest_of(output_dir: str) -> str:
     if newest is None:
         raise ConfigError(
             f"neither the run nor {output_dir} has a checkpoint to resume from",
-            hint="Leave resume_from_checkpoint=True out: CkptTrainer goes on by itself.",
+            hint="Leave resume_from_checkpoint=True out: CkptTrainer continues by itself.",
         )
     return newest
 
@@ -287,6 +287,6 @@ def _refuse(trainer: Any) -> None:
     ):
         if used:
             raise ConfigError(
-                f"CkptTrainer cannot go on bit for bit with {what}",
+                f"CkptTrainer cannot continue bit for bit with {what}",
                 hint="Call Checkpointer in a loop of your own." if what != "ignore_data_skip" else "Leave it out.",
             )

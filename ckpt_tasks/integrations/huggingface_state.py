@@ -29,7 +29,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
 from ckpt_tasks.state.kinds.started import Started, outline_of
-from ckpt_tasks.state.tensors.streams import GENERATORS, current_streams, set_streams, stream_state
+from ckpt_tasks.state.tensors.random_streams import GENERATORS, current_streams, set_streams, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _PROGRESS = (
@@ -47,7 +47,7 @@ _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"
 _OF_TRL = ("_step", "_buffered_inputs", "_total_train_tokens")
 _LOADERS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler")
 _LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
-_ORDER = "The epoch goes on in another order: some of its samples come twice, others not at all."
+_ORDER = "The epoch continues in another order: some of its samples come twice, others not at all."
 _ARGUMENTS = ("num_train_epochs", "max_steps", "warmup_steps", "max_grad_norm", "label_smoothing_factor", "bf16")
 _BY_BATCH = {"LengthGroupedSampler", "BatchRebalanceSampler", "RepeatSampler"}
 _BATCH = "samples in a step"
@@ -85,10 +85,10 @@ class TrainerProgress(Started):
     effects: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("data", "sampler"), _ORDER),
         _SEED: "The run's is restored, and with it the order of the samples.",
-        _BATCH: "The run goes on behind the samples that it has trained; the schedule has another number of steps.",
+        _BATCH: "The run continues behind the samples that it has trained; the schedule has another number of steps.",
         **dict.fromkeys(("num_train_epochs", "max_steps"), _LENGTH),
-        "lr_scheduler": "The new one goes on at the run's step, and the rate may jump.",
-        "warmup_steps": "The schedule with this one goes on at the run's step, and the rate may jump.",
+        "lr_scheduler": "The new one continues at the run's step, and the rate may jump.",
+        "warmup_steps": "The schedule with this one continues at the run's step, and the rate may jump.",
         **dict.fromkeys(("max_grad_norm", "label_smoothing_factor", "bf16"), "It counts from this step on."),
         "callbacks": "States are restored by class, in order; a callback that has none in the run begins anew.",
     }

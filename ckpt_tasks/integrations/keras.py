@@ -28,7 +28,7 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.state.kinds.started import Started
-from ckpt_tasks.state.tensors.streams import current_streams, set_streams
+from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
 
 class CkptCallback(keras.callbacks.Callback):

@@ -27,7 +27,7 @@ from ckpt_tasks.integrations.lightning_state import (
     logged_values,
 )
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
-from ckpt_tasks.state.tensors.streams import current_streams, set_streams
+from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
 
 class CkptCallback(Callback):
@@ -73,7 +73,7 @@ class CkptCallback(Callback):
             )
         if any(isinstance(one, StochasticWeightAveraging) for one in _callbacks(trainer)):
             raise ConfigError(
-                "StochasticWeightAveraging does not go on in the middle of an epoch, or after its last one",
+                "StochasticWeightAveraging does not continue in the middle of an epoch, or after its last one",
                 hint="Take Lightning's WeightAveraging or EMAWeightAveraging.",
             )
         self.ckpt = Checkpointer(self.config)

@@ -118,7 +118,7 @@ class LightningState(Started):
         **dict.fromkeys(
             ("max_epochs", "max_steps"), "Training ends there, and a schedule that depends on it jumps at this step."
         ),
-        "lr_schedulers": "A new one goes on at the run's step, and the rate may jump.",
+        "lr_schedulers": "A new one continues at the run's step, and the rate may jump.",
         "seed": "The run's random streams are restored.",
         "data": "Where the order of samples depends on them, some come twice, others not at all.",
     }
@@ -273,13 +273,13 @@ class LightningState(Started):
             current.completed = sampler.epoch_batches - len(sampler)
         elif sizes[0] != sizes[1]:
             effect = (
-                f"The run has trained {current.completed} batches of the epoch, and its loader goes on behind as many "
+                f"The run has trained {current.completed} batches of the epoch, and its loader continues after as many "
                 "of the present size: the samples between come twice, or not at all. A ResumableLoader counts samples."
             )
         if rest := current.completed % steps[1]:
             effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
         if effect or in_a_step[0] != in_a_step[1]:
-            effect = effect or "The epoch goes on behind the samples trained."
+            effect = effect or "The epoch continues behind the samples trained."
             noting.change("samples in a step", in_a_step[0], in_a_step[1], effect)
 
     def at_first_batch(self) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.keys import MANIFEST_NAME, Names, key_of_rank
-from ckpt_tasks.format.kinds import check_group, check_ref
 from ckpt_tasks.format.layout.image import MAX_HEADER_BYTES, REGION_BYTES
 from ckpt_tasks.format.layout.index import MAX_INDEX_BYTES, Index, IndexRow, read_index
 from ckpt_tasks.format.manifest import MAX_MANIFEST_BYTES, Manifest, ObjectRecord
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.saved_kinds import check_group, check_ref
 from ckpt_tasks.format.tree import decode, tensor_refs
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.storage.port import ReadableStore

@@ -16,13 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat
+from ckpt_tasks.state.kinds.group_parts import Captured, GroupState
 from ckpt_tasks.state.kinds.kinds import KINDS, Scope, kind_of
-from ckpt_tasks.state.kinds.parts import Captured, GroupState
 from ckpt_tasks.state.tensors.placements import ALONE, World, reshard
-from ckpt_tasks.state.tensors.streams import current_streams, preserved_rng
+from ckpt_tasks.state.tensors.random_streams import current_streams, preserved_rng
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 _ORDER = [*KINDS]

@@ -22,11 +22,11 @@ from torch import nn
 
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.state.kinds.kinds import kind_of
 from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.values import in_place
+from ckpt_tasks.state.tensors.packing import in_place
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _WITHOUT_STATE = SCALARS | {torch.Tensor, np.ndarray}

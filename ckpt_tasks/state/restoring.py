@@ -19,20 +19,20 @@ from operator import setitem
 from typing import Any
 
 from ckpt_tasks.errors import FormatVersionError, StateError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.state.groups import Groups, flat
 from ckpt_tasks.state.kinds.differences import Differences
+from ckpt_tasks.state.kinds.group_parts import GroupState, Guard, RestorePart, Saved
 from ckpt_tasks.state.kinds.kinds import KINDS, Scope, kind_of, may_draw
 from ckpt_tasks.state.kinds.modules import Materialized
-from ckpt_tasks.state.kinds.parts import GroupState, Guard, RestorePart, Saved
 from ckpt_tasks.state.kinds.plain import PlainPart
 from ckpt_tasks.state.selection import Chosen, Selection, choose
 from ckpt_tasks.state.tensors.copies import Copies
-from ckpt_tasks.state.tensors.sources import HeldTensors, Maker, Stored, TensorSource, needed_keys
-from ckpt_tasks.state.tensors.streams import preserved_rng
+from ckpt_tasks.state.tensors.packing import pack, unpack
+from ckpt_tasks.state.tensors.random_streams import preserved_rng
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker, Stored, TensorSource, needed_keys
 from ckpt_tasks.state.tensors.tensors import DTYPES, TensorSet
-from ckpt_tasks.state.tensors.values import pack, unpack
 
 
 class RestorePlan:

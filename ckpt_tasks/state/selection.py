@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.differences import Differences
+from ckpt_tasks.state.kinds.group_parts import GroupState, Saved
 from ckpt_tasks.state.kinds.kinds import kind_of
 from ckpt_tasks.state.kinds.names import module_state, named_parameters, parameter_names, tied_names
 from ckpt_tasks.state.kinds.optimizers import optimizer_names, parameters_in
-from ckpt_tasks.state.kinds.parts import GroupState, Saved
 
 Only = Iterable[str] | Mapping[str, str]
 

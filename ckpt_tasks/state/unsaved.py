@@ -39,7 +39,7 @@ from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.streams import preserved_rng, same_state, stream_state
+from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
@@ -344,7 +344,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
     if new := _new(drawing):
         one = drawing[new[0]]
         _log.warning(
-            "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it goes on "
+            "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it continues "
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
             "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
         )

@@ -340,7 +340,7 @@ class LocalStore(OneByOne):
             raise CommitUncertainError(
                 f"the name was written and the disk did not confirm it ({error.strerror or error})",
                 key=name,
-                hint="Look at the disk; then start again, and the run goes on from what the ledger says.",
+                hint="Look at the disk; then start again, and the run resumes from what the ledger says.",
             ) from error
 
     def _unlink(self, path: Path) -> None:

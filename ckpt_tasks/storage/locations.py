@@ -46,7 +46,7 @@ class Location:
 
     `storage_options` go to the store's file system (s3fs, adlfs, gcsfs); they may hold secrets, so a repr omits them.
     Without them the client takes credentials from a profile, the environment or an instance role. `single_writer`
-    avoids the store's put-if-absent: you must ensure that only one process at a time writes. Raises ConfigError for a
+    avoids conditional writes: you must ensure that only one process at a time writes. Raises ConfigError for a
     URL or options of another type.
     """
 

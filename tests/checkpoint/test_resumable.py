@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, open_run, resumable
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.errors import ConfigError
 from tests.support.children import Child
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.errors import ConfigError, SpikeError, StateError
 from ckpt_tasks.format.policy.spikes import SEEN
 from ckpt_tasks.state.data.sampler import ResumableSampler

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli import app
 from ckpt_tasks.cli.doctor.host import holds
-from ckpt_tasks.cli.doctor.server import check_prefect, clock_of
+from ckpt_tasks.cli.doctor.server_checks import check_prefect, clock_of
 from ckpt_tasks.storage.locations import Location
 from tests.servers.s3 import S3Server
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.cli.doctor.host import check_place
-from ckpt_tasks.flows.session.local import LocalSession
+from ckpt_tasks.flows.session.local_session import LocalSession
 from tests.support.cli_runs import ckpt, flip
 
 PROGRAM = "tests.support.tiny:Tiny"

@@ -108,7 +108,7 @@ def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
 
 
 def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P31: a target without put-if-absent is refused, unless it is said that nobody else writes there."""
+    """P31: a target without conditional writes is refused, unless it is said that nobody else writes there."""
     save_steps(run_dir, 1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", chaos.endpoint)
     chaos.on(Fault(answer=NOT_IMPLEMENTED), headers={"if-none-match": "."})

@@ -15,8 +15,8 @@ from tools.sources import files, parse, walk
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
 PLACES = {
     "checkpoint.memory.cache.default_directory",
-    "checkpoint.memory.room._SHARED_MEMORY",
-    "checkpoint.memory.room.open",
+    "checkpoint.memory.memory_room._SHARED_MEMORY",
+    "checkpoint.memory.memory_room.open",
 }
 # The time that a slow machine needs to reach the ranks' store.
 MACHINE = {"checkpoint.agreement.find_exchange"}
@@ -49,7 +49,7 @@ TAKEN_OUT = {
     "checkpoint.save.committer.commit",
     "checkpoint.save.pruning.orphans",
     "checkpoint.save.pruning.retire",
-    "run.upkeep.upkeep.plan_retention",
+    "run.upkeep.verifying.plan_retention",
 }
 
 

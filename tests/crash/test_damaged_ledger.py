@@ -12,7 +12,7 @@ import pytest
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from tests.support import syncs
 from tests.support.runs import UNTOUCHED, fingerprint, head_of, on_disk, opened, restored, state_of, train

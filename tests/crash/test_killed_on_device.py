@@ -16,7 +16,7 @@ import torch
 
 from ckpt_tasks import open_run
 from ckpt_tasks.cli.proving.proof import verify_resume
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.cli_runs import ckpt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.checkpoint.memory.room import default_directory
+from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 from tests.crash.lives import state_of, step_of
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def shared(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         used_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return SimpleNamespace(f_bavail=(64 * MIB - used_bytes) // 4096, f_frsize=4096)
 
-    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.room._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room._SHARED_MEMORY", memory)
     monkeypatch.setattr(os, "statvfs", statvfs)
     return memory
 
@@ -71,7 +71,7 @@ def test_shared_memory_is_not_used_where_the_machine_has_less(shared: Path, monk
         assert path == Path("/proc/meminfo")
         return io.StringIO("MemTotal: 9999999 kB\nMemFree: 9999999 kB\nMemAvailable: 32768 kB\n")
 
-    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.room.open", meminfo, raising=False)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room.open", meminfo, raising=False)
     assert {size: default_directory(size * MIB) for size in (15, 20)} == {15: shared, 20: None}
 
 
@@ -81,13 +81,13 @@ def test_a_state_without_room_leaves_shared_memory_alone(
 ) -> None:
     """Two states of 40 MiB in 64, or no shared memory: it is said once that they die with the process; all commits."""
     if missing:
-        monkeypatch.setattr("ckpt_tasks.checkpoint.memory.room._SHARED_MEMORY", shared / "missing")
+        monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room._SHARED_MEMORY", shared / "missing")
     with _opened(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, _state(40 * MIB, step))
             assert _left(shared) == []
     assert warned.text.count("Snapshots are kept in this process's own memory") == 1
-    assert warned.text.count("after a crash, training goes on from storage") == 1
+    assert warned.text.count("after a crash, training resumes from storage") == 1
     run, found = open_run(str(run_dir)), _state(40 * MIB, 0)
     assert run.restore(run.find("latest"), found).step == 2
     assert bool((found["x"] == 2).all())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.crash import plain_loop
 from tests.support.chaos import Chaos
 from tests.support.children import Child

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.crash import zombie
 from tests.support.chaos import Chaos
 from tests.support.places import S3Place

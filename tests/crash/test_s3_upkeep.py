@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, Attempt, attempt_prefix, ledger_name
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import orphans
+from ckpt_tasks.run.upkeep.verifying import orphans
 from tests.support import answers
 from tests.support.chaos import Chaos
 from tests.support.places import S3Place

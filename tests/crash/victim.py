@@ -27,7 +27,7 @@ from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
 from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import CkptError, NoGoodCheckpointError, StoreError
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.testing import die, located

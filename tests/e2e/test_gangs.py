@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.run.ledger.timeline import read_timeline
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.e2e.site import Site
 
 _log = logging.getLogger(__name__)

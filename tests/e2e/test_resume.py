@@ -13,8 +13,8 @@ from uuid import UUID
 from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Suspended
 
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.e2e.site import Site
 
 _log = logging.getLogger(__name__)

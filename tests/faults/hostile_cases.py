@@ -126,7 +126,7 @@ def _far_entry(h: Hostile) -> None:
 
 
 def documents() -> Iterator[Case]:
-    some = ("verify", "show", "diff", "export", "part", "go on")
+    some = ("verify", "show", "diff", "export", "part", "continue")
     for what, node in NODES.items():
         yield Case(f"tree with {what}", on_manifest(add_to_tree, node), verbs=some)
     for what, puts in MANIFEST.items():
@@ -134,7 +134,7 @@ def documents() -> Iterator[Case]:
     for what, puts in ENTRY.items():
         yield Case(f"entry with {what}", on_entry(put_all, puts))
     for what, text in {"deep lists": "[" * 10**6 + "]" * 10**6, "many lists": "[" + "[]," * (5 << 20) + "[]]"}.items():
-        yield Case(f"{what} in a tree", on_manifest(add_to_tree, Raw(text)), verbs=("verify", "go on"))
+        yield Case(f"{what} in a tree", on_manifest(add_to_tree, Raw(text)), verbs=("verify", "continue"))
     digits = [("groups/extra/tree/~dict/0/1", Raw("9" * 3000))]
     yield Case("whole numbers of 3,000 digits", on_manifest(put_all, digits), "values")
     yield Case("codes for the terminal", on_entry(_texts))
@@ -272,4 +272,4 @@ def regions() -> Iterator[Case]:
     yield Case("a tensor in two objects", _two_objects)
     for dtype, size in {"float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bool": 1, "complex64": 8}.items():
         retype = _shaped(12_000 // size, dtype=dtype)
-        yield Case(f"a tensor said to be of {dtype}", retype, "values", ("verify", "diff", "export", "go on"))
+        yield Case(f"a tensor said to be of {dtype}", retype, "values", ("verify", "diff", "export", "continue"))

@@ -148,13 +148,13 @@ VERBS: dict[str, Callable[[Hostile, Path], Told]] = {
     "part": part,
     "evaluate": evaluate,
     "prune": lambda h, _: cli("prune", h.root, "--max-num-checkpoints", "1", "--json"),
-    "go on": go_on,
+    "continue": go_on,
     "remember": remember,
     "met": met,
     "listed": listed,
 }
-ALL = ("ls", "show", "verify", "diff", "export", "report", "dry run", "part", "evaluate", "prune", "go on")
-CHANGING = ("prune", "go on")  # these get a directory of their own
+ALL = ("ls", "show", "verify", "diff", "export", "report", "dry run", "part", "evaluate", "prune", "continue")
+CHANGING = ("prune", "continue")  # these get a directory of their own
 
 
 # ── a verb meets a directory ─────────────────────────────────────────────────────────────────────────────────────

@@ -52,7 +52,7 @@ class Moment:
 
     `faults` are (kind, text): "lost" what was acknowledged, "torn" what is visible and not whole, "passed over" a
     checkpoint that restore left aside, "refused" an error of ours, "unmountable" a disk that the kernel refuses,
-    "wrong" bits that were never saved, "stuck" a run that did not go on as it should.
+    "wrong" bits that were never saved, "stuck" a run that did not continue as it should.
     """
 
     where: str

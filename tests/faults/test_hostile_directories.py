@@ -42,7 +42,7 @@ def place(fast_dir: Path) -> Path:
 
 def wrong(case: Case, lines: dict[str, Told]) -> Iterator[str]:
     """Say what did not come of a case that must."""
-    went_on = lines.get("go on", {})
+    went_on = lines.get("continue", {})
     if went_on.get("end") == "well" and not went_on["right"] and case.harm != "values":
         yield f"step {went_on['step']} came back with other values"
     if lines.get("remember", {}).get("end") == "well":
@@ -56,7 +56,7 @@ def wrong(case: Case, lines: dict[str, Told]) -> Iterator[str]:
 
 def unseen(case: Case, lines: dict[str, Told]) -> Iterator[str]:
     """Say who did not see the damage that there is."""
-    checked, went_on = lines.get("verify", {}), lines.get("go on", {})
+    checked, went_on = lines.get("verify", {}), lines.get("continue", {})
     told = json.loads(checked["out"]) if checked.get("end") == "well" else {}
     if checked and (not told or checked["status"] != 1):
         yield f"verify says {checked}"
@@ -87,7 +87,7 @@ def test_a_hostile_directory_ends_in_a_clear_error(place: Path, share: int, stri
     """
     ends: Counter[str] = Counter()
     for number, case in enumerate(CASES[share * stride :: 3 * stride]):
-        wanted = {case.verbs[number % len(case.verbs)], "remember", "verify", "go on" if number % 2 else "part"}
+        wanted = {case.verbs[number % len(case.verbs)], "remember", "verify", "continue" if number % 2 else "part"}
         verbs = [verb for verb in case.verbs if stride == 1 or verb in wanted]
         h: Hostile | None = None
         told: dict[str, Told] = {}

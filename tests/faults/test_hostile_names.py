@@ -17,7 +17,7 @@ from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.keys import ledger_name, live_list_name, parse_ledger_name
 from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.run.ledger.history import History, newest_first
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
 from tests.faults.hostile import NEWEST, Hostile, train

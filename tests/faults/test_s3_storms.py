@@ -16,7 +16,7 @@ import torch
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.keys import ledger_name
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.testing import settle
 from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.support import answers

@@ -14,7 +14,7 @@ import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
-from ckpt_tasks.flows.gang.session import GangSession
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from tests.support.agents import MARK, config_of
 from tests.support.elastic import ELASTIC, trained
 from tests.support.waiting import until

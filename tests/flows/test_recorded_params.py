@@ -13,7 +13,7 @@ import pytest
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import ProgramError
 from ckpt_tasks.flows.evaluate import evaluate
-from ckpt_tasks.flows.session.local import build_program
+from ckpt_tasks.flows.session.local_session import build_program
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from tests.support.forks import PROGRAM, fork, states

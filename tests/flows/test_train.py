@@ -24,7 +24,7 @@ from ckpt_tasks.errors import (
     RunMismatchError,
     StateMismatchError,
 )
-from ckpt_tasks.flows.session.local import LocalSession, build_program
+from ckpt_tasks.flows.session.local_session import LocalSession, build_program
 from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.flows.step_batch import step_batch
 from ckpt_tasks.flows.train import TrainResult, train

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import ConfigError, IntegrityError
-from ckpt_tasks.flows.session.local import LocalSession
+from ckpt_tasks.flows.session.local_session import LocalSession
 from ckpt_tasks.flows.upkeep import upkeep
 from tests.support.cli_runs import flip
 from tests.support.ledgers import owner_of, take

@@ -25,7 +25,7 @@ from prefect.states import (
     Suspended,
 )
 
-from ckpt_tasks.cli.doctor.server import check_flow_runs
+from ckpt_tasks.cli.doctor.server_checks import check_flow_runs
 from ckpt_tasks.flows.prefect.abandoned import Limits, start_again
 from ckpt_tasks.flows.site.site import schedule_again
 from ckpt_tasks.flows.watch import watch

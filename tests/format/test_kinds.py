@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.kinds import check_group, check_ref
+from ckpt_tasks.format.saved_kinds import check_group, check_ref
 from ckpt_tasks.format.tree import TensorRef
 
 NUMPY = {"type": "numpy", "state": {"state": {"key": TensorRef("rng/key"), "pos": 624}, "buffer_pos": 4}}

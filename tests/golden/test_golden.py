@@ -27,7 +27,7 @@ from ckpt_tasks.format import tree
 from ckpt_tasks.format.digests import canonical_json, digest_hex
 from ckpt_tasks.format.live import write_segment
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.state.tables.rules import Adagrad
 from ckpt_tasks.storage.local import LocalStore
 from tests.golden.kinds import OF_TORCHAO, flattened, kinds_at, wrapped

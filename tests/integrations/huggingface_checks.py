@@ -91,7 +91,7 @@ def test_a_prepared_loader_goes_on_or_is_refused(mode: tuple[bool, bool, bool, i
         return seen, [p.detach() for p in net.parameters()]
 
     if shuffle and not (stateful and seedable and not workers):
-        with pytest.raises(ConfigError, match=r"goes on with other batches after a resume.*Take a ResumableLoader"):
+        with pytest.raises(ConfigError, match=r"continues with other batches after a resume.*Take a ResumableLoader"):
             train("run", 1)
         return
     seen, weights = train("whole", 9)

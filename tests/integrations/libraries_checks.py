@@ -28,7 +28,7 @@ from ckpt_tasks.errors import IntegrityError, StateMismatchError
 from ckpt_tasks.format.tree import Typed
 from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks
-from ckpt_tasks.state.tensors.kinds import build
+from ckpt_tasks.state.tensors.value_kinds import build
 from tests.golden.kinds import OF_TORCHAO, flattened, wrapped
 
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.1}

@@ -161,9 +161,9 @@ CHANGE: dict[str, Any] = {
 }
 SAYS = [
     "data: ['24 samples (",
-    "lr_schedulers: ['ConstantLR'] → ['LinearLR']. A new one goes on",
+    "lr_schedulers: ['ConstantLR'] → ['LinearLR']. A new one continues",
     "max_epochs: 2 → 3. Training ends there",
-    "samples in a step: [4] → [6]. The epoch goes on behind the samples trained.",
+    "samples in a step: [4] → [6]. The epoch continues behind the samples trained.",
     "seed: '1' → '2'. The run's random streams are restored.",
 ]
 
@@ -190,7 +190,7 @@ def test_a_loader_that_counts_batches_is_told_with_its_samples(
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
         fit(tmp_path, None, 2, loader=StatefulDataLoader)
     (block,) = caplog.messages
-    assert "The run has trained 3 batches of the epoch, and its loader goes on behind as many of the present" in block
+    assert "The run has trained 3 batches of the epoch, and its loader continues after as many of the present" in block
 
 
 def test_a_second_fold_in_the_same_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import open_run
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.legs import Lines, Moment, assert_equal, begins, compared, random_moments, within
 
 pytestmark = pytest.mark.framework

@@ -34,7 +34,7 @@ from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import orphans
+from ckpt_tasks.run.upkeep.verifying import orphans
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 from ckpt_tasks.testing import InjectedError, located, under_way

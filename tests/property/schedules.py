@@ -268,7 +268,7 @@ class Schedule:
         times += [at_s for at_s, _, _ in self._arrivals[:1]]
         self.now_s = min((at_s for at_s in times if self.now_s < at_s < _NEVER_S), default=_NEVER_S)
         if self.now_s == _NEVER_S:
-            raise RuntimeError(f"nobody can go on: {[task.process.name for task in self._tasks]}")
+            raise RuntimeError(f"nobody can continue: {[task.process.name for task in self._tasks]}")
 
     def _deliver(self, until_s: float) -> None:
         while self._arrivals and self._arrivals[0][0] <= until_s:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from greenlet import getcurrent  # type: ignore[import-untyped]
 
-from ckpt_tasks.state.tensors.streams import preserved_rng, seed_streams
+from ckpt_tasks.state.tensors.random_streams import preserved_rng, seed_streams
 from ckpt_tasks.system import System
 from tests.property.schedules import Schedule
 

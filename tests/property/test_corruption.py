@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckpt_tasks.errors import NoGoodCheckpointError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.places import LocalPlace
 from tests.support.runs import (
     EXPECTED,

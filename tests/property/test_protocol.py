@@ -25,7 +25,7 @@ from ckpt_tasks.format.policy.retention import Verdict, plan_retention
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.run.ledger import history
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep import retiring, upkeep
+from ckpt_tasks.run.upkeep import retiring, verifying
 from ckpt_tasks.storage.port import Store
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
@@ -147,7 +147,7 @@ def leases_are_ignored(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:
     def plan(*arguments: Any, leased: object, **options: Any) -> list[Verdict]:
         return plan_retention(*arguments, leased={}, **options)
 
-    patch.setattr(upkeep, "plan_retention", plan)
+    patch.setattr(verifying, "plan_retention", plan)
 
 
 def shared_objects_are_nobodys(patch: pytest.MonkeyPatch, schedule: Schedule) -> None:

@@ -29,7 +29,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, FencedError, NoGoodCheckpointError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.testing import Fate, FaultyStore, die, settle
 from tests.support.places import LocalPlace, MemoryPlace, Place
 from tests.support.runs import (

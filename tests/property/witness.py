@@ -25,7 +25,7 @@ from ckpt_tasks.format.ledger import Entry, State, lineage
 from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from tests.property.disk import Disk
 
 __all__ = ["Listening", "Witness"]

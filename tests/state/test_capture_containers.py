@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.flows.session.hyperparameters import settings_of
-from ckpt_tasks.flows.session.local import StateSession
+from ckpt_tasks.flows.session.local_session import StateSession
 from ckpt_tasks.state.capture import capture
 from tests.support.roundtrip import assert_same, restore, same_module, save
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import FormatVersionError, StateMismatchError, UnsupportedStateError
-from ckpt_tasks.state.kinds.parts import GroupState
+from ckpt_tasks.state.kinds.group_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
 from tests.support.roundtrip import Meter, assert_same, restore, save
 

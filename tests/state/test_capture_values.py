@@ -21,9 +21,9 @@ from torch import nn
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import KINDS, TensorRef, Typed
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.kinds.parts import GroupState
+from ckpt_tasks.state.kinds.group_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.state.tensors.sources import HeldTensors
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors
 from ckpt_tasks.state.tensors.tensors import DTYPES, allocate, same_bits
 from tests.support.roundtrip import assert_same, restore, save, trip
 

@@ -12,7 +12,7 @@ from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.checkpoint.transfer.fork import plan_fork, run_fork
 from ckpt_tasks.checkpoint.transfer.transfer import Moved
 from ckpt_tasks.errors import CheckpointNotFoundError, IntegrityError, StoreError
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage import s3
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store

@@ -14,8 +14,8 @@ from typing import Any
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import CkptError
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.gang.processes import Gang
-from ckpt_tasks.flows.gang.session import GangSession
 from tests.support.parallel import Parallel
 
 PARALLEL = "tests.support.parallel:Parallel"

@@ -21,7 +21,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.checkpoint.transfer.fork import plan_fork, run_fork
 from ckpt_tasks.checkpoint.transfer.transfer import Moved
-from ckpt_tasks.flows.session.local import LocalSession
+from ckpt_tasks.flows.session.local_session import LocalSession
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.flows.gang.launched import LaunchedPlace
 from ckpt_tasks.flows.session.forked import recorded_params
-from ckpt_tasks.flows.session.local import find_program
+from ckpt_tasks.flows.session.local_session import find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from tests.servers.process import free_port
 from tests.support.agents import MARK, PARALLEL, config_of

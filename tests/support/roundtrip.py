@@ -17,9 +17,9 @@ from torch.distributed import HashStore, destroy_process_group, init_process_gro
 
 from ckpt_tasks.format.tree import decode, encode
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.kinds.parts import GroupState
+from ckpt_tasks.state.kinds.group_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.state.tensors.sources import HeldTensors
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors
 from ckpt_tasks.state.tensors.tensors import DTYPES, same_bits
 
 

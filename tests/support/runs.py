@@ -18,7 +18,7 @@ from ckpt_tasks.format.manifest import Manifest
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.local_fs import Calls
 from ckpt_tasks.storage.locations import Location

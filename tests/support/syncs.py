@@ -15,7 +15,7 @@ from ckpt_tasks.checkpoint.transfer.syncing import SyncReport, plan_sync, run_sy
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 

@@ -22,6 +22,8 @@ and then `ckpt_tasks.testing`.
 """
 _MODULES = re.compile(r"ckpt_tasks\.[\w.]*\.|collections\.abc\.|typing\.|os\.(?=PathLike)")
 _FUNCTION = re.compile(r"<function \S+ at 0x\w+>")  # as a default
+# A field's type is shown without its bounds.
+_BOUNDED = re.compile(r"(?<=: )(?:(Step|Count|Epoch)|(Seconds|Number)|Annotated\[(\w+), Meta\([^)]*\)\])(?=[ ,])")
 _MOST_COLUMNS = 120
 
 
@@ -31,7 +33,8 @@ def written() -> str:
     parts = [part for name in names for part in _about(name, getattr(ckpt_tasks, name))]
     parts += [part for kind in _returned(names) for part in _about(kind.__name__, kind)]
     parts += [part for name in testing.__all__ if name != "Fate" for part in _about(name, getattr(testing, name))]
-    return _FUNCTION.sub("…", "\n".join([_HEAD, *parts]))
+    page = _FUNCTION.sub("…", "\n".join([_HEAD, *parts]))
+    return _BOUNDED.sub(lambda found: "int" if found[1] else found[3] or "float", page)
 
 
 def _returned(names: list[str]) -> list[type]:

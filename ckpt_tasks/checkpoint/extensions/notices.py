@@ -73,7 +73,7 @@ def _watch(name: str, stop: threading.Event) -> None:
         except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
             if not fails:
                 _log.warning(
-                    "The metadata server of %s cannot be asked (%s). Training goes on without its notices, and it is "
+                    "The metadata server of %s cannot be asked (%s). Training continues without its notices, and it is "
                     "asked again every %g s",
                     name,
                     error,
@@ -109,7 +109,7 @@ class _Aws:
             notices.append(Notice(f"{text}: the run ends after this step"))
         if advice := self._read("events/recommendations/rebalance"):
             since = advice["noticeTime"]
-            notices.append(Notice(f"an interruption has become likely since {since}; training goes on", ends=False))
+            notices.append(Notice(f"an interruption has become likely since {since}; training continues", ends=False))
         return notices
 
     def _read(self, path: str) -> Any:

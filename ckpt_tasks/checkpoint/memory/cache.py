@@ -27,8 +27,8 @@ from ckpt_tasks.checkpoint.memory.memory import (
     private_root,
     sweep,
 )
+from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 from ckpt_tasks.checkpoint.memory.rank_snapshot import Part, RankSnapshot
-from ckpt_tasks.checkpoint.memory.room import default_directory
 from ckpt_tasks.checkpoint.memory.slot import MappedTensors, SlotStore
 from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
@@ -39,7 +39,7 @@ from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.run.opening import Opened, open_checkpoint
 from ckpt_tasks.state.tensors.placements import ALONE, World
-from ckpt_tasks.state.tensors.sources import TensorSource
+from ckpt_tasks.state.tensors.tensor_sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 
 _log = logging.getLogger("ckpt_tasks")
@@ -287,7 +287,7 @@ class SnapshotCache:
     def _do_without(self, why: str) -> None:
         place = "storage" if self.copies is None else "the local directory or storage"
         _log.warning(
-            "Snapshots are kept in this process's own memory: after a crash, training goes on from %s (%s)", place, why
+            "Snapshots are kept in this process's own memory: after a crash, training resumes from %s (%s)", place, why
         )
         self._said = True
         memory, self.memory = self.memory, PrivateMemory()

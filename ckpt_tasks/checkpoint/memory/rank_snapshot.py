@@ -25,7 +25,7 @@ from ckpt_tasks.format.records import Checkpoint, Seal
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.opening import Opened, SavedGroup, changes_in, read_index_of, read_manifest
 from ckpt_tasks.state.tensors.placements import ALONE, place_of
-from ckpt_tasks.state.tensors.sources import TensorSource
+from ckpt_tasks.state.tensors.tensor_sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore
 
 

@@ -27,15 +27,15 @@ from ckpt_tasks.errors import (
     StateError,
 )
 from ckpt_tasks.format.digests import canonical_json, digest_hex
-from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.layout.index import Index, IndexRow
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Seal
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.run.opening import Opened, check_header, open_checkpoint
 from ckpt_tasks.state.restoring import RestorePlan, plan_restore
 from ckpt_tasks.state.selection import Selection
-from ckpt_tasks.state.tensors.sources import TensorSource
-from ckpt_tasks.state.tensors.streams import seed_streams
+from ckpt_tasks.state.tensors.random_streams import seed_streams
+from ckpt_tasks.state.tensors.tensor_sources import TensorSource
 from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from ckpt_tasks.checkpoint.restore.download import DownloadedTensors
 from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
-from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import tensor_refs
 from ckpt_tasks.run.opening import check_header, open_checkpoint
-from ckpt_tasks.state.tensors.sources import Maker
-from ckpt_tasks.state.tensors.values import unpack
+from ckpt_tasks.state.tensors.packing import unpack
+from ckpt_tasks.state.tensors.tensor_sources import Maker
 from ckpt_tasks.storage.port import Store
 
 

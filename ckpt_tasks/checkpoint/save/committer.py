@@ -21,7 +21,7 @@ from ckpt_tasks.format.records import Owner
 from ckpt_tasks.run.ledger.fencing import check_owner
 from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.run.ledger.ownership import Heartbeat, release
-from ckpt_tasks.run.ledger.steps import put_steps
+from ckpt_tasks.run.ledger.step_tables import put_steps
 
 
 class Committer:

@@ -96,4 +96,4 @@ class Listeners:
                     raise  # It is a Ctrl-C in the main thread.
                 if id(listener) not in self._complained:
                     self._complained.add(id(listener))
-                    _log.exception("The listener %r failed after an event %r; the run goes on", function, name)
+                    _log.exception("The listener %r failed after an event %r; the run continues", function, name)

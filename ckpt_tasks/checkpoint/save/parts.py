@@ -22,7 +22,7 @@ from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Compared, Owner
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.state.kinds.parts import Captured, TableFileCapture
+from ckpt_tasks.state.kinds.group_parts import Captured, TableFileCapture
 from ckpt_tasks.storage.port import Store
 
 _ALIGNMENT = 64  # Arrow aligns columns to this many bytes.

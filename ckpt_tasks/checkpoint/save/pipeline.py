@@ -30,7 +30,7 @@ from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint
 from ckpt_tasks.checkpoint.save.tenure import Tenure
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
-from ckpt_tasks.state.kinds.parts import TableFileCapture
+from ckpt_tasks.state.kinds.group_parts import TableFileCapture
 from ckpt_tasks.state.tensors.device import DeviceCopy
 from ckpt_tasks.system import system
 

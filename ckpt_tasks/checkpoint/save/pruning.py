@@ -29,7 +29,7 @@ from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.fencing import check_owner
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.upkeep.retiring import Retirement, delete_retired, retire
-from ckpt_tasks.run.upkeep.upkeep import (
+from ckpt_tasks.run.upkeep.verifying import (
     missing_metric,
     newest_good,
     orphans,

@@ -36,7 +36,7 @@ from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attemp
 from ckpt_tasks.format.layout.steps import steps_file
 from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Compared
-from ckpt_tasks.state.kinds.parts import Captured
+from ckpt_tasks.state.kinds.group_parts import Captured
 from ckpt_tasks.state.tensors.device import DeviceCopy, Devices
 from ckpt_tasks.storage.port import Store, moved
 from ckpt_tasks.system import system

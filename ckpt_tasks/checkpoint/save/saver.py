@@ -30,7 +30,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.state.kinds.parts import Captured
+from ckpt_tasks.state.kinds.group_parts import Captured
 from ckpt_tasks.storage.port import watched, watching
 from ckpt_tasks.system import system
 
@@ -232,7 +232,7 @@ class Saver:
             return
         if self._config.on_flush_failure == "raise" or not isinstance(failure, StoreError):
             raise failure
-        _log.warning("A checkpoint could not be saved; training goes on: %s", failure)
+        _log.warning("A checkpoint could not be saved; training continues: %s", failure)
         event = {"kind": "note", "note": "flush_failed", "step": failure.step, "why": str(failure)[:2000]}
         self._pruner.unnoted.append(event)  # The next commit writes the event into the history.
 

@@ -33,13 +33,13 @@ from ckpt_tasks.checkpoint.transfer.export import (
 )
 from ckpt_tasks.checkpoint.transfer.placing import lay_out, regions_of
 from ckpt_tasks.errors import ConfigError, StoreError, UnsupportedStateError
-from ckpt_tasks.format.kinds import KINDS
 from ckpt_tasks.format.layout.image import STORED_DTYPES
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.saved_kinds import KINDS
 from ckpt_tasks.format.tree import TensorRef, Typed
 from ckpt_tasks.run.opening import Opened, SavedGroup, open_checkpoint
 from ckpt_tasks.state.kinds.optimizers import numbered, parameters_in
-from ckpt_tasks.state.tensors.kinds import build
+from ckpt_tasks.state.tensors.value_kinds import build
 from ckpt_tasks.storage.port import Store
 
 _KINDS = tuple(name for name, kind in KINDS.items() if kind.exports)

@@ -115,7 +115,7 @@ def _order(
     if own:
         steps = ", ".join(str(step) for step in own[:6]) + (" …" if len(own) > 6 else "")
         raise RunMismatchError(
-            f"the target has checkpoints that {source.store.url} never had (steps {steps}): training went on from it",
+            f"the target has checkpoints that {source.store.url} never had (steps {steps}): training resumed from it",
             hint="Copy to another directory.",
         )
     return order

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
-from ckpt_tasks.checkpoint.memory.room import default_directory
+from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 from ckpt_tasks.checkpoint.restore.reading import Run
-from ckpt_tasks.checkpoint.restore.room import forecast_run
+from ckpt_tasks.checkpoint.restore.run_forecast import forecast_run
 from ckpt_tasks.cli.doctor.checks import Check, judge_clock, judge_disk, judge_last, judge_memory
 from ckpt_tasks.cli.doctor.findings import judge
 from ckpt_tasks.cli.doctor.measuring import try_store
@@ -81,8 +81,10 @@ def _proved(store: Store, seen: str, written: dict[str, Any]) -> Check:
     if written.get("endpoint") != store.endpoint:
         return Check("store", "ok", f"{seen}; {store.endpoint} is tried when the next process takes it")
     if not isinstance(proved, dict) or proved.get("put_if_absent") is not True:
-        return Check("store", "warning", f"{seen}; put-if-absent has not been proved", f"ckpt doctor-store {store.url}")
-    return Check("store", "ok", f"{seen}; put-if-absent was proved when it was made")
+        return Check(
+            "store", "warning", f"{seen}; conditional writes have not been proved", f"ckpt doctor-store {store.url}"
+        )
+    return Check("store", "ok", f"{seen}; conditional writes were proved when it was made")
 
 
 def _disk(store: Store, run: Run | None) -> Iterator[Check]:
@@ -99,7 +101,7 @@ def _disk(store: Store, run: Run | None) -> Iterator[Check]:
 def _clock(endpoint: str | None) -> Iterator[Check]:
     if endpoint is not None and "://" in endpoint:
         # The import takes seconds, and Prefect's settings may be unreadable.
-        from ckpt_tasks.cli.doctor.server import clock_of
+        from ckpt_tasks.cli.doctor.server_checks import clock_of
 
         yield judge_clock("store's clock", *clock_of(endpoint), "the store")
 

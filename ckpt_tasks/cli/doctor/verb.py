@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.cli.doctor.checks import Check
     from ckpt_tasks.cli.doctor.findings import Findings, StoreVerdict
     from ckpt_tasks.format.records import Checkpoint
-    from ckpt_tasks.run.upkeep.upkeep import RunFaults
+    from ckpt_tasks.run.upkeep.verifying import RunFaults
 
 DirectoryArgument = Annotated[str | None, argument("[DIR]", "a run directory, existing or new", complete_run)]
 PoolOption = Annotated[str | None, option("--pool", "NAME", "the work pool (default: ckpt-tasks)", show_default=False)]
@@ -77,7 +77,7 @@ def _of_prefect(pool: str | None, deployment: str | None) -> list[Check]:
 
     try:
         with importing_prefect():
-            from ckpt_tasks.cli.doctor.server import check_prefect  # The import takes seconds.
+            from ckpt_tasks.cli.doctor.server_checks import check_prefect  # The import takes seconds.
     except ConfigError as error:
         return [Check("server", "wrong", error.message, error.hint or "")]
     return check_prefect(pool, deployment)
@@ -182,7 +182,7 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
     lists orphaned objects, which are not a fault, and records the result in the run if possible, for `ckpt ls` and
     `ckpt metrics`.
     """
-    from ckpt_tasks.run.upkeep.upkeep import record_verification
+    from ckpt_tasks.run.upkeep.verifying import record_verification
 
     with output(as_json) as out:
         parsed = parse_target(target)
@@ -212,7 +212,7 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
 
 def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) -> tuple[RunFaults, int]:
     from ckpt_tasks.run.ledger.history import History
-    from ckpt_tasks.run.upkeep.upkeep import RunFaults, verify_checkpoint, verify_run_directory
+    from ckpt_tasks.run.upkeep.verifying import RunFaults, verify_checkpoint, verify_run_directory
 
     live = [only] if only else run.checkpoints()
     done = [0]
@@ -230,7 +230,7 @@ def _read(out: Output, run: Run, only: Checkpoint | None, whole: bool | None) ->
 
 
 def _is_unreadable(fault: str) -> bool:
-    from ckpt_tasks.run.upkeep.upkeep import UNREADABLE
+    from ckpt_tasks.run.upkeep.verifying import UNREADABLE
 
     return fault.startswith(UNREADABLE)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import CkptError, StateError
-from ckpt_tasks.flows.session.local import LocalSession, Program, build_program
+from ckpt_tasks.flows.session.local_session import LocalSession, Program, build_program
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.format.tree import TensorRef, Typed, children, is_leaf
 from ckpt_tasks.run.ledger.config import CheckpointConfig
@@ -27,9 +27,9 @@ from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.groups import flat, items_of, objects_of
 from ckpt_tasks.state.kinds.kinds import kind_of
+from ckpt_tasks.state.tensors.packing import has_state
 from ckpt_tasks.state.tensors.placements import ALONE, World
-from ckpt_tasks.state.tensors.streams import preserved_rng
-from ckpt_tasks.state.tensors.values import has_state
+from ckpt_tasks.state.tensors.random_streams import preserved_rng
 
 _LOADERS = (ResumableLoader, ResumableSampler, DataLoader)
 _SUITE = "quick"  # Flows evaluate this suite by default.
@@ -67,7 +67,7 @@ def train_gang(order: Mapping[str, Any]) -> None:
 
     Raises StateError if the gang restores another step than the ordered one.
     """
-    from ckpt_tasks.flows.gang.session import GangSession
+    from ckpt_tasks.flows.gang.gang_session import GangSession
 
     config = CheckpointConfig(checkpoint_dir=order["run"], step_interval=order["steps"] + 1, memory_dir=None)
     params = {"order": {**order, "agent": os.getpid()}, "seed": order["params"].get("seed", 0)}

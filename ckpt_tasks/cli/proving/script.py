@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from ckpt_tasks.checkpoint.restore.reading import Run, open_run
-from ckpt_tasks.checkpoint.transfer.compare import compare_checkpoints
+from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.cli.proving.proof import CAUSES, FirstDifference, Proof
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.run.ledger.curve import CurveStep

@@ -16,7 +16,7 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.opening import read_manifest
 from ckpt_tasks.run.report.charts import Curves, chart_data
 from ckpt_tasks.run.report.kept import kept_because
-from ckpt_tasks.run.report.report import SHARES_MEAN, make_report
+from ckpt_tasks.run.report.run_report import SHARES_MEAN, make_report
 from ckpt_tasks.storage.port import Store
 
 _MOST_BYTES = 96 << 20  # The memory for cached runs; the run that was viewed longest ago is dropped first.

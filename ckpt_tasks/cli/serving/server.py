@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from ckpt_tasks.cli.serving.access import Access
+from ckpt_tasks.cli.serving.run_table import RunTable
 from ckpt_tasks.cli.serving.runs import OpenRuns
-from ckpt_tasks.cli.serving.table import RunTable
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.run.ledger.goodput import Course
 from ckpt_tasks.run.overview import Look

@@ -29,7 +29,7 @@ from ckpt_tasks.flows.gang.orders import Orders
 from ckpt_tasks.flows.gang.parallel import RankSession, check_parallel
 from ckpt_tasks.flows.gang.rank import StoppedError, raise_stopped
 from ckpt_tasks.flows.session.forked import recorded_params
-from ckpt_tasks.flows.session.local import END_SUITE, LocalSession, find_program
+from ckpt_tasks.flows.session.local_session import END_SUITE, LocalSession, find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, ProgramError
-from ckpt_tasks.flows.session.local import LocalSession, Program
+from ckpt_tasks.flows.session.local_session import LocalSession, Program
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.state.groups import ByRank, objects_of
 

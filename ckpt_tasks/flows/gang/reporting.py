@@ -85,7 +85,7 @@ def hung_words(ranks: Sequence[RankProcess], silent: Sequence[int]) -> str:
         return f"rank {_list(stopped)} is stopped (SIGSTOP, or a debugger)"
     if not busy:
         return f"rank {_list(waiting)} waits for the others, in a collective that not all of them have begun"
-    hung = f"rank {_list(busy if waiting else silent)} goes on with nothing"
+    hung = f"rank {_list(busy if waiting else silent)} makes no progress"
     return f"{hung}, and rank {_list(waiting)} waits for it in a collective" if waiting else hung
 
 

@@ -36,9 +36,9 @@ from ckpt_tasks.run.ledger.curve import read_curve
 from ckpt_tasks.run.ledger.history import Head
 from ckpt_tasks.run.ledger.timeline import Timeline, read_timeline
 from ckpt_tasks.run.report.picture import sort_metrics
-from ckpt_tasks.run.report.report import in_markdown, make_report, to_markdown
+from ckpt_tasks.run.report.run_report import in_markdown, make_report, to_markdown
 from ckpt_tasks.run.report.words import clock, fine_span, number, printable
-from ckpt_tasks.run.upkeep.upkeep import plan_prune
+from ckpt_tasks.run.upkeep.verifying import plan_prune
 
 _PROGRESS_EVERY_S = 5.0  # Update at most this often, since an update takes 7 ms.
 _REPORT_EVERY_S = 120.0

@@ -40,9 +40,9 @@ from ckpt_tasks.errors import (
 from ckpt_tasks.flows.prefect.console_log import keep_log_readers_out
 from ckpt_tasks.flows.prefect.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.flows.prefect.starts import let_workers_take_it
-from ckpt_tasks.flows.session.local import StateSession
+from ckpt_tasks.flows.session.local_session import StateSession
 from ckpt_tasks.flows.session.session import Session
-from ckpt_tasks.state.tensors.streams import OwnStreams
+from ckpt_tasks.state.tensors.random_streams import OwnStreams
 from ckpt_tasks.storage.answers import causes_of
 
 P = ParamSpec("P")

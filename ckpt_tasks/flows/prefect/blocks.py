@@ -69,7 +69,7 @@ config = CheckpointConfig(checkpoint_dir="block://BLOCK_NAME/my-run")  # or name
     single_writer: bool = Field(
         default=False,
         title="Single writer",
-        description="Do not rely on the store's put-if-absent: you make sure that only one process writes at a time.",
+        description="Do without conditional writes: you make sure that only one process writes at a time.",
     )
 
     @model_validator(mode="before")

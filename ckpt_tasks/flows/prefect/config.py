@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ckpt_tasks.checkpoint.restore.reading import run_of
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.secrets import secret_options
 
 _log = logging.getLogger("ckpt_tasks")

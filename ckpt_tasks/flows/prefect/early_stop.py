@@ -31,7 +31,7 @@ from ckpt_tasks.format.policy.stopping import EarlyStop, kept, standing
 from ckpt_tasks.run.ledger.history import History, newest_first
 
 # The state message of an automatically resumed flow run.
-RESUMED = "Crashed: it goes on from its newest good checkpoint."
+RESUMED = "Crashed: it resumes from its newest good checkpoint."
 
 _NOTE = "early_stop"
 _NOTE_EVERY = 256  # Write a note after this many ledger entries, so that the next process need not read them.

@@ -53,8 +53,8 @@ def ends_quietly_for_a_sibling(config: CheckpointConfig, flow_run_id: str | None
     except OwnerError as error:
         if not _held_by(config, flow_run_id):
             raise
-        get_run_logger().warning("Another process goes on with this flow run, and this one ends: %s", error)
-        raise Abort(f"another process goes on with this flow run: {error}") from error
+        get_run_logger().warning("Another process continues with this flow run, and this one ends: %s", error)
+        raise Abort(f"another process continues with this flow run: {error}") from error
 
 
 def end_flow_run(state: State[Any]) -> None:

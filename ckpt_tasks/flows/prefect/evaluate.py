@@ -25,7 +25,7 @@ from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.flows.prefect.console_log import keep_log_readers_out
 from ckpt_tasks.flows.prefect.events import announce_evaluation
 from ckpt_tasks.flows.prefect.isolation import keep_threads_out_of_streams
-from ckpt_tasks.flows.session.local import find_named, find_program, measure
+from ckpt_tasks.flows.session.local_session import find_named, find_program, measure
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.flows.session.session import ProgramSession
 from ckpt_tasks.format.ledger import lineage

@@ -117,7 +117,7 @@ def delivers_events() -> Iterator[None]:
             _log.warning("Prefect's server did not take %d events; what was committed is in the run's ledger.", dropped)
         if patience_s == _END_S and not _answers_within(_AWAY_S):
             why = f"Prefect's server is away: it is not told that this flow run has {ended}"
-            _log.warning("%s. All commits are made; the next start with this run key goes on from them.", why)
+            _log.warning("%s. All commits are made; the next start with this run key resumes from them.", why)
             raise Abort(why)
 
 

@@ -57,7 +57,7 @@ def crash_lost_task_runs() -> int:
             lost = [run for run in _unfinished(client, UUID(flow_run.id)) if run.flow_run_run_count < start]
             for run in lost:
                 message = (
-                    f"The process of start {run.flow_run_run_count} ended during this task; start {start} goes on."
+                    f"The process of start {run.flow_run_run_count} ended during this task; start {start} continues."
                 )
                 client.set_task_run_state(run.id, Crashed(message=message), force=True)
     except (httpx.HTTPError, PrefectException) as error:

@@ -23,11 +23,11 @@ from ckpt_tasks.checkpoint.ranks.exchange import all_or_none, find_exchange
 from ckpt_tasks.checkpoint.restore.leasing import leased
 from ckpt_tasks.checkpoint.restore.reading import Run, open_run
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StoreError
-from ckpt_tasks.flows.session.local import build_from_seed, find_program
+from ckpt_tasks.flows.session.local_session import build_from_seed, find_program
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.format.records import Checkpoint, RunCheck
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import record_check
+from ckpt_tasks.run.upkeep.verifying import record_check
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.system import now_iso, system
 

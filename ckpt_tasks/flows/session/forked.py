@@ -114,7 +114,7 @@ def _check_program(state: State, program: str) -> None:
     if not trains(state, program) and not forked:
         raise RunMismatchError(
             f"the run trains {state.program}, not {program}",
-            hint="Give the other program a run_key and directory of its own; to go on with it from here, fork the run.",
+            hint="Give the other program a run_key and directory of its own; to continue it from here, fork the run.",
         )
 
 
@@ -122,6 +122,7 @@ def _is_forked(history: History) -> bool:
     state = history.head().state
     if state.live and state.origin is None:
         raise ConfigError(
-            f"{history.store.url} is a run that began by itself", hint="Fork into another directory, or go on with it."
+            f"{history.store.url} is a run that began by itself",
+            hint="Fork into another directory, or continue with it.",
         )
     return bool(state.live)

@@ -88,7 +88,7 @@ def _resume_crashed(max_runs: int) -> AutomationCore:
     resume = ChangeFlowRunState(name="AwaitingRetry", state=StateType.SCHEDULED, message=RESUMED, force=False)
     return AutomationCore(
         name=f"{PREFIX}crashed flow runs are resumed",
-        description=f"Up to {max_runs} starts in all; the next one goes on from the newest good checkpoint.",
+        description=f"Up to {max_runs} starts in all; the next one resumes from the newest good checkpoint.",
         trigger=_trigger(_named("Crashed"), _named(*_ALIVE, *_DECIDED, *_ENDED), _RESUME_AFTER_S, counts),
         actions=[resume],
     )

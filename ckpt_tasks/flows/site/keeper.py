@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from ckpt_tasks.flows.site.parts import read_site
+from ckpt_tasks.flows.site.site_parts import read_site
 
 _LOOK_S, _LONGEST_S = 2.0, 60.0
 _SET_BACK_S = 60.0

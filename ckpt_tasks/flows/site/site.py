@@ -29,8 +29,7 @@ from ckpt_tasks.errors import SiteError
 from ckpt_tasks.flows.prefect.abandoned import start_again
 from ckpt_tasks.flows.prefect.events import client_without_retries
 from ckpt_tasks.flows.site.automations import apply, build_automations
-from ckpt_tasks.flows.site.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
-from ckpt_tasks.flows.site.server import (
+from ckpt_tasks.flows.site.prefect_server import (
     answers,
     api_url,
     end_of,
@@ -40,6 +39,7 @@ from ckpt_tasks.flows.site.server import (
     start_apart,
     start_server,
 )
+from ckpt_tasks.flows.site.site_parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
 
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
@@ -179,7 +179,7 @@ def end_workers(home: Path, site: Site) -> str:
         with client_of(site) as client:
             again = sum(schedule_again(client, UUID(run.flow_run_id)) for run in runs)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
-        return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they go on: {error}"
+        return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they continue: {error}"
     return f"; flow runs that the next worker resumes: {again} of {len(runs)}"
 
 

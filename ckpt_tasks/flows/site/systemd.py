@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from prefect.settings import get_current_settings
 
 from ckpt_tasks.errors import SiteError
-from ckpt_tasks.flows.site.parts import Site
-from ckpt_tasks.flows.site.server import await_answer, make_password, read_password, server_start
+from ckpt_tasks.flows.site.prefect_server import await_answer, make_password, read_password, server_start
 from ckpt_tasks.flows.site.site import client_of, end_workers, prepare, worker_start
+from ckpt_tasks.flows.site.site_parts import Site
 
 _UNIT = """\
 [Unit]

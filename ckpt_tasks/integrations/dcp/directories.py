@@ -24,14 +24,14 @@ from ckpt_tasks.checkpoint.transfer.importing.sources import Source
 from ckpt_tasks.checkpoint.transfer.importing.taking import Taken, seeded_streams
 from ckpt_tasks.checkpoint.transfer.publishing import new_directory
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
-from ckpt_tasks.format.kinds import RNG
 from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import decode, tensor_refs
-from ckpt_tasks.integrations.dcp.naming import ROOT, groups_of, name_all
+from ckpt_tasks.integrations.dcp.dcp_names import ROOT, groups_of, name_all
 from ckpt_tasks.integrations.dcp.reader import CkptReader
 from ckpt_tasks.integrations.dcp.writer import step_of
+from ckpt_tasks.state.tensors.packing import pack
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack
 
 
 def plan_directory(path: str | os.PathLike[str], *, step: int | None = None) -> ImportPlan:

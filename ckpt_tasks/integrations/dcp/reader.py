@@ -41,13 +41,13 @@ from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.regions import Box
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
+from ckpt_tasks.integrations.dcp.dcp_names import ROOT, flat_state
 from ckpt_tasks.integrations.dcp.holding import RestoredState, restored
-from ckpt_tasks.integrations.dcp.naming import ROOT, flat_state
 from ckpt_tasks.integrations.dcp.writer import step_of
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.run.opening import Opened, check_header, open_checkpoint
-from ckpt_tasks.state.tensors.sources import Maker, TensorSource
-from ckpt_tasks.state.tensors.values import unpack
+from ckpt_tasks.state.tensors.packing import unpack
+from ckpt_tasks.state.tensors.tensor_sources import Maker, TensorSource
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system

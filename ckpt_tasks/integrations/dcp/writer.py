@@ -25,6 +25,7 @@ from ckpt_tasks.checkpoint.save.schedule import check_step
 from ckpt_tasks.errors import ConfigError, UnsupportedStateError
 from ckpt_tasks.format.keys import Attempt
 from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.integrations.dcp.dcp_names import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.integrations.dcp.holding import (
     RestoredState,
     begin_turn,
@@ -34,12 +35,11 @@ from ckpt_tasks.integrations.dcp.holding import (
     restored,
     store_of,
 )
-from ckpt_tasks.integrations.dcp.naming import ROOT, Naming, groups_of, name_all
 from ckpt_tasks.integrations.dcp.shards import Portion, write_portions
-from ckpt_tasks.integrations.dcp.staging import Staged, stage
+from ckpt_tasks.integrations.dcp.staged_state import Staged, stage
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
+from ckpt_tasks.state.tensors.packing import pack
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack
 from ckpt_tasks.storage.locations import Location
 from ckpt_tasks.system import system
 

@@ -70,7 +70,7 @@ class CheckpointConfig:
     snapshots also count towards the container's memory.
     """
     on_flush_failure: OnFlushFailure = "raise"
-    """What the next `step()` does after the store failed a save in the background: `"raise"`, or `"warn"` and go on.
+    """What the next `step()` does after the store failed a save in the background: `"raise"`, or `"warn"` and continue.
     Some failures are raised in both cases; see below.
     """
     on_non_finite: OnNonFinite = "warn"
@@ -82,7 +82,7 @@ class CheckpointConfig:
     on_spike: str | None = None
     """The metric, such as `"loss"`, after whose spikes training goes back: when each of its last 3 values is above the
     median of the 100 before them by more than 10 times their median absolute deviation, `step()` raises SpikeError, and
-    the next `restore()` goes on as after `on_non_finite="rollback"`: from the newest checkpoint before the spike,
+    the next `restore()` continues as after `on_non_finite="rollback"`: from the newest checkpoint before the spike,
     without its batches. Rank 0's metric counts, for all ranks. A tensor on a device is waited for at each step.
     """
     flush_timeout_s: float = 600.0

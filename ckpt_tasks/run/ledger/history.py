@@ -148,7 +148,7 @@ class History(RunFormat):
             if (attempt := parse_attempt(name)) is not None
         }
         _log.warning(
-            "%s: the newest ledger entries cannot be read: %s. The run goes on from %s. %s. Their objects stay.",
+            "%s: the newest ledger entries cannot be read: %s. The run resumes from %s. %s. Their objects stay.",
             self.store.url,
             ", ".join(head.damaged),
             f"entry {head.entry.n}" if head.entry else "nothing",
@@ -313,7 +313,7 @@ class History(RunFormat):
                 raise CommitUncertainError(
                     f"whether the commit landed cannot be known: its ledger entry cannot be read back ({error})",
                     key=name,
-                    hint="All data is durable; start again, and the run goes on from what the ledger then says.",
+                    hint="All data is durable; start again, and the run resumes from what the ledger then says.",
                 ) from error
             else:
                 if stands:

@@ -15,7 +15,7 @@ _MOST_ROLLBACKS = 3
 
 _log = logging.getLogger("ckpt_tasks")
 _WARNING = (
-    "Step %d: %s; training goes on, and such a step is never the best one. on_non_finite='stop' would end training "
+    "Step %d: %s; training continues, and such a step is never the best one. on_non_finite='stop' would end training "
     "here, and 'rollback' would go back to an older checkpoint"
 )
 

@@ -17,7 +17,7 @@ from importlib.resources import files
 from ckpt_tasks.run.ledger.goodput import RETURNED
 from ckpt_tasks.run.report.charts import chart_data, curves_of
 from ckpt_tasks.run.report.picture import draw_run
-from ckpt_tasks.run.report.report import SHARES_MEAN, Report
+from ckpt_tasks.run.report.run_report import SHARES_MEAN, Report
 from ckpt_tasks.run.report.words import fine_span, percent, printable
 
 GENERATOR = '<meta name="generator" content="ckpt-tasks report">'

@@ -120,7 +120,7 @@ def ranks_words(step: int, was: int, here: int) -> str:
     saved = f"Step {step} was saved by {count(was, 'rank')}, and {here} {'goes' if here == 1 else 'go'} on"
     new = "" if here == 1 else "the random streams of all but rank 0 are new, and "
     changes = f"{new}a step has {here}/{was} of its samples if each rank has as many as before"
-    return f"{saved}: {changes}. To go on with {was}: --ranks {was} (ranks={was})."
+    return f"{saved}: {changes}. To continue with {was}: --ranks {was} (ranks={was})."
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import held_in
-from ckpt_tasks.state.tensors.streams import GENERATORS, set_streams, stream_state
+from ckpt_tasks.state.tensors.random_streams import GENERATORS, set_streams, stream_state
 
 # The seed and the epoch of the batch that a loader is making.
 _of_batch: ContextVar[tuple[int | None, int | None]] = ContextVar("_of_batch", default=(None, None))

@@ -44,7 +44,7 @@ _TOO_MANY = (
     "epochs too many. Write `for epoch in loader.epochs(N)`, which yields those that are left"
 )
 _FROM_NOUGHT = (
-    "enumerate begins at 0, and the restored epoch goes on with batch %d: write enumerate(loader, loader.batch), or a "
+    "enumerate begins at 0, and the restored epoch resumes at batch %d: write enumerate(loader, loader.batch), or a "
     "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
 )
 _STEP = "samples in a step"
@@ -80,7 +80,7 @@ class ResumableLoader(Started):
     """
 
     effects: ClassVar[Mapping[str, str]] = {
-        _STEP: "The epoch goes on behind the samples that the run has trained.",
+        _STEP: "The epoch continues behind the samples that the run has trained.",
         "data": "The order is the same, and its samples are others.",
     }
 

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef
-from ckpt_tasks.state.tensors.sources import Stored
+from ckpt_tasks.state.tensors.tensor_sources import Stored
 from ckpt_tasks.state.tensors.tensors import difference
 
 _STRICT_HINT = (

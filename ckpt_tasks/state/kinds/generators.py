@@ -7,19 +7,19 @@ from functools import partial
 from typing import Any
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.parts import Guard
-from ckpt_tasks.state.tensors.sources import Maker
-from ckpt_tasks.state.tensors.streams import (
+from ckpt_tasks.state.kinds.group_parts import Guard
+from ckpt_tasks.state.tensors.packing import pack, unpack
+from ckpt_tasks.state.tensors.random_streams import (
     generator_type,
     process_streams,
     scratch_generator,
     set_stream,
     stream_state,
 )
+from ckpt_tasks.state.tensors.tensor_sources import Maker
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack, unpack
 
 
 def capture_streams(streams: Mapping[str, tuple[Any, Any]], tensors: TensorSet) -> dict[str, Any]:

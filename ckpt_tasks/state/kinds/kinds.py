@@ -1,6 +1,6 @@
 """The kinds of groups as live objects: which objects a kind has, and how to capture and restore them.
 
-format/kinds.py has the trees of these kinds. The process's random streams are a group without an object.
+format/saved_kinds.py has the trees of these kinds. The process's random streams are a group without an object.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
+from ckpt_tasks.state.kinds.group_parts import RestorePart
 from ckpt_tasks.state.kinds.modules import ModulePart, capture_module, takes_part
 from ckpt_tasks.state.kinds.names import named_parameters, parameter_names, unwrapped
 from ckpt_tasks.state.kinds.optimizers import OptimizerPart, capture_optimizer, is_ordinary
-from ckpt_tasks.state.kinds.parts import RestorePart
 from ckpt_tasks.state.kinds.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.state.kinds.stateful import StatefulPart
-from ckpt_tasks.state.kinds.tables import TablePart, capture_table
+from ckpt_tasks.state.kinds.table_kind import TablePart, capture_table
 from ckpt_tasks.state.tables.table import LookupTable
 from ckpt_tasks.state.tensors.copies import Copies
-from ckpt_tasks.state.tensors.streams import GENERATORS
+from ckpt_tasks.state.tensors.packing import has_state, pack
+from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
-from ckpt_tasks.state.tensors.values import has_state, pack
 
 
 class Scope:

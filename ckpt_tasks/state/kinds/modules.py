@@ -22,12 +22,12 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef, Typed
 from ckpt_tasks.state.kinds.differences import Differences
+from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.names import EXTRA, bare_name, module_state, tied_names, unwrapped
-from ckpt_tasks.state.kinds.parts import Guard
 from ckpt_tasks.state.tensors.copies import Copies
-from ckpt_tasks.state.tensors.sources import Maker, Stored
+from ckpt_tasks.state.tensors.packing import pack, unpack
+from ckpt_tasks.state.tensors.tensor_sources import Maker, Stored
 from ckpt_tasks.state.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
-from ckpt_tasks.state.tensors.values import pack, unpack
 
 _OF_FOUR_BITS = ".quant_state.bitsandbytes__"
 _HOOKS = (

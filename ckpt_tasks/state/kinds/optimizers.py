@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.parts import Guard
+from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.replaced import replaced_options
 from ckpt_tasks.state.kinds.switches import are_switches, begun_flags, begun_options, restore_modes, switched_modes
 from ckpt_tasks.state.tensors.copies import Copies
+from ckpt_tasks.state.tensors.packing import pack, unpack
 from ckpt_tasks.state.tensors.placements import is_sharded
-from ckpt_tasks.state.tensors.sources import HeldTensors, Maker
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack, unpack
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",

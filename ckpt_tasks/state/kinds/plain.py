@@ -28,11 +28,9 @@ import torch
 from ckpt_tasks.errors import UnsupportedStateError
 from ckpt_tasks.format.tree import MAPPINGS, TensorRef, Typed, children, words
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.parts import Guard
+from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.tensors.copies import Copies
-from ckpt_tasks.state.tensors.sources import Maker, Stored
-from ckpt_tasks.state.tensors.tensors import DTYPES, TensorSet, difference, may_overlap
-from ckpt_tasks.state.tensors.values import (
+from ckpt_tasks.state.tensors.packing import (
     REFILLED,
     array_view,
     finished,
@@ -45,6 +43,8 @@ from ckpt_tasks.state.tensors.values import (
     parts_of,
     rebuilt,
 )
+from ckpt_tasks.state.tensors.tensor_sources import Maker, Stored
+from ckpt_tasks.state.tensors.tensors import DTYPES, TensorSet, difference, may_overlap
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 _OF_OTHERS = {

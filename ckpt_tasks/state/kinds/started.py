@@ -27,7 +27,7 @@ class Started:
     `effects`, which tells the effect. It compares only values that both sides have.
 
         class LightningState(Started):
-            effects = {"batch_size": "The run goes on with this one, at the same sample."}
+            effects = {"batch_size": "The run continues with this one, at the same sample."}
 
             def state_dict(self):
                 return {..., "started": {"batch_size": 8, "data": outline_of(dataset)}}

@@ -10,11 +10,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.parts import Guard
+from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.replaced import replaced_settings
 from ckpt_tasks.state.kinds.started import Started, note_changes
-from ckpt_tasks.state.tensors.sources import Maker
-from ckpt_tasks.state.tensors.values import unpack
+from ckpt_tasks.state.tensors.packing import unpack
+from ckpt_tasks.state.tensors.tensor_sources import Maker
 
 
 class StatefulPart:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ckpt_tasks.format.layout.tables import Floats, Ids
+from ckpt_tasks.format.layout.table_rows import Floats, Ids
 from ckpt_tasks.state.tables.rows import mixed
 
 

@@ -14,7 +14,7 @@ import torch
 from ckpt_tasks.errors import StateMismatchError
 from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.state.tensors.placements import is_sharded
-from ckpt_tasks.state.tensors.sources import HeldTensors, Stored, TensorSource
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Stored, TensorSource
 from ckpt_tasks.state.tensors.tensors import expanded, identity, may_overlap, same_bits
 
 _ALIGNED = 16

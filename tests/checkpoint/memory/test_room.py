@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.checkpoint.memory.memory import PrivateMemory
-from ckpt_tasks.checkpoint.memory.room import available_bytes
+from ckpt_tasks.checkpoint.memory.memory_room import available_bytes
 from ckpt_tasks.errors import StoreError
 
 GIB = 1 << 30

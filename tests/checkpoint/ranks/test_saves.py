@@ -20,7 +20,7 @@ from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ConfigError, SpikeError
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, identify
-from ckpt_tasks.run.upkeep.upkeep import orphans
+from ckpt_tasks.run.upkeep.verifying import orphans
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System, use
 from ckpt_tasks.testing import look, settle

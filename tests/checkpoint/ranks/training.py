@@ -19,7 +19,7 @@ from ckpt_tasks.errors import CkptError, StoreError
 from ckpt_tasks.format.digests import digest_hex
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 
 HIDDEN = 40

@@ -17,7 +17,7 @@ from ckpt_tasks.checkpoint.transfer.fork import plan_fork
 from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.run.opening import Opened, SavedGroup, open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from ckpt_tasks.state.restoring import plan_restore
 from ckpt_tasks.storage.local import LocalStore
 from tests.faults.hostile import NEWEST, STEPS, Hostile, train

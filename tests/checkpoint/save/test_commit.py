@@ -24,7 +24,7 @@ from ckpt_tasks.errors import CkptError, CommitUncertainError, IntegrityError, S
 from ckpt_tasks.format import ledger
 from ckpt_tasks.format.layout.index import Index
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.testing import FaultyStore, MemoryStore, located, settle, under_way
 from tests.support.ledgers import owner_of

@@ -58,6 +58,6 @@ def test_a_failed_flush_warns_where_that_is_asked_for(run_dir: Path, caplog: pyt
         _until_raised(ckpt)
         assert calls.reached
         assert calls.trainer == ()
-    assert re.search(r"training goes on: .*\(step 2, at ", caplog.text)
+    assert re.search(r"training continues: .*\(step 2, at ", caplog.text)
     assert committed(run_dir) == [1, 3]
     assert [(note["note"], note["step"]) for note in open_run(str(run_dir)).notes()] == [("flush_failed", 2)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
-from ckpt_tasks.flows.session.local import StateSession
+from ckpt_tasks.flows.session.local_session import StateSession
 from ckpt_tasks.testing import elapse
 
 

@@ -15,7 +15,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.save.parts import Stored
 from ckpt_tasks.checkpoint.save.tenure import Line
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.testing import settle
 
 SIZE = 1 << 16

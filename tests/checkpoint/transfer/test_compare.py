@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
-from ckpt_tasks.checkpoint.transfer.compare import Comparison, compare_checkpoints
+from ckpt_tasks.checkpoint.transfer.comparison import Comparison, compare_checkpoints
 from ckpt_tasks.checkpoint.transfer.distances import Regions, distances
 from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex

@@ -15,7 +15,7 @@ from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.checkpoint.transfer.transfer import Moved
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, RunMismatchError, StateError
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
 from tests.support.cli_runs import tree

@@ -15,7 +15,7 @@ import pytest
 from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.restore.leasing import renewed_lease
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.cli_runs import ckpt, save_steps
 
 _STRANGER = 65534

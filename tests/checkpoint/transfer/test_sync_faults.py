@@ -17,7 +17,7 @@ from ckpt_tasks.errors import IntegrityError
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from ckpt_tasks.testing import FaultyStore

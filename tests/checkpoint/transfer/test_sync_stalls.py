@@ -14,7 +14,7 @@ from ckpt_tasks.checkpoint.transfer.syncing import SyncReport
 from ckpt_tasks.errors import FencedError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support.syncs import Full, check, copy, opened, outcomes, state_of, train

@@ -16,7 +16,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.errors import RunMismatchError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die
 from tests.support.cli_runs import flip, tree

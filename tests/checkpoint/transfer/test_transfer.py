@@ -26,7 +26,7 @@ from ckpt_tasks.format.keys import MAX_FOLDED
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.run.opening import open_checkpoint
-from ckpt_tasks.run.upkeep.upkeep import orphans, verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import orphans, verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.support import syncs

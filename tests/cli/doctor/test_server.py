@@ -14,9 +14,9 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.states import Cancelled, Running
 from prefect.workers.process import ProcessWorker
 
-from ckpt_tasks.cli.doctor import server
+from ckpt_tasks.cli.doctor import server_checks
 from ckpt_tasks.cli.doctor.checks import Check
-from ckpt_tasks.cli.doctor.server import check_prefect
+from ckpt_tasks.cli.doctor.server_checks import check_prefect
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.site.automations import apply, build_automations, remove
 
@@ -134,16 +134,16 @@ def test_a_process_that_trains_for_an_ended_flow_run_is_named(
     client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process of this host whose flow run is cancelled is wrong, by its pid; one whose flow run runs is not."""
-    monkeypatch.setattr(server, "_ENDING_S", -60.0)
+    monkeypatch.setattr(server_checks, "_ENDING_S", -60.0)
     deployed = client.create_deployment(client.create_flow_from_name("cancelled"), uuid4().hex)
     run = client.create_flow_run_from_deployment(deployed)
     environment = {**os.environ, "PREFECT__FLOW_RUN_ID": str(run.id)}
     with subprocess.Popen(["sleep", "600"], env=environment) as process:
         try:
             client.set_flow_run_state(run.id, Running(), force=True)
-            before = server.check_processes(client)
+            before = server_checks.check_processes(client)
             client.set_flow_run_state(run.id, Cancelled(), force=True)
-            after = server.check_processes(client)
+            after = server_checks.check_processes(client)
         finally:
             process.kill()
     assert f"process {process.pid} " not in before.seen

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.serve import make_root
 from ckpt_tasks import Checkpointer
+from ckpt_tasks.cli.serving.run_table import RunTable
 from ckpt_tasks.cli.serving.server import PageServer
-from ckpt_tasks.cli.serving.table import RunTable
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.browser import Page, browser
 from tests.support.cli_runs import config, some_state

@@ -21,8 +21,8 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.cli.serving.access import is_loopback
+from ckpt_tasks.cli.serving.run_table import RunTable
 from ckpt_tasks.cli.serving.server import PageServer
-from ckpt_tasks.cli.serving.table import RunTable
 from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.children import Child

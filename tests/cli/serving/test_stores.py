@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_tasks.cli.serving import table as table_module
+from ckpt_tasks.cli.serving import run_table as table_module
+from ckpt_tasks.cli.serving.run_table import RunTable
 from ckpt_tasks.cli.serving.runs import OpenRuns
-from ckpt_tasks.cli.serving.table import RunTable
 from ckpt_tasks.storage.objects import ObjectStore
 from ckpt_tasks.storage.retrying import RetryingStore
 from tests.servers.s3 import S3Server

@@ -23,7 +23,7 @@ import pytest
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.run.upkeep.upkeep import verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.support.agents import config_of, left, main, train, trained
 from tests.support.children import Child
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ProgramError
-from ckpt_tasks.flows.gang.session import GangSession
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.session.session import Progress, watcher
 from tests.support.agents import config_of, kept
 

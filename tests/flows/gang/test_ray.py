@@ -19,7 +19,7 @@ from ckpt_tasks import open_run
 from ckpt_tasks.checkpoint.restore.restore import RestoreReport
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.errors import CkptError, RankError
-from ckpt_tasks.flows.gang.session import GangSession
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child

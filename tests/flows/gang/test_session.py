@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ConfigError, NonFiniteError, ProgramError, RankError
+from ckpt_tasks.flows.gang.gang_session import GangSession
 from ckpt_tasks.flows.gang.messages import Begin
 from ckpt_tasks.flows.gang.processes import Gang
-from ckpt_tasks.flows.gang.session import GangSession
 from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.system import host_name
 from tests.support.agents import MARK, PARALLEL, KeptGang, config_of, kept, left, main, train, trained
@@ -82,9 +82,7 @@ def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, capl
     finally:
         watcher.reset(token)
     assert str(stopped).startswith("rank 1 is stopped (SIGSTOP, or a debugger): no step for 8 s")
-    assert re.match(
-        r"rank 0 goes on with nothing, and rank 1 waits for it in a collective: no step for [89] s", str(slow)
-    )
+    assert re.match(r"rank 0 makes no progress, and rank 1 waits for it in a collective: no step for [89] s", str(slow))
     stacks = [record.getMessage() for record in caplog.records if "stacks of rank 0" in record.getMessage()]
     assert "train_step" in stacks[0]
     assert trained(run_dir)[0] == 10

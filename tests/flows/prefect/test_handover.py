@@ -39,7 +39,7 @@ def fence(place: Path, successor: str | None) -> None:
 
 def test_a_sibling_goes_on(tmp_path: Path) -> None:
     """Fenced by the same flow run: Prefect is told to leave the state alone."""
-    with pytest.raises(Abort, match="another process goes on"):
+    with pytest.raises(Abort, match="another process continues"):
         fence(tmp_path / "run", "mine")
 
 
@@ -70,4 +70,4 @@ def test_started_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(Abort, match="already executes this flow run"):
         twice()
     assert started == [1]
-    assert "Another process goes on with this flow run, and this one ends" in caplog.text
+    assert "Another process continues with this flow run, and this one ends" in caplog.text

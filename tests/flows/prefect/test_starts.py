@@ -72,7 +72,7 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
         state: State[Any] | None = client.read_task_run(lost.id).state
         assert state is not None
         assert state.is_crashed()
-        assert str(state.message).endswith("; start 2 goes on.")
+        assert str(state.message).endswith("; start 2 continues.")
         after = artifacts(client, run)
         assert sorted(key for key, _ in after.values()) == ["tiny-checkpoints", "tiny-progress", "tiny-report"]
         assert after.keys() == before.keys()

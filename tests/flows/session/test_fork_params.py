@@ -12,7 +12,7 @@ from ckpt_tasks import Checkpointer
 from ckpt_tasks.checkpoint.transfer.fork import checked_params
 from ckpt_tasks.errors import ConfigError, RunMismatchError
 from ckpt_tasks.flows.session.forked import check_program, fork_run, record_program, recorded_params
-from ckpt_tasks.flows.session.local import LocalSession
+from ckpt_tasks.flows.session.local_session import LocalSession
 from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.format.keys import MANIFEST_NAME
 from ckpt_tasks.storage.local import LocalStore

@@ -11,7 +11,7 @@ import torch
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.errors import ProgramError
-from ckpt_tasks.flows.session.local import LocalSession, StateSession, build_program
+from ckpt_tasks.flows.session.local_session import LocalSession, StateSession, build_program
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 TINY = "tests.support.tiny:Tiny"

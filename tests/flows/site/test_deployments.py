@@ -23,7 +23,7 @@ from prefect.server.utilities.user_templates import render_user_template_sync
 
 from ckpt_tasks import CheckpointConfig, Location, open_run
 from ckpt_tasks.flows.prefect.config import config_of_run
-from ckpt_tasks.flows.session.local import build_program
+from ckpt_tasks.flows.session.local_session import build_program
 from ckpt_tasks.storage.secrets import SECRET_OPTIONS
 from tests.servers.process import free_port
 

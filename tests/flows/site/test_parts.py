@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 
 from ckpt_tasks.errors import SiteError
-from ckpt_tasks.flows.site.parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
+from ckpt_tasks.flows.site.site_parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
 from tests.support.waiting import until
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"

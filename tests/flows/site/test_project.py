@@ -14,7 +14,7 @@ from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel
 from prefect.flows import Flow, load_flow_from_entrypoint
 
 from ckpt_tasks import open_run
-from ckpt_tasks.flows.session.local import build_program
+from ckpt_tasks.flows.session.local_session import build_program
 from tests.support.cli_runs import ckpt, tree
 
 FILES = [".gitignore", "README.md", "prefect.yaml", "test_resume.py", "training.py"]

@@ -22,8 +22,8 @@ import pytest
 
 from ckpt_tasks import open_run
 from ckpt_tasks.errors import CheckpointNotFoundError, SiteError
-from ckpt_tasks.flows.site.parts import SiteProcess, read_site
-from ckpt_tasks.flows.site.server import answers, make_password, read_password
+from ckpt_tasks.flows.site.prefect_server import answers, make_password, read_password
+from ckpt_tasks.flows.site.site_parts import SiteProcess, read_site
 from tests.servers.process import free_port
 from tests.support.waiting import until
 
@@ -196,7 +196,7 @@ def test_a_site_comes_up_goes_on_and_ends(shell: Shell) -> None:
     until(lambda: shell.step() > stopped_at, PATIENCE_S)  # what was under way goes on by itself
     for name in ("keeper", "server", "worker"):
         shell.kill(name)
-    serve = f"from ckpt_tasks.flows.site.server import main; main(['--port', '{shell.port}'])"
+    serve = f"from ckpt_tasks.flows.site.prefect_server import main; main(['--port', '{shell.port}'])"
     shell("python", "-c", serve)  # not the site's
     again = shell.up()
     assert (again["server"], again["worker"]) == ("runs already, not started here", "started")

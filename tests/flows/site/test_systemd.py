@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_HOME, temporary_settings
 
-from ckpt_tasks.flows.site.server import answers, read_password
+from ckpt_tasks.flows.site.prefect_server import answers, read_password
 from tests.servers.process import free_port
 from tests.support.cli_runs import ckpt
 

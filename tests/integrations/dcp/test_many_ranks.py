@@ -27,7 +27,7 @@ from ckpt_tasks.dcp import CkptReader, CkptWriter
 from ckpt_tasks.integrations.dcp.holding import store_of
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import acquire, identify
-from ckpt_tasks.run.upkeep.upkeep import verify_checkpoint
+from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
 from tests.checkpoint.ranks.test_uneven import state_of as uneven_state
 from tests.support.gang import Gang, report, run
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_tasks.format.tree import TensorRef, decode
-from ckpt_tasks.integrations.dcp.naming import flat_state, groups_of, name_all
+from ckpt_tasks.integrations.dcp.dcp_names import flat_state, groups_of, name_all
 
 names = st.sampled_from(["model", "a", "b.c", "0", "state", "rng", "dcp", "x/y", "_extra_state", "ä"])
 leaves = st.sampled_from([1, "x", None, (1, 2), torch.zeros(1)])

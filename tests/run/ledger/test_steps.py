@@ -13,7 +13,7 @@ from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.steps import StepLog
+from ckpt_tasks.run.ledger.step_tables import StepLog
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die
 from tests.support import pipelines

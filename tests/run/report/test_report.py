@@ -22,7 +22,7 @@ from ckpt_tasks.run.ledger.goodput import Course, follow
 from ckpt_tasks.run.ledger.timeline import Moment, Timeline
 from ckpt_tasks.run.report.html import GENERATOR, to_html
 from ckpt_tasks.run.report.picture import draw_run
-from ckpt_tasks.run.report.report import Report, checkpoint_rows, in_markdown, make_report, to_markdown
+from ckpt_tasks.run.report.run_report import Report, checkpoint_rows, in_markdown, make_report, to_markdown
 from ckpt_tasks.run.report.words import printable
 from tests.support.ledgers import made
 

@@ -12,7 +12,7 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.retention import RetentionPolicy, Verdict
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.upkeep.retiring import Retirement, retire
-from ckpt_tasks.run.upkeep.upkeep import orphans, plan_prune, verify_run_directory
+from ckpt_tasks.run.upkeep.verifying import orphans, plan_prune, verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import WrappedStore
 from ckpt_tasks.testing import die

@@ -231,7 +231,7 @@ def test_another_batch_size_is_told_and_goes_on_at_the_same_sample(
         ckpt.save(2, {"data": before})
         ckpt.restore({"data": after})
     assert seen + [n for batch in after for n in batch.tolist()] == order
-    line = f"samples in a step: {sizes[0]} → {sizes[1]}. The epoch goes on behind the samples"
+    line = f"samples in a step: {sizes[0]} → {sizes[1]}. The epoch continues behind the samples"
     assert [line in told for told in caplog.messages] == [True] * (sizes[0] != sizes[1])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_tasks.errors import IntegrityError, StateError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.kinds.parts import GroupState
+from ckpt_tasks.state.kinds.group_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
 from tests.support.optimizers import moments, same_state, stepped, three
 from tests.support.roundtrip import Saved, assert_same, restore, save

@@ -15,7 +15,7 @@ from ckpt_tasks.errors import StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.kinds.optimizers import device_of_entry
 from ckpt_tasks.state.restoring import plan_restore
-from ckpt_tasks.state.tensors.sources import HeldTensors
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors
 from tests.support.optimizers import moments, same_state, stepped, three
 from tests.support.roundtrip import assert_same, restore, save
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableSampler
 from ckpt_tasks.errors import IntegrityError, StateMismatchError, UnsupportedStateError
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.kinds.parts import GroupState
+from ckpt_tasks.state.kinds.group_parts import GroupState
 from ckpt_tasks.state.restoring import plan_restore
 from tests.support.roundtrip import assert_same, restore, save
 

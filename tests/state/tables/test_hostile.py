@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.kinds import check_group
-from ckpt_tasks.format.layout.tables import TableRows, read_rows, write_rows
+from ckpt_tasks.format.layout.table_rows import TableRows, read_rows, write_rows
+from ckpt_tasks.format.saved_kinds import check_group
 from ckpt_tasks.format.tree import TensorRef
 
 SLOTS = ("sum",)

@@ -18,12 +18,12 @@ from ckpt_tasks.checkpoint.transfer.importing.naming import clean_names, names_o
 from ckpt_tasks.checkpoint.transfer.importing.sources import Source, SourceTensor
 from ckpt_tasks.errors import ConfigError, IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import is_group
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode, tensor_refs
 from ckpt_tasks.state.kinds.generators import capture_generator
 from ckpt_tasks.state.kinds.optimizers import pack_optimizer
+from ckpt_tasks.state.tensors.packing import pack
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack
 
 _MODEL = "model"
 _SUFFIX = "_state_dict"

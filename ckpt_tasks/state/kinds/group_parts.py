@@ -11,11 +11,11 @@ import torch
 
 from ckpt_tasks.format.keys import table_name
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.tables.files import Chain, FileBytes, TableFile
 from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.sources import HeldTensors, Maker
+from ckpt_tasks.state.tables.table_files import Chain, FileBytes, TableFile
+from ckpt_tasks.state.tensors.packing import pack, unpack
+from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker
 from ckpt_tasks.state.tensors.tensors import TensorSet
-from ckpt_tasks.state.tensors.values import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 from ckpt_tasks.format.tree import MAPPINGS, SEQUENCES, SETS
 from ckpt_tasks.format.tree import ref_like as made_like
 from ckpt_tasks.process import Process
-from ckpt_tasks.state.tensors.kinds import KINDS, kind_of_value
 from ckpt_tasks.state.tensors.placements import is_sharded, like, local_of
 from ckpt_tasks.state.tensors.tensors import copy_all
+from ckpt_tasks.state.tensors.value_kinds import KINDS, kind_of_value
 from ckpt_tasks.system import system
 
 _Memory = list[torch.Tensor]

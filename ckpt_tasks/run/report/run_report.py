@@ -26,7 +26,7 @@ SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
     "lost": "training that was thrown away, and done again",
     "saving": "waiting for snapshots",
-    "starting": "from a start or a failure until training went on",
+    "starting": "from a start or a failure until training continued",
     "down": "from the last entry of a process that died to the next process",
     "idle": "released, and held by no process",
     "other": "the rest: evaluations, waiting for commits, Prefect",

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint._traverse import set_element
 
 from ckpt_tasks.errors import ConfigError, IntegrityError
 from ckpt_tasks.format.keys import is_group
-from ckpt_tasks.format.kinds import RNG
+from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import TensorRef, encode
+from ckpt_tasks.state.kinds.group_parts import Saved
 from ckpt_tasks.state.kinds.optimizers import as_state_dict, parameters_in
-from ckpt_tasks.state.kinds.parts import Saved
 
 ROOT = "dcp_root"  # This key of a manifest's environment names the root group, or NO_ROOT.
 NO_ROOT = "-"

@@ -29,8 +29,8 @@ from ckpt_tasks.format.tree import (
     ref_like,
     refusal,
 )
-from ckpt_tasks.state.tensors.kinds import KINDS, build, kind_of_value
 from ckpt_tasks.state.tensors.tensors import ConstantTensor, TensorSet
+from ckpt_tasks.state.tensors.value_kinds import KINDS, build, kind_of_value
 
 REFILLED = (*MAPPINGS, list, set, deque, bytearray)  # A restore keeps these objects and gives them new contents.
 

@@ -28,7 +28,7 @@ from ckpt_tasks.run.ledger.history import Head
 from ckpt_tasks.run.opening import ranks_of
 from ckpt_tasks.run.report.words import ranks_words
 from ckpt_tasks.state.groups import flat, objects_of
-from ckpt_tasks.state.tensors.streams import OwnStreams, preserved_rng, seed_streams
+from ckpt_tasks.state.tensors.random_streams import OwnStreams, preserved_rng, seed_streams
 
 _PACE_STEPS = 20
 END_SUITE = "quick"  # The evaluation at the end of a training uses this suite.

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.format.layout.tables import Ids, TableRows, write_rows
+from ckpt_tasks.format.layout.table_rows import Ids, TableRows, write_rows
 from ckpt_tasks.state.tables.rows import RowStore
 
 _MOST_DELTAS = 8

@@ -9,15 +9,15 @@ import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import key_of_rank
-from ckpt_tasks.format.layout.tables import Ids, TableRows, read_rows
+from ckpt_tasks.format.layout.table_rows import Ids, TableRows, read_rows
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.parts import Guard, TableCapture
-from ckpt_tasks.state.tables.files import Chain, TableFile, merged
+from ckpt_tasks.state.kinds.group_parts import Guard, TableCapture
 from ckpt_tasks.state.tables.rows import RowStore
 from ckpt_tasks.state.tables.sharding import owners
 from ckpt_tasks.state.tables.table import LookupTable, replace_all, table_settings
-from ckpt_tasks.state.tensors.sources import Maker
+from ckpt_tasks.state.tables.table_files import Chain, TableFile, merged
+from ckpt_tasks.state.tensors.tensor_sources import Maker
 from ckpt_tasks.state.tensors.tensors import TensorSet
 
 _MUST_FIT = ("dim", "rule", "slots")

@@ -42,7 +42,7 @@ from ckpt_tasks.flows.prefect.abandoned import Limits, find_abandoned
 from ckpt_tasks.flows.prefect.events import client_without_retries
 from ckpt_tasks.flows.site import TAG
 from ckpt_tasks.flows.site.automations import read_automations
-from ckpt_tasks.flows.site.parts import site_processes
+from ckpt_tasks.flows.site.site_parts import site_processes
 from ckpt_tasks.storage.secrets import without_secrets
 
 _POOL = "ckpt-tasks"

@@ -359,7 +359,7 @@ class GangSession:
                 try:
                     tell_agent(listener, message)
                 except Exception:  # noqa: BLE001 (logged: a listener must not stop training)
-                    _log.exception("A listener failed after an event %r; the run goes on", message.event)
+                    _log.exception("A listener failed after an event %r; the run continues", message.event)
 
     def _stepped(self, progress: Progress) -> None:
         self.position, self.metrics = progress.step, progress.metrics
