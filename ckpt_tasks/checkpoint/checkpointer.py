@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tasks.checkpoint.agreement import Tried
-from ckpt_tasks.checkpoint.extension import Restored
+from ckpt_tasks.checkpoint.extension import Extension, Restored
 from ckpt_tasks.checkpoint.held_run import HeldRun
 from ckpt_tasks.checkpoint.interrupt import Interrupt
 from ckpt_tasks.checkpoint.memory.cache import CachedSnapshot
@@ -154,7 +154,7 @@ class Checkpointer(HeldRun):
         resume = self._own().resume
         self._be_idle(groups)
         known, candidates, rollback = self._ranks.candidates(partial(self._candidates, step))
-        self._extensions.tell(lambda one: one.restoring(groups, rollback))
+        self._extensions.tell(Extension.restoring, groups, rollback)
         in_memory = self._in_memory(known, candidates, newest=step is None and not goes_back(rollback, known))
         if not candidates and not in_memory:
             return self._begin(groups)
@@ -198,7 +198,7 @@ class Checkpointer(HeldRun):
         watch_gradients(state, self._at)
         parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
         now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
-        self._extensions.tell(lambda one: one.restored(now))
+        self._extensions.tell(Extension.restored, now)
 
     def _be_idle(self, state: Groups) -> None:
         """Before a restore, wait for saves under way, and record the state with which training begins."""
@@ -241,7 +241,7 @@ class Checkpointer(HeldRun):
         self._steps.add(step, {} if metrics is None else metrics)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(lambda one: one.stepped(step, state))
+        self._extensions.tell(Extension.stepped, step, state)
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
@@ -278,7 +278,7 @@ class Checkpointer(HeldRun):
         _, ending = self._due(now, metrics)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(lambda one: one.stepped(step, state))
+        self._extensions.tell(Extension.stepped, step, state)
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._saver.wait()
         self._at.waited()
@@ -341,7 +341,7 @@ class Checkpointer(HeldRun):
         """
         try:
             self._check_owner()
-            self._extensions.tell(lambda one: one.check(step, {} if metrics is None else metrics, saving=saving))
+            self._extensions.tell(Extension.check, step, {} if metrics is None else metrics, saving=saving)
         except (FencedError, StateError) as error:
             if saving:
                 self._refuse_save(error)
@@ -352,7 +352,7 @@ class Checkpointer(HeldRun):
         self._damaged = ()
         if report.skipped or report.damaged:
             self.note("fallback", step=chosen.step, skipped=[*map(list, report.skipped)], damaged=[*report.damaged])
-        back = self._extensions.first(one.returned(chosen, state) for one in self._extensions) if newest else None
+        back = self._extensions.tell(Extension.returned, chosen, state) if newest else None
         if back is None:
             return None
         rollback, fields = replace(back[0], by=self._flow_run_id), back[1]
@@ -379,13 +379,12 @@ class Checkpointer(HeldRun):
 
         Raises in all ranks what an extension raises at a step on which they agree.
         """
-        wishes = (one.wish(now.step, metrics) for one in self._extensions if self._ranks.first)
-        wish = self._extensions.first(wishes)
+        wish = self._extensions.tell(Extension.wish, now.step, metrics) if self._ranks.first else None
         due = self._schedule.steady(self._at.last, now)
         timely = not due and self._ranks.world.rank == 0 and self._schedule.due(self._at.last, now)
         save, number, agreed = self._ranks.at(now.step, save=timely, signal=self._interrupt.asked(), wish=wish)
         if agreed is not None:
-            self._extensions.tell(lambda one: one.agreed(agreed))
+            self._extensions.tell(Extension.agreed, agreed)
         if number is not None:
             self._interrupt.pending = number
         return due or save, number is not None

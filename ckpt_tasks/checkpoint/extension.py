@@ -6,10 +6,10 @@ both still saves and restores; `tests/checkpoint/test_extensions.py` takes each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.ledger import State
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Metrics = Mapping[str, Any]
 _Answer = TypeVar("_Answer")
+_Arguments = ParamSpec("_Arguments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,7 @@ class Extensions:
         there = [one for one in FEATURES if history is not None or one.agent]
         asked = [one for one in there if one.option is None or getattr(config, one.option)]
         self._all: list[Extension] = [_class_of(one.place)(config, history) for one in asked]
+        self._at: dict[str, list[Callable[..., Any]]] = {}  # By the name of a moment, what is done at it.
 
     def __iter__(self) -> Iterator[Extension]:
         return iter(self._all)
@@ -138,7 +140,7 @@ class Extensions:
 
     def holding(self, holds: bool) -> None:
         """Tell every feature that the process begins, or ends, to hold signals back."""
-        self.tell(lambda one: one.holding(holds))
+        self.tell(Extension.holding, holds)
 
     def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints that every feature which goes back allows."""
@@ -147,14 +149,28 @@ class Extensions:
             allowed = one.older(allowed) if one.goes_back else allowed
         return allowed
 
-    def tell(self, moment: Callable[[Extension], object]) -> None:
-        """Call a method of every feature: `tell(lambda one: one.owned(tenure))`."""
-        for one in self:
-            moment(one)
+    def tell(
+        self,
+        moment: Callable[Concatenate[Extension, _Arguments], _Answer],
+        *args: _Arguments.args,
+        **named: _Arguments.kwargs,
+    ) -> _Answer | None:
+        """Tell every feature of a moment, and return the first answer: `tell(Extension.stepped, step, state)`.
 
-    def first(self, answers: Iterable[_Answer | None]) -> _Answer | None:
-        """Return the first answer that is not None; the others are asked, too."""
-        return next((answer for answer in [*answers] if answer is not None), None)
+        Only the features that override the moment are called.
+        """
+        first = None
+        for method in self.at(moment):
+            answer = method(*args, **named)
+            first = answer if first is None else first
+        return first
+
+    def at(self, moment: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+        """Return the methods of the features that override a moment."""
+        name = moment.__name__
+        if (methods := self._at.get(name)) is None:
+            methods = self._at[name] = [getattr(one, name) for one in self if getattr(type(one), name) is not moment]
+        return methods
 
 
 def _class_of(place: str) -> type[Extension]:

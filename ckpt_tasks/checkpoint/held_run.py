@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ckpt_tasks.checked import checked
 from ckpt_tasks.checkpoint.acquiring import take_run
 from ckpt_tasks.checkpoint.agreement import Agreement
-from ckpt_tasks.checkpoint.extension import Extensions
+from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.restore.reading import Run
@@ -97,8 +97,8 @@ class HeldRun:
             extensions=self._extensions,
             ranks=self._ranks.exchange,
         )
-        for extension in self._extensions:
-            self._saver.listeners.add(Listener(committed=extension.committed))
+        for committed in self._extensions.at(Extension.committed):
+            self._saver.listeners.add(Listener(committed=committed))
         self._start = Start(self._history.store.url)
         if self._ranks.first:
             self._saver.listeners.add(Listener(committed=self._start.committed))
@@ -172,7 +172,7 @@ class HeldRun:
             self._knows_line = False
             self._take_over = False  # Take over only once: do not fence a later owner.
             tenure = self._tenure
-            self._extensions.tell(lambda one: one.owned(tenure))
+            self._extensions.tell(Extension.owned, tenure)
             self._saver.tenure = self._tenure
             end_with_interpreter(self._saver)
         self._tenure.beat()
@@ -322,7 +322,7 @@ class HeldRun:
     def _release(self, *, prune_s: float) -> None:
         self._saver.wait_idle()
         self._pruner.finish(prune_s)
-        self._extensions.tell(lambda one: one.released(prune_s))
+        self._extensions.tell(Extension.released, prune_s)
         self._knows_state = False
         if self._tenure is not None:
             self._tenure.quiet()

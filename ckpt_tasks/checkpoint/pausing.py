@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.extension import Extension
 from ckpt_tasks.checkpoint.memory.snapshot import Image
 from ckpt_tasks.checkpoint.save.saver import UnderWay
 from ckpt_tasks.errors import ConfigError
@@ -16,7 +17,7 @@ from ckpt_tasks.errors import ConfigError
 
 def remember(ckpt: Checkpointer, facts: Mapping[str, Any]) -> None:
     """Tell the extensions what another process of this training remembers for them; a restore follows."""
-    ckpt._extensions.tell(lambda one: one.remembers(facts))
+    ckpt._extensions.tell(Extension.remembers, facts)
 
 
 def hold_signals(ckpt: Checkpointer, hold: bool) -> None:
@@ -93,7 +94,7 @@ def settle(ckpt: Checkpointer) -> None:
     """Wait until saves under way and all work after a commit have ended; keep a failure for the next call."""
     ckpt._saver.wait_idle()
     ckpt._pruner.finish(60.0)
-    ckpt._extensions.tell(lambda one: one.released(600.0))
+    ckpt._extensions.tell(Extension.released, 600.0)
 
 
 def seal(ckpt: Checkpointer) -> None:

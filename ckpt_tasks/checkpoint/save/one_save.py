@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from ckpt_tasks.checkpoint.extension import Extensions
+from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.ranks.exchange import Exchange
 from ckpt_tasks.checkpoint.save.listening import Listeners
@@ -90,7 +90,7 @@ class OneSave:
             if committer is not None:
                 admitted = committer.admit()  # A fenced process must not write.
                 state, size = admitted[1], self._rank.size.of_ranks(self._ranks.size)
-                self._extensions.tell(lambda one: one.admitted(state, size))
+                self._extensions.tell(Extension.admitted, state, size)
                 committer.hold_base()
             stored = line.reusable(store)
             if stored is not None and admitted is not None:

@@ -97,18 +97,20 @@ class SaveSchedule:
     def __init__(self, history: History, config: CheckpointConfig):
         self.cadence: LearningCadence | None = None
         self._history = history
-        self._config = config
+        self._automatic = config.automatic
+        self._policy = config.save_policy
+        self._steady = replace(self._policy, save_interval_secs=None)
 
     def steady(self, last: SavePoint, now: SavePoint) -> bool:
         """Return True if a save is due at `now` by steps or epochs, as in every other rank; `last` is the last save."""
-        return self._config.save_policy.due(last, replace(now, clock_s=last.clock_s))
+        return self._steady.due(last, now)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Return True if a save is due at `now` by steps, epochs or time. `last` is the last save."""
-        if self._config.automatic and self.cadence is None:
+        if self._automatic and self.cadence is None:
             self.cadence = LearningCadence(self._history)
         timely = self.cadence is not None and self.cadence.due(last, now)
-        return timely or self._config.save_policy.due(last, now)
+        return timely or self._policy.due(last, now)
 
     def learn(self, entry: Entry) -> None:
         """Learn the cost of a save from a commit."""
