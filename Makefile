@@ -29,7 +29,7 @@ export OMP_WAIT_POLICY := passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install frameworks servers pythons peers train test test-frameworks test-all test-e2e soak bench bench-s3 docs check format clean
+.PHONY: help install frameworks servers pythons peers train test test-frameworks test-newest test-all test-e2e soak bench bench-s3 docs check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -105,6 +105,9 @@ test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow a
 test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the frameworks of others there, then the tests that need them and are not slow
 	$(BIN)/mypy
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "framework and not slow" $(ARGS)
+
+test-newest: ## try the newest torch and Prefect of the index, in .venv/newest; it may say no, and then says why
+	PYTHON=$(PYTHON) .ci/newest $(ARGS)
 
 test-all: check frameworks servers pythons ## check, then every test but those of test-e2e, the long forms and those with heavy servers too
 	HYPOTHESIS_PROFILE=all REQUIRED_SERVERS="ministack liar ceph azurite gcs" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not e2e" $(ARGS)

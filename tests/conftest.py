@@ -6,6 +6,7 @@ PYTHONHASHSEED is left alone on purpose: code that depends on the order of a set
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -25,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.servers.s3 import BUCKETS
 
 # Servers, each started by the first test that asks for it.
 pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
@@ -69,9 +72,8 @@ settings.register_profile("quick", settings.get_profile("all"), max_examples=25)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _LONG_FORM_S = 3000.0
-# Rooms whose tests are about no disk: they save hundreds of times, and would wait for its fsyncs.
-_WITHOUT_DISK = {"data", "flows", "gang", "hub", "integrations", "objects", "orchestration", "proving", "serving"}
-_WITHOUT_DISK |= {"session", "state", "tables", "upkeep"}
+# Folders whose tests are about a disk; the others save hundreds of times, and would wait for its fsyncs.
+_OF_DISKS = {"crash", "e2e", "faults", "memory", "save", "servers", "storage"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
@@ -189,13 +191,38 @@ def _surroundings() -> dict[str, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_snapshots_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Remove what killed processes of this session leave in shared memory: their runs are never started again."""
+def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let every temporary directory of this session, and of its processes, be below pytest's own."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
     yield
-    ours = os.fsencode(tmp_path_factory.getbasetemp()), os.fsencode(f"{_MEMORY}/{_IN_MEMORY}")
+    tempfile.tempdir = None
+    del os.environ["TMPDIR"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_snapshots_left(_temporary: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave no snapshot of a test's run in shared memory; name the run of each that is there."""
+    yield
+    assert [url for _, url in _snapshots(tmp_path_factory)] == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _snapshots_are_freed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Free what killed processes leave in shared memory: their runs are never started again."""
+    yield
+    for place, _ in _snapshots(tmp_path_factory):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
+    """List the snapshots in shared memory of this session's runs: where they are, and the run directory."""
+    ours = (str(tmp_path_factory.getbasetemp()), f"{_MEMORY}/{_IN_MEMORY}", f"s3://{BUCKETS}")
+    found = []
     for lock in Path(_MEMORY).glob(f"ckpt-tasks-{os.getuid()}/*/lock"):
-        if lock.read_bytes().startswith(ours):
-            shutil.rmtree(lock.parent, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another session's process ends
+            url = os.fsdecode(lock.read_bytes()[:4096].rstrip(b"\0"))
+            found += [(lock.parent, url)] if url.startswith(ours) else []
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +256,7 @@ def fast_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Return a directory of the test's own, in memory where the test is about no disk."""
-    if request.path.parent.name not in _WITHOUT_DISK or not os.access(_MEMORY, os.W_OK):
+    if request.path.parent.name in _OF_DISKS or not os.access(_MEMORY, os.W_OK):
         yield tmp_path
         return
     made = tempfile.TemporaryDirectory(prefix=_IN_MEMORY, dir=_MEMORY, ignore_cleanup_errors=True)

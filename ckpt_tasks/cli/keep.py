@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt_tasks.cli.arguments import (
     DryOption,
     JsonOption,
     OneArgument,
-    RunArgument,
     argument,
     complete_checkpoint,
+    complete_run,
     option,
     parse_target,
 )
@@ -36,6 +37,10 @@ BestOption = Annotated[int, option("--keep-best", "N", "also keep the best N", s
 MetricOption = Annotated[str | None, option("--best-metric", "NAME", "metric for --keep-best [default: the run's own]")]
 ModeOption = Annotated[str | None, option("--best-mode", "min|max", "whether its lowest or its highest value is best")]
 MemoryOption = Annotated[str, option("--memory-dir", "PATH", "the memory_dir option of the run")]
+GoneOption = Annotated[
+    bool, option("--memory", None, "only free the snapshots in this host's memory whose runs are gone; takes no DIR")
+]
+PrunedArgument = Annotated[str | None, argument("[DIR]", "a run directory", complete_run)]
 BackArgument = Annotated[str, argument("DIR@STEP", "the checkpoint to go back to", complete_checkpoint)]
 WhyOption = Annotated[str, option("--reason", "TEXT", "why; recorded in the ledger and shown in the report")]
 SkipOption = Annotated[
@@ -111,7 +116,7 @@ def rm(checkpoint: OneArgument, *, dry_run: DryOption = False, as_json: JsonOpti
 
 
 def prune(
-    directory: RunArgument,
+    directory: PrunedArgument = None,
     *,
     max_num_checkpoints: NewestOption = None,
     keep_every_n_steps: EveryOption = None,
@@ -119,6 +124,7 @@ def prune(
     best_metric: MetricOption = None,
     best_mode: ModeOption = None,
     memory_dir: MemoryOption = "auto",
+    memory: GoneOption = False,
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,12 +133,20 @@ def prune(
     Also deletes orphaned objects. Without --max-num-checkpoints every checkpoint stays. The newest checkpoint, pinned
     and leased checkpoints always stay. Takes ownership of the run while it works, so it refuses a run that is training,
     which prunes itself. Frees the run's snapshots in this host's memory, unless storage does not have one of them yet.
+
+    `ckpt prune --memory` frees only what killed runs left in this host's memory, if their run directory on a local disk
+    is gone. `ckpt doctor` lists what is there.
     """
     from ckpt_tasks.checkpoint.restore.reading import open_run
     from ckpt_tasks.run.ledger.config import CheckpointConfig
     from ckpt_tasks.run.upkeep.verifying import missing_metric
 
     with output(as_json) as out:
+        if memory == (directory is not None):
+            raise ConfigError("`ckpt prune` takes a run directory, or --memory for runs that are gone")
+        if directory is None:
+            _free(out, memory_dir, dry_run)
+            return
         run = open_run(directory)
         state = run.head().state
         if max_num_checkpoints is None and (keep_every_n_steps is not None or keep_best):
@@ -295,6 +309,26 @@ def _prune(out: Output, run: Run, config: CheckpointConfig, dry_run: bool) -> No
     elif not swept and all(fate == "stays" for *_, fate in rows):
         out.print("There is nothing to remove.")
     out.fail(bool(undeleted) or any(fate == "stays after all" for *_, fate in rows))
+
+
+_GONE = (
+    Column("checkpoint_dir", "run", itemgetter(0)),
+    Column("size_bytes", "size", itemgetter(1), size, numbers=True),
+)
+
+
+def _free(out: Output, memory_dir: str, dry_run: bool) -> None:
+    from ckpt_tasks.checkpoint.memory.cache import free_snapshots, snapshots_left
+    from ckpt_tasks.checkpoint.memory.memory_room import SHARED_MEMORY
+
+    directory = SHARED_MEMORY if memory_dir == "auto" else Path(memory_dir)
+    rows = [(url, size_bytes) for url, (size_bytes, is_gone) in snapshots_left(directory).items() if is_gone]
+    if rows and not dry_run:
+        free_snapshots(directory)
+    freed_bytes = sum(size_bytes for _, size_bytes in rows)
+    facts = {"dry_run": dry_run, "freed_memory_bytes": freed_bytes, "gone": row_facts(_GONE, rows)}
+    end = f"{'Would free' if dry_run else 'Freed'} {size(freed_bytes)}." if rows else "No run that is gone has any."
+    out.answer(facts, [listing(_GONE, rows), end])
 
 
 def _execute(config: CheckpointConfig) -> tuple[list[Verdict], int]:

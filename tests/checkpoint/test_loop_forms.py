@@ -1,4 +1,4 @@
-"""The forms of a loop, each killed at every batch: it trains what a plain loop over the same batches trains."""
+"""The forms of a loop, each killed at many a batch: it trains what a plain loop over the same batches trains."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ckpt_tasks.testing import MemoryStore, located
 EPOCHS, BATCHES, SIZE = 2, 4, 2
 Place = tuple[int, int | None]  # Of a kill: (epoch, batch), before the batch is trained; None: at the epoch's end.
 PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
+FEW: list[Place] = [(0, 0), (0, 2), (0, None), (1, 3), (1, None)]  # One of each kind, one after the other.
 
 
 class Killed(BaseException):
@@ -372,13 +373,13 @@ def by_length_refused(form: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Killed at each batch and each end of an epoch it trains what a plain loop trains, or its first save raises."""
+    """Killed at the beginning, in and at the end of an epoch it trains as a plain loop, or its first save raises."""
     if form in REFUSED or (form in BEHIND and kind != "resumable"):
         with pytest.raises(ConfigError, match=r"a resume would train other samples|it would not leave it"):
             start(kind, form, Run(), located_config())
         return
     check(kind, form, 0, [])
-    check(kind, form, 0, PLACES)
+    check(kind, form, 0, FEW)
     assert "enumerate begins" not in caplog.text
 
 
@@ -394,6 +395,6 @@ def test_workers_change_no_form(form: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED | BEHIND])
 def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:
-    """Killed once, at any place, and with batches that two workers have read ahead, every form goes on as the plain."""
-    for place in PLACES:
-        check(kind, form, workers, [place])
+    """Killed once, at any place, or at one after the other, every form goes on as the plain, also with two workers."""
+    for places in [*([place] for place in PLACES), PLACES]:
+        check(kind, form, workers, places)

@@ -107,6 +107,7 @@ def steps_begin_again(place: Path) -> None:
         (lambda place: Checkpointer(CheckpointConfig(checkpoint_dir="s3:/b/lm")), "after s3 come ://.*Write s3://b/lm"),
         (lambda place: Checkpointer(CheckpointConfig(checkpoint_dir="s4://b/lm")), "s4://b/lm.*Write s3://"),
         (lambda place: config(place, max_num_checkpoints=0), "must be a whole number from 1 on or None, not 0"),
+        (lambda place: Checkpointer(config(place), take_over="no"), "take_over is True or False, not 'no'"),  # type: ignore[arg-type]
         (steps_begin_again, "step 1 comes after step 3.*count on over all epochs"),
     ],
 )  # fmt: skip

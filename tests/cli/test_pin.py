@@ -70,15 +70,3 @@ def test_rm_never_takes_the_last_good_one(run_dir: Path) -> None:
     answer = ckpt("rm", f"{run_dir}@2", "--json")
     assert (answer.status, answer.data["error"]["type"]) == (1, "NoGoodCheckpointError")
     assert steps(run_dir) == save_steps_of_copy == [3, 2]
-
-
-def test_rm_keeps_away_from_a_run_in_use(run_dir: Path) -> None:
-    """P33: while another process holds the run nothing is removed, and the error says who may."""
-    owner = OwnerChild(run_dir)
-    for step in (1, 2):
-        assert owner.ask(f"save {step}") == f"ok {step}"
-    answer = ckpt("rm", f"{run_dir}@1", "--json")
-    assert (answer.status, answer.data["error"]["type"]) == (1, "OwnedError")
-    assert "Only the process that trains a run removes its checkpoints" in answer.data["error"]["hint"]
-    owner.kill()
-    assert steps(run_dir) == [2, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,25 @@ def test_a_memory_directory_of_the_runs_own_is_named(run_dir: Path, memory: Path
     assert snapshots(memory) == []
     wrong = ckpt("prune", run_dir, "--memory-dir", memory / "nothing", "--json")
     assert (wrong.status, wrong.data["error"]["type"]) == (1, "ConfigError")
+
+
+def test_snapshots_of_runs_that_are_gone_are_freed(run_dir: Path, memory: Path) -> None:
+    """P67: --memory frees what killed runs left whose directory is gone, a dry run nothing; it takes no directory."""
+    left_in_memory(run_dir, str(memory))
+    left_in_memory(run_dir.with_name("gone"), str(memory))
+    kept = [*memory.glob("*/*")]
+    [gone] = {lock.parent for lock in memory.glob("*/*/lock") if b"/gone" in lock.read_bytes()}
+    shutil.rmtree(run_dir.with_name("gone"))
+    free = ("prune", "--memory", "--memory-dir", memory, "--json")
+    planned = ckpt(*free, "--dry-run").data
+    assert [row["checkpoint_dir"] for row in planned["gone"]] == [str(run_dir.with_name("gone"))]
+    assert planned["gone"][0]["size_bytes"] == planned["freed_memory_bytes"] > 0
+    assert [*memory.glob("*/*")] == kept
+    assert ckpt(*free).data == {**planned, "dry_run": False}
+    assert {*memory.glob("*/*")} == {*kept} - {gone}
+    assert ckpt(*free).data["gone"] == []
+    assert "a run directory, or --memory" in ckpt("prune", run_dir, "--memory").err
+    assert "a run directory, or --memory" in ckpt("prune").err
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)

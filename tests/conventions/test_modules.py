@@ -111,7 +111,6 @@ OTHERWISE = {
     ("state/kinds/test_sparse.py", "_indices"),
     ("state/kinds/test_sparse.py", "_values"),
     ("state/test_all_or_nothing.py", "_buffers"),
-    ("support/legs.py", "_config"),
     ("property/test_protocol.py", "_read_back"),
 }
 # Names of torch's that ours happens to define as well.

@@ -15,7 +15,7 @@ from tools.sources import files, parse, walk
 # Other places than this machine has: its shared memory belongs to everybody, and its size cannot be chosen.
 PLACES = {
     "checkpoint.memory.cache.default_directory",
-    "checkpoint.memory.memory_room._SHARED_MEMORY",
+    "checkpoint.memory.memory_room.SHARED_MEMORY",
     "checkpoint.memory.memory_room.open",
 }
 # The time that a slow machine needs to reach the ranks' store.

@@ -104,16 +104,3 @@ def test_a_run_of_an_earlier_version_gets_a_reserve_from_its_next_owner(tmp_path
     (root / ".ckpt-reserve").rmdir()
     train(root, 2)
     assert (live(root), reserved(root)) == ([1, 2], 16)
-
-
-def test_no_command_shows_or_copies_the_reserve(tmp_path: Path) -> None:
-    """The reserve is neither an orphan nor damage, and no copy has it."""
-    root = tmp_path / "run"
-    train(root, 1)
-    commands: list[list[str | Path]] = [["verify", root], ["ls", root], ["sync", root, tmp_path / "copy"]]
-    for arguments in commands:
-        answer = command(*arguments)
-        assert answer.status == 0, answer
-        assert "reserve" not in answer.out + answer.err
-    assert reserved(root) == 16
-    assert not (tmp_path / "copy/.ckpt-reserve").exists()

@@ -119,7 +119,7 @@ def test_a_snapshot_of_another_user_is_not_restored(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whose: str
 ) -> None:
     """A snapshot that is somebody else's is left alone: that is said, and the run goes on from storage."""
-    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room.SHARED_MEMORY", memory)
     config = CheckpointConfig(checkpoint_dir=str(run_dir), step_interval=1)
     with suppress(ZeroDivisionError), Checkpointer(config) as ckpt:
         ckpt.save(1, state_of(1))

@@ -30,7 +30,7 @@ def shared(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         used_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         return SimpleNamespace(f_bavail=(64 * MIB - used_bytes) // 4096, f_frsize=4096)
 
-    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room._SHARED_MEMORY", memory)
+    monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room.SHARED_MEMORY", memory)
     monkeypatch.setattr(os, "statvfs", statvfs)
     return memory
 
@@ -81,7 +81,7 @@ def test_a_state_without_room_leaves_shared_memory_alone(
 ) -> None:
     """Two states of 40 MiB in 64, or no shared memory: it is said once that they die with the process; all commits."""
     if missing:
-        monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room._SHARED_MEMORY", shared / "missing")
+        monkeypatch.setattr("ckpt_tasks.checkpoint.memory.memory_room.SHARED_MEMORY", shared / "missing")
     with _opened(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, _state(40 * MIB, step))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from tests.crash import zombie
 from tests.support.chaos import Chaos
+from tests.support.interpreters import Forked
 from tests.support.places import S3Place
 from tests.support.rules import Fault, Gate
 from tests.support.runs import UNTOUCHED, opened, run_of
@@ -22,16 +22,14 @@ from tests.support.waiting import until
 
 
 @contextmanager
-def in_mid_upload(
-    place: S3Place, chaos: Chaos, output: Path, *more: str
-) -> Iterator[tuple[subprocess.Popen[bytes], Gate]]:
+def in_mid_upload(place: S3Place, chaos: Chaos, output: Path, *more: str) -> Iterator[tuple[Forked, Gate]]:
     """Run a trainer until the second part of its second checkpoint is on its way, and held there."""
     gate = Gate()
     chaos.on(Fault(hold_request=gate), operation="UploadPart", key="checkpoint_000000000002", skip=1, times=1)
     options = place.through(chaos.endpoint).options_json
     command = [sys.executable, "-m", "tests.crash.zombie", place.url, "--storage-options", options]
     command += ["--ballast-bytes", str(zombie.LARGE), *more]
-    with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+    with output.open("wb") as file, Forked(command, stderr=file) as process:
         try:
             until(lambda: gate.reached.is_set() or process.poll() is not None, 60)
             assert process.poll() is None

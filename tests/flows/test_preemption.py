@@ -247,6 +247,7 @@ def test_sigterm_to_flow_run_execute(start: Start, place: str, twice: bool) -> N
     assert run.states()[-2:] == ["Running", "AwaitingRetry"]
 
 
+@pytest.mark.slow
 def test_a_worker_takes_a_preempted_flow_run_that_prefect_has_retried(start: Start) -> None:
     """P69: a retry of the whole flow in its process has begun; a preemption then leaves nothing to wait for."""
     run = start("again", flow=retried, retries=0)

@@ -190,13 +190,6 @@ def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, whole:
     assert_equal(run_dir, whole)
 
 
-def test_a_loss_that_is_not_a_number_is_warned_of(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """P20, P67: by default the run goes on, says so once, and its best checkpoint is one with numbers."""
-    assert diverging(run_dir, 12, {}, best_metric="loss").step == 12
-    assert sum("loss is nan" in record.getMessage() for record in caplog.records if record.name == "ckpt_tasks") == 1
-    assert open_run(str(run_dir)).find("best").step == 5
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from urllib.request import urlopen
 from tests.servers.process import NotProvisionedError, NotReadyError, on_free_port, tied, token, wait_until
 
 REGION = "us-east-1"
+BUCKETS = f"test-{os.getpid()}-"  # how the buckets of this process's tests begin
 # ministack pins another botocore than s3fs, so the programs have a virtual environment of their own.
 PROGRAMS = Path(sys.prefix, "servers", "bin")
 
@@ -103,7 +105,7 @@ class S3Server:
     @contextmanager
     def fresh_bucket(self) -> Iterator[str]:
         """Make a bucket that nobody has used; on leaving, delete it with all it holds: servers keep it in memory."""
-        client, name = self.client(), f"test-{token()}"
+        client, name = self.client(), f"{BUCKETS}{token()}"
         client.create_bucket(Bucket=name)
         yield name
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):

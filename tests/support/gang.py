@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tests.support.children import forking
-
-_PR_SET_PDEATHSIG = 1
+from tests.support.interpreters import Process
 
 
 class Gang:
@@ -32,9 +30,9 @@ class Gang:
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            ours, theirs = forking.Pipe()
+            ours, theirs = Pipe()
             log = output.with_name(f"{output.name}.{rank}") if output else None
-            process = forking.Process(target=_run, args=(theirs, (rank, size, port), job, arguments, log), daemon=True)
+            process = Process(_run, (theirs, (rank, size, port), job, arguments, log))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -56,9 +54,7 @@ class Gang:
             process.kill()
 
     def pid(self, rank: int) -> int:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        return pid
+        return self.processes[rank].pid
 
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.pid(rank), number)
@@ -126,7 +122,6 @@ def _run(
     global _pipe
     _pipe = pipe
     rank, size, port = place
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if log is not None:
         with log.open("wb") as file:
             os.dup2(file.fileno(), 1)

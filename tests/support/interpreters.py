@@ -1,7 +1,7 @@
-"""Python programs in an interpreter of their own, forked from one that has imported torch, which takes seconds.
+"""Processes of Python, forked from one that has imported torch, which takes seconds: the nursery of this process.
 
-A program ends as every interpreter does: threads are joined, exit functions run, errors that nobody caught are printed.
-That is what children of tests/support/children.py, of multiprocessing, leave out.
+`Python` and `Forked` are programs. They end as every interpreter does: threads are joined, exit functions run, errors
+that nobody caught are printed. A `Process` calls a function, and leaves that out, as multiprocessing does.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.util
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -21,15 +23,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import context, popen_spawn_posix, reduction
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
-_IMPORTED = ("torch.utils.data", "ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.testing")
+# torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child. pandas comes
+# with Arrow's first array of Python values, where it is installed.
+_IMPORTED = (
+    *("torch.utils.data", "torch._dynamo", "torch.distributed.fsdp", "s3fs", "pandas", "pytest", "hypothesis"),
+    *("ckpt_tasks.checkpoint.checkpointer", "ckpt_tasks.flows.gang.rank", "ckpt_tasks.storage.objects"),
+    *("ckpt_tasks.testing", "tests.checkpoint.ranks.victims", "tests.crash.plain_loop", "tests.crash.zombie"),
+    *("tests.support.cli_runs", "tests.support.gang"),
+)
 _PR_SET_PDEATHSIG = 1
+_ABOVE_ALL = 512  # no process that asks has so many descriptors
 _started = subprocess.Popen  # for which a test may put Forked
 
 
@@ -39,19 +51,20 @@ class Python:
     What it prints comes from `stdout`; or all of it goes to the file `said`, if there is one.
     """
 
-    def __init__(self, *arguments: object, environment: Mapping[str, str] | None = None, said: IO[Any] | None = None):
+    def __init__(
+        self,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        said: IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
+    ):
         out, into = os.pipe()
-        self.ended, ends = os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
         self.returncode: int | None = None
-        asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ)]
-        line = _nursery(os.getpid())
-        given = [into, self._stderr.fileno()] if said is None else [said.fileno(), said.fileno()]
-        socket.send_fds(line, [json.dumps(asked).encode()], [*given, ends])
+        given = (into, self._stderr.fileno()) if said is None else (said.fileno(), said.fileno())
+        self.pid, self.ended = _fork(arguments, given, environment, pass_fds)
         os.close(into)
-        os.close(ends)
-        self.pid = int(line.recv(64))
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +99,64 @@ class Python:
         return subprocess.CompletedProcess([], status, said, self._stderr.read())
 
 
+class Process:
+    """`target(*args)` in a session of its own; among `args` may be ends of pipes. It dies with this process."""
+
+    DupFd = popen_spawn_posix._DupFd  # what a pipe's end becomes in a pickle
+
+    def __init__(self, target: Callable[..., object], args: Sequence[object] = ()):
+        self._call = target, args
+        self._passed: list[int] = []
+        self.exitcode: int | None = None
+
+    def start(self) -> None:
+        with tempfile.TemporaryFile() as call:
+            context.set_spawning_popen(self)  # type: ignore[arg-type]
+            try:
+                call.write(reduction.ForkingPickler.dumps(self._call))
+            finally:
+                context.set_spawning_popen(None)
+            call.seek(0)
+            code, number = f"from {__name__} import called; called()", call.fileno()
+            self.pid, self._ended = _fork(["-c", code, number], (1, 2), None, [number, *self._passed])
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """Let the child have a descriptor, under the same number."""
+        self._passed.append(descriptor)
+        return descriptor
+
+    def is_alive(self) -> bool:
+        self.join(0)
+        return self.exitcode is None
+
+    def kill(self) -> None:
+        if self.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, at most for a time."""
+        if self.exitcode is None and select.select([self._ended], [], [], timeout_s)[0]:
+            self.exitcode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
+            os.close(self._ended)
+
+
+def called() -> None:
+    """Be the process of a Process."""
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        target, args = pickle.load(file)
+    status = 0
+    try:
+        target(*args)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 (as at the end of an interpreter)
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
 def python(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     with Python(*arguments, environment=environment) as program:
@@ -93,19 +164,20 @@ def python(*arguments: object, environment: Mapping[str, str] | None = None) -> 
 
 
 class Forked(subprocess.Popen[Any]):
-    """What stands for Popen: `python -m MODULE …` is a fork. Every other command is started.
+    """What stands for Popen: `python -m MODULE …` and `python -c CODE …` are forks. Every other command is started.
 
     Its hash seed is not that of its environment, and what it prints goes to the file that is given for its errors.
     """
 
     def __init__(self, command: Any, **options: Any):
         self._program: Python | None = None
-        if [*command[:2]] != [sys.executable, "-m"]:
+        if [*command[:2]] not in ([sys.executable, "-m"], [sys.executable, "-c"]):
             super().__init__(command, **options)
             return
-        given = options.get("stderr")
-        self._said: Any = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in wait)
-        self._program = Python(*command[1:], environment=options.get("env"), said=self._said)
+        given = options.get("stderr") or sys.__stderr__
+        self._said: Any = given if hasattr(given, "fileno") else tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in communicate)
+        more = {"environment": options.get("env"), "pass_fds": options.get("pass_fds", ())}
+        self._program = Python(*command[1:], said=self._said, **more)
         self.args, self.pid, self.returncode = command, self._program.pid, None
         self.stdin = self.stdout = self.stderr = None
 
@@ -133,6 +205,21 @@ class Forked(subprocess.Popen[Any]):
         with self._said:
             self._said.seek(0)
             return "", self._said.read()
+
+
+def _fork(
+    arguments: Sequence[object],
+    outputs: tuple[int, int],
+    environment: Mapping[str, str] | None,
+    pass_fds: Sequence[int],
+) -> tuple[int, int]:
+    """Have the nursery fork a program; return its id, and a descriptor that has its status when it has ended."""
+    ended, ends = os.pipe()
+    asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds]]
+    line = _nursery(os.getpid())
+    socket.send_fds(line, [json.dumps(asked).encode()], [*outputs, ends, *pass_fds])
+    os.close(ends)
+    return int(line.recv(64)), ended
 
 
 @cache
@@ -165,19 +252,24 @@ def serve(line: socket.socket) -> list[str] | None:
                 os.close(fd)
                 os.close(ends)
                 continue
-            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 3)
+            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 16)
             if not data:
                 return None
-            into, errors, ends = fds
+            into, errors, ends, *passed = fds
             if (pid := os.fork()) == 0:
                 os.dup2(into, 1)
                 os.dup2(errors, 2)
+                above = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in passed]
                 for held in (*fds, *living, *(ends for _, ends in living.values()), line.detach()):
                     os.close(held)
-                return _begun(*json.loads(data))
+                arguments, directory, environment, numbers = json.loads(data)
+                for held, number in zip(above, numbers, strict=True):
+                    os.dup2(held, number)
+                    os.close(held)
+                return _begun(arguments, directory, environment)
             line.send(str(pid).encode())
-            os.close(into)
-            os.close(errors)
+            for held in (into, errors, *passed):
+                os.close(held)
             watch = os.pidfd_open(pid)
             living[watch] = pid, ends
             poll.register(watch, select.POLLIN)
@@ -208,7 +300,8 @@ def code_of(arguments: list[str]) -> tuple[CodeType, dict[str, Any]]:
 
 if __name__ == "__main__":
     for _name in _IMPORTED:
-        importlib.import_module(_name)
+        with contextlib.suppress(ImportError):  # of packages that are not installed everywhere
+            importlib.import_module(_name)
     gc.collect()
     gc.freeze()
     _asked = serve(socket.socket(fileno=int(sys.argv[1])))

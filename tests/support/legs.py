@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from tests.support.children import forking
+from tests.support.interpreters import Process
 
 ROOT = Path(__file__).parents[2]
 _PR_SET_PDEATHSIG = 1
@@ -219,7 +219,7 @@ class _Host:
     def __init__(self, module: str, environment: Mapping[str, str]):
         self.has = module, environment
         self._calls, theirs = multiprocessing.Pipe()
-        self._process = forking.Process(target=_serve, args=(module, {**environment}, theirs), daemon=True)
+        self._process = Process(_serve, (module, {**environment}, theirs))
         self._process.start()
         theirs.close()
 
@@ -271,7 +271,6 @@ def _serve(module: str, environment: Mapping[str, str], calls: Connection) -> No
     os.environ |= environment
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a script; a child of a fork server has its own
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
     import_module(module)
     gc.collect()
     gc.freeze()  # or each leg goes through what the framework has imported, again and again

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import CkptError
-from tests.support.children import forking
+from tests.support.interpreters import Process
 
 
 class OwnerChild:
     """Start a process; `tell` and `ask` send it a verb (acquire, restore, save N, step N, sleep S, close)."""
 
     def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
-        self._pipe, theirs = forking.Pipe()
+        self._pipe, theirs = Pipe()
         arguments = (theirs, str(root), flow_run_id or None, timeout_s, take_over)
-        self.process = forking.Process(target=_obey, args=arguments, daemon=True)
+        self.process = Process(_obey, arguments)
         self.process.start()
         theirs.close()
 

@@ -10,7 +10,7 @@ from ckpt_tasks.system import System, use
 
 Running = TypeVar("Running", bound=System)
 
-__all__ = ["Hurried", "Impatient", "Sleepless", "running_on"]
+__all__ = ["Hurried", "Impatient", "Sleepless", "Waited", "running_on"]
 
 
 @contextmanager
@@ -51,3 +51,15 @@ class Sleepless(System):
 
     def sleep(self, seconds: float) -> None:
         """Return at once."""
+
+
+class Waited(System):
+    """A machine whose time passes in waits alone, which take none of ours."""
+
+    waited_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.waited_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waited_s += seconds

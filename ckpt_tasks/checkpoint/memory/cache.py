@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class SnapshotCache:
         try:
             self._root = private_root(directory)
             self.memory = MemoryDirectory(self._root, self._name(self._world.rank), self.store.url)
-            sweep(self._root, _is_gone)
+            sweep(self._root, is_gone)
         except (StoreError, ConfigError) as error:
             if self._memory_dir != "auto":
                 raise
@@ -329,12 +330,34 @@ def _sealed(memory: SlotFiles, storage: ReadableStore) -> Iterator[tuple[str, Pa
             _log.warning("A snapshot in memory is not used: %s", error)
 
 
+def snapshots_left(directory: Path) -> dict[str, tuple[int, bool]]:
+    """Return the snapshots that no process of this host holds: run directory → (size in bytes, whether it is gone).
+
+    Only a local disk tells that a run is gone.
+    """
+    root, gone = directory / f"ckpt-tasks-{os.getuid()}", set[str]()
+
+    def note(name: str, url: str) -> bool:
+        gone.update([url] if is_gone(name, url) else [])
+        return True
+
+    sizes = Counter[str]()
+    for url, size_bytes in sweep(root, note, left_s=0, dry_run=True) if root.is_dir() else ():
+        sizes[url] += size_bytes  # Each rank has its own.
+    return {url: (size_bytes, url in gone) for url, size_bytes in sorted(sizes.items()) if size_bytes}
+
+
+def free_snapshots(directory: Path) -> None:
+    """Remove the snapshots of runs that are gone."""
+    sweep(private_root(directory), is_gone, left_s=0)
+
+
 def _name_of(url: str, format_json: bytes) -> str:
     """Return the name of a run's memory: a hash of URL and format.json, since another run may replace it at its URL."""
     return digest_hex(os.fsencode(url) + b"\0" + format_json)
 
 
-def _is_gone(name: str, url: str) -> bool:
+def is_gone(name: str, url: str) -> bool:
     """Return True if a local disk no longer has the run whose memory has this `name`."""
     try:
         return os.path.isabs(url) and _name_of(url, Path(url, FORMAT_NAME).read_bytes()) != name.partition("-")[0]

@@ -276,26 +276,33 @@ def private_root(directory: Path) -> Path:
     return root
 
 
-def sweep(root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT_S) -> None:
-    """Remove the memory of runs that are gone: `is_gone(directory name, text of its lock)` decides.
+def sweep(
+    root: Path, is_gone: Callable[[str, str], bool], left_s: float = _LEFT_S, *, dry_run: bool = False
+) -> list[tuple[str, int]]:
+    """Remove the memory of runs that are gone; return their run directories and sizes in bytes.
 
-    Memory that a process holds stays, and so does memory that was taken within the last `left_s` seconds.
+    `is_gone(directory name, text of its lock)` decides. Memory that a process holds stays, and so does memory that was
+    taken within the last `left_s` seconds.
     """
+    swept = []
 
-    def is_doomed(path: Path, lock: int) -> bool:
-        is_old = time.time() - os.fstat(lock).st_mtime > left_s
-        return is_old and is_gone(path.name, os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0")))
+    def doomed(path: Path, lock: int) -> str | None:
+        url = os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0"))
+        return url if time.time() - os.fstat(lock).st_mtime > left_s and is_gone(path.name, url) else None
 
-    for path in set(root.iterdir()) - _HELD:  # Opening and closing our own lock file would release the lock.
+    for path in set(root.iterdir()) - _HELD:  # Closing our own lock file would release the lock.
         with suppress(OSError):
             lock = _open_lock(path / "lock")
             try:
-                if is_doomed(path, lock):  # Not before this check: a new directory's process may want the lock.
+                if doomed(path, lock) is not None:  # A new directory's process may want the lock.
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if is_doomed(path, lock):
-                        shutil.rmtree(path, ignore_errors=True)
+                    if (url := doomed(path, lock)) is not None:
+                        swept.append((url, SlotFiles(path).held_bytes()))
+                        if not dry_run:
+                            shutil.rmtree(path, ignore_errors=True)
             finally:
                 close_descriptor(lock)
+    return swept
 
 
 def _lock(lock: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (it is not a temporary file: that it outlives the process is the point)
 _ROOM = 1.05  # Free memory must be this many times the size of two snapshots.
 _V1_NO_LIMIT_BYTES = 1 << 62  # Version 1 writes "no limit" as the largest number of whole pages.
 
@@ -31,11 +31,11 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 def default_directory(size_bytes: int) -> Path | None:
     """Return /dev/shm if it, the machine and the container have room for two snapshots of this size, else None."""
-    if not _SHARED_MEMORY.is_dir():
+    if not SHARED_MEMORY.is_dir():
         return None
-    status = os.statvfs(_SHARED_MEMORY)
+    status = os.statvfs(SHARED_MEMORY)
     free_bytes = min(status.f_bavail * status.f_frsize, available_bytes())
-    return _SHARED_MEMORY if free_bytes > _ROOM * size_bytes * 2 else None
+    return SHARED_MEMORY if free_bytes > _ROOM * size_bytes * 2 else None
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt_tasks.checkpoint.memory.cache import snapshots_left
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
-from ckpt_tasks.checkpoint.memory.memory_room import default_directory
+from ckpt_tasks.checkpoint.memory.memory_room import SHARED_MEMORY, default_directory
 from ckpt_tasks.checkpoint.restore.reading import Run
 from ckpt_tasks.checkpoint.restore.run_forecast import forecast_run
 from ckpt_tasks.cli.doctor.checks import Check, judge_clock, judge_disk, judge_last, judge_memory
@@ -21,12 +22,11 @@ from ckpt_tasks.format.keys import FORMAT_NAME
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.space import Forecast
 from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.report.words import size
 from ckpt_tasks.storage.locations import Location, free_bytes
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.storage.retrying import RetryingStore
 
-# /dev/shm is no temporary directory: its files must outlive the process.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _DEADLINE_S = 5.0
 # An object of this size shows whether the store works; `ckpt doctor-store` measures speed.
 _SMALL_BYTES = 1 << 16
@@ -36,8 +36,9 @@ _WRITTEN = ("ledger", "heartbeat")
 
 def check_place(directory: str | None) -> list[Check]:
     """Check the store of a run directory, existing or new, and the memory of this host."""
+    left = [judge_snapshots(found)] if (found := snapshots_left(SHARED_MEMORY)) else []
     if directory is None:
-        return [Check("store", "not checked", "no DIR was named"), _memory(None, None)]
+        return [Check("store", "not checked", "no DIR was named"), _memory(None, None), *left]
     try:
         store = Location(directory).open()
         inner = store.inner if isinstance(store, RetryingStore) else store
@@ -46,13 +47,13 @@ def check_place(directory: str | None) -> list[Check]:
         state = run.head().state if run is not None else State()
         disk = [*_disk(inner, run)]
     except CkptError as error:
-        return [Check("store", "wrong", error.message, error.hint or ""), _memory(None, None)]
+        return [Check("store", "wrong", error.message, error.hint or ""), _memory(None, None), *left]
     results = [
         judge_last("restore drill", state.checks_of("drill"), "ckpt restore-drill"),
         judge_last("verification", state.checks_of("verify"), "ckpt verify"),
     ]
     memory = _memory(inner.url, newest.size_bytes if newest else None)
-    return [seen, *(results if newest else ()), *disk, *_clock(inner.endpoint), memory]
+    return [seen, *(results if newest else ()), *disk, *_clock(inner.endpoint), memory, *left]
 
 
 def _store(store: Store, patient: Store) -> tuple[Check, Run | None]:
@@ -108,21 +109,29 @@ def _clock(endpoint: str | None) -> Iterator[Check]:
 
 def _memory(url: str | None, size_bytes: int | None) -> Check:
     """Check the memory for snapshots of a run whose newest checkpoint has this size; None: no checkpoint."""
-    if not _SHARED_MEMORY.is_dir():
-        return judge_memory(str(_SHARED_MEMORY), None, None, None)
-    status = os.statvfs(_SHARED_MEMORY)
+    if not SHARED_MEMORY.is_dir():
+        return judge_memory(str(SHARED_MEMORY), None, None, None)
+    status = os.statvfs(SHARED_MEMORY)
     room = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     if size_bytes is None or url is None:
-        return judge_memory(str(_SHARED_MEMORY), room, None, None)
+        return judge_memory(str(SHARED_MEMORY), room, None, None)
     needed_bytes = size_bytes * len(SLOTS)
     fits = default_directory(max(needed_bytes - _held_bytes(url), 0) // len(SLOTS)) is not None
-    return judge_memory(str(_SHARED_MEMORY), room, needed_bytes, fits)
+    return judge_memory(str(SHARED_MEMORY), room, needed_bytes, fits)
+
+
+def judge_snapshots(left: Mapping[str, tuple[int, bool]]) -> Check:
+    """List the snapshots in memory that no process holds; those of runs that are gone take up room for nothing."""
+    gone = any(is_gone for _, is_gone in left.values())
+    seen = [f"{url}: {size(held)}{', a run that is gone' * is_gone}" for url, (held, is_gone) in left.items()]
+    do = "Free those of runs that are gone: ckpt prune --memory" if gone else ""
+    return Check("snapshots", "warning" if gone else "ok", "; ".join(seen), do)
 
 
 def _held_bytes(url: str) -> int:
     """Return the size of the run's own snapshots on this host, which new snapshots will replace."""
     held_bytes = 0
-    for lock in (_SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
+    for lock in (SHARED_MEMORY / f"ckpt-tasks-{os.getuid()}").glob("*/lock"):
         if holds(lock, os.fsencode(url)):
             held_bytes += sum(path.stat().st_size for path in lock.parent.glob("*/*") if path.is_file())
     return held_bytes

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -113,4 +114,7 @@ def main(descriptor: int, *, bound: bool) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     for name in _PRELOADED:
         import_module(name)
+    # Otherwise each rank would look through all of it several times, and copy its pages to do so: 1 s of its start.
+    gc.collect()
+    gc.freeze()
     _Server(socket.socket(fileno=descriptor)).serve()

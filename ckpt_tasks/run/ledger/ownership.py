@@ -46,6 +46,7 @@ RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; it
 _POLL_S = 0.25
 _BEAT = 1 / 4  # An owner renews its heartbeat after this part of the timeout.
 _MISSED = 1.5  # An owner that has missed this many heartbeats is late, or gone.
+_COLLECTIONS, _COLLECTION_S = 5, 0.02  # Another thread may be collecting garbage for this long in all.
 
 
 class Leftover(Protocol):
@@ -309,8 +310,11 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 def _finish_here(owner: Owner) -> None:
     """Finish the save of a garbage-collected Checkpointer of this process, and release the directory."""
-    if owner.id in Heartbeat.held_here:
-        gc.collect()
+    for _ in range(_COLLECTIONS if owner.id in Heartbeat.held_here else 0):
+        gc.collect()  # This does nothing while another thread collects.
+        if owner.id in left_here:
+            break
+        system().sleep(_COLLECTION_S)
     if owner.id in left_here:
         left_here[owner.id].finish()
 

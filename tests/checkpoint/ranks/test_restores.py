@@ -224,18 +224,16 @@ def test_each_host_reads_for_itself(tmp_path: Path, size: int, hosts: int, far: 
     assert times * 0.95 < sum(read for read, _ in found) / state_bytes(tmp_path) < times * 1.05
 
 
-def restore_while_one_dies(rank: int, size: int, root: str) -> tuple[tuple[str, str], float, bool, list[str]]:
+def restore_while_one_dies(rank: int, size: int, root: str) -> tuple[tuple[str, str], bool, list[str]]:
     watch(far=True, on_read=(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank else lambda: None)
     state = state_of("ddp", size, WIDE)
     model = state["model"].module  # what is restored is compared without a collective: the other rank is dead
     before = digests(model, state["optimizer"])
     ckpt = Checkpointer(config(root, memory_dir=None, flush_timeout_s=3))
-    started = time.monotonic()
     said = attempt(ckpt.restore, state)
-    seconds = time.monotonic() - started
     opened = [target_of(number) for number in os.listdir("/proc/self/fd")]
     left = [line for line in (*opened, *Path("/proc/self/maps").read_text().splitlines()) if "memfd:ckpt-tasks" in line]
-    return said, seconds, digests(model, state["optimizer"]) == before, left
+    return said, digests(model, state["optimizer"]) == before, left
 
 
 def target_of(number: str) -> str:
@@ -246,13 +244,12 @@ def target_of(number: str) -> str:
 
 
 def test_a_rank_that_dies_while_the_others_wait_for_its_share(tmp_path: Path) -> None:
-    """The others raise within the deadline and are as they were; nothing is left in shared memory."""
+    """The others raise, as one of them has ended, and are as they were; nothing is left in shared memory."""
     run(2, save, "ddp", str(tmp_path))
     with Gang(2, restore_while_one_dies, str(tmp_path)) as gang:
-        kind, (said, seconds, same, left) = gang.said(0)
+        kind, (said, same, left) = gang.said(0)
     assert (kind, said[0], same, left) == ("result", "StoreError", True, [])
     assert "rank 1 has ended" in said[1]
-    assert seconds < 30
 
 
 Spans = dict[str, np.ndarray[Any, np.dtype[np.int64]]]

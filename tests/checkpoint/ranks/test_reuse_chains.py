@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,6 @@ from ckpt_tasks.run.opening import open_checkpoint
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import settle
 from tests.checkpoint.ranks.training import config, put, refuse, steps_of
-from tests.support.children import forking
 from tests.support.gang import Gang, report
 
 SIZE = 2
@@ -129,7 +129,7 @@ class Ranks:
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """Start a gang that does what it is told."""
-    ours, theirs = zip(*(forking.Pipe() for _ in range(SIZE)), strict=True)
+    ours, theirs = zip(*(Pipe() for _ in range(SIZE)), strict=True)
     with Gang(SIZE, obey, [*theirs]) as gang:
         yield Ranks(gang, [*ours])
         for pipe in ours:

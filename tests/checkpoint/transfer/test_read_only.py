@@ -22,8 +22,9 @@ _STRANGER = 65534
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """Return a directory that another user reaches; pytest's own are for one user alone."""
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a directory that another user reaches, and temporary ones; pytest's own are for one user alone."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     with tempfile.TemporaryDirectory(prefix="ckpt-tasks-read-only-") as made:
         Path(made).chmod(0o755)
         yield Path(made)

@@ -20,7 +20,6 @@ from ckpt_tasks.errors import RankError
 from ckpt_tasks.flows import engines
 from ckpt_tasks.flows.console import TerminalTraining, train_in_terminal
 from ckpt_tasks.flows.evaluate import evaluate
-from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.flows.train import TrainResult, train
 from ckpt_tasks.run.opening import read_manifest
 from tests.support import elastic
@@ -120,27 +119,6 @@ def test_a_rollback_leaves_batches_out(run_dir: Path, tmp_path: Path) -> None:
 
 def position(run_dir: Path) -> object:
     return elastic.trained(run_dir)[1]["data"]
-
-
-def test_an_early_stop_ends_the_ranks(run_dir: Path) -> None:
-    """An evaluation without a better loss ends a run on two ranks at a batch's end, committed and released."""
-    losses = {5: 0.5, 10: 0.6}
-
-    def record(progress: Progress) -> None:
-        newest = open_run(str(run_dir)).find("latest")
-        if newest.step in losses:
-            open_run(str(run_dir)).record_evaluation(newest, "quick", {"loss": losses.pop(newest.step)})
-
-    token = watcher.set(record)
-    try:
-        result = run(run_dir, 60, early_stop={"metric": "loss", "patience": 1})
-    finally:
-        watcher.reset(token)
-    assert result.step == 15
-    assert str(result.stopped_because).startswith("stopped at step 15: 1 evaluation by quick without a better loss")
-    owner = open_run(str(run_dir)).head().state.owner
-    assert owner is not None
-    assert owner.released
 
 
 def test_another_number_of_ranks_is_said(

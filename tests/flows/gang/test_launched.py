@@ -101,15 +101,6 @@ def newest(run_dir: Path) -> int:
         return 0
 
 
-def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
-    """A program that shares nothing between its ranks is refused before anything is written."""
-    with ranks(run_dir, program="tests.support.parallel:Alone") as children:
-        assert [child.wait() for child in children] == [1, 1]
-        said = " ".join(children[0].said().split())
-        assert "the program holds no DistributedDataParallel, FSDP or DTensor: 2 ranks" in said
-    assert not run_dir.exists()
-
-
 @pytest.fixture
 def exchanges() -> Iterator[list[StoreExchange]]:
     """Yield the exchanges of two ranks over a store of their own."""

@@ -90,6 +90,7 @@ def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, capl
     assert [pid for pid in {*pids} - {rank.pid for rank in kept.ranks} if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_path: Path) -> None:
     """The kernel kills all ranks with their fork server: the error says so of all of them; the next gang goes on.
 
@@ -159,10 +160,15 @@ def test_an_agent_that_is_interrupted_releases_the_run(run_dir: Path) -> None:
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-class _Ported(Gang):
+class _Ported(KeptGang):
     """An engine that remembers where rank 0 listens."""
 
     port = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept.prepare()
+        self._server = kept._server
 
     def start(self, begin: Begin) -> int:
         self.port = super().start(begin)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ckpt_tasks import open_run
 from ckpt_tasks.flows.session.drill import drill_run
 from ckpt_tasks.run.report.words import check_words
@@ -14,6 +16,7 @@ from tests.support.cli_runs import flip
 PROGRAM = "tests.support.parallel:Unbuilt"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_drill_has_as_many_ranks_as_the_run(run_dir: Path, tmp_path: Path) -> None:
     """Both ranks restore their part, values by rank too; damage of the second rank's part is a fault of the drill.
 
