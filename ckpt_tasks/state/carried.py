@@ -13,6 +13,7 @@ from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt_tasks.state.groups import Groups, objects_of
@@ -66,7 +67,7 @@ class _Carried:
         self._gradient, self._at_save, self._crosses = None, None, False
         if self._parameter is None or self._parameter() is None:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._follow(next((p for p in parameters if p.requires_grad and p.is_leaf), None))
+            self._follow(next((p for p in parameters if p.requires_grad and p.is_leaf and not is_lazy(p)), None))
 
     def _follow(self, parameter: torch.Tensor | None) -> None:
         if self._hook is not None:
