@@ -27,11 +27,13 @@ _LOST = (
 )
 
 
-class Position(Protocol):
+class LoopPosition(Protocol):
+    """Where a loop is; a Checkpointer has it."""
+
     step: int
 
 
-def watch_gradients(state: Groups, position: Position, saved: int | None = None) -> None:
+def watch_gradients(state: Groups, position: LoopPosition, saved: int | None = None) -> None:
     """Follow the gradients of the state's optimizers; `position` has the loop's last completed step.
 
     `saved`: the step of a save of this state. Gradients that it leaves out are told now, or when a step takes them.
@@ -62,7 +64,7 @@ class _Carried:
         self._at_save: tuple[str, int] | None = None
         self._has_warned = False
 
-    def begin(self, optimizer: Optimizer, position: Position) -> None:
+    def begin(self, optimizer: Optimizer, position: LoopPosition) -> None:
         self._position = position
         self._gradient, self._at_save, self._crosses = None, None, False
         if self._parameter is None or self._parameter() is None:

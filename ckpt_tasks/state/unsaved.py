@@ -31,7 +31,7 @@ from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from ckpt_tasks.state.carried import Position, watch_gradients
+from ckpt_tasks.state.carried import LoopPosition, watch_gradients
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.state.kinds.kinds import kind_of, may_draw
 from ckpt_tasks.state.kinds.modules import Gradients
@@ -77,7 +77,7 @@ class Covering(Protocol):
 class Unsaved:
     """The objects that a resume of one Checkpointer would lose."""
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: LoopPosition) -> None:
         self.has_looked = False
         self._position = position
         self._held: list[Any] = []  # The state's objects of _KINDS.
