@@ -231,7 +231,7 @@ class Entry:
     def to_bytes(self, *, parse: bool = True) -> tuple[bytes, str]:
         """Return the entry's bytes and their digest; raise StateError if a reader would refuse the entry.
 
-        Without `parse`, check only the size: a commit adds values that the save has checked.
+        Without `parse`, check only what a commit adds: the newest checkpoint, and the bounds of the whole JSON.
         """
         tail = self.state.live[sum(len(segment.checkpoints) for segment in self.segments) :]
         state = asdict(replace(self.state, live=tail))
@@ -253,9 +253,18 @@ class Entry:
                 raise ValueError(f"it has {len(data)} bytes, more than the {MAX_ENTRY_BYTES} that are read")
             if parse:
                 Entry.from_bytes(data, ledger_name(self.n))  # Check every bound as a reader does.
+            else:
+                self._check_newest(state["live"])
         except (ValueError, RecursionError, IntegrityError, FormatVersionError) as error:
             raise StateError(f"the ledger entry could not be read back: {error}") from error
         return data, digest
+
+    def _check_newest(self, live: Any) -> None:
+        """Raise IntegrityError if a reader would refuse the newest checkpoint; `live`: the entry's field."""
+        with well_formed("the newest checkpoint"):
+            newest = read_checkpoint(read_live(live)[1][-1])
+            if newest.n > self.n:
+                raise ValueError(f"it is of a later entry than number {self.n}")
 
     def is_in(self, data: bytes, digest: str) -> bool:
         """Return True if these bytes are the entry, as `to_bytes` wrote it; `digest`: the entry's digest."""
