@@ -208,7 +208,7 @@ def test_a_bucket_by_its_run(ministack: S3Server, bucket: str, monkeypatch: pyte
     assert ministack.client().list_objects_v2(Bucket=bucket).get("Contents", []) == []
     with Checkpointer(CheckpointConfig(checkpoint_dir=place)) as ckpt:
         ckpt.save(1, {"w": torch.zeros(10)})
-    assert "was proved" in doctor(place)[1]["store"]["seen"]
+    assert "were proved" in doctor(place)[1]["store"]["seen"]
     single = f"s3://{bucket}/single"
     with Checkpointer(CheckpointConfig(checkpoint_dir=Location(single, single_writer=True))) as ckpt:
         ckpt.save(1, {"w": torch.zeros(10)})
