@@ -194,9 +194,10 @@ def _surroundings() -> dict[str, object]:
 def _temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let every temporary directory of this session, and of its processes, be below pytest's own."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
+    os.environ["RAY_TMPDIR"] = "/tmp"  # Ray's sockets need short names.
     yield
     tempfile.tempdir = None
-    del os.environ["TMPDIR"]
+    del os.environ["TMPDIR"], os.environ["RAY_TMPDIR"]
 
 
 @pytest.fixture(scope="session", autouse=True)
