@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Held(NamedTuple):
@@ -71,26 +68,3 @@ def _number(field: str, status: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+)", status, flags=re.MULTILINE)
     assert found is not None
     return int(found[1])
-
-
-@contextmanager
-def counted_steps() -> Iterator[Callable[[], int]]:
-    """Count the instructions of our own code that Python executes in the block; what C does for one is not counted."""
-    steps = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal steps
-        if event == "call":
-            if "/ckpt_tasks/" not in frame.f_code.co_filename:
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event == "opcode":
-            steps += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: steps
-    finally:
-        sys.settrace(before)

@@ -287,8 +287,10 @@ def sweep(
     swept = []
 
     def doomed(path: Path, lock: int) -> str | None:
+        if time.time() - os.fstat(lock).st_mtime <= left_s:
+            return None
         url = os.fsdecode(os.pread(lock, _ABOUT_BYTES, 0).rstrip(b"\0"))
-        return url if time.time() - os.fstat(lock).st_mtime > left_s and is_gone(path.name, url) else None
+        return url if is_gone(path.name, url) else None
 
     for path in set(root.iterdir()) - _HELD:  # Closing our own lock file would release the lock.
         with suppress(OSError):
