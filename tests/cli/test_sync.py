@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support.measured import memory_of
 from tests.support.owner_child import OwnerChild
 from tests.support.rules import Fault, Gate
 from tests.support.small_disk import small_disk
+from tests.support.waiting import until_taken
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_an_interrupted_copy_is_completed(run_dir: Path, s3: str, chaos: Chaos) 
     with started("sync", str(run_dir), target, AWS_ENDPOINT_URL=chaos.endpoint) as process:
         assert gate.reached.wait(60)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        until_taken(process.pid, signal.SIGINT)
         gate.open()
         assert process.wait(60) != 0
     chaos.off()

@@ -18,6 +18,7 @@ LAUNCHER = Path(__file__).with_name("tied.py")
 _PORTS = range(20_000, 32_000)
 # Not the generator that a test seeds: workers that choose alike would meet on every port.
 _dice = random.SystemRandom()
+_taken: list[socket.socket] = []  # names that the kernel forgets with this process
 
 
 Server = TypeVar("Server")
@@ -36,9 +37,15 @@ class StartError(RuntimeError):
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens now. Another process may still take it: `started` tries again then."""
+    """Return a port on which nothing listens now, and that no other process of tests gets while this one lives."""
     while True:
         port = _dice.choice(_PORTS)
+        ours = socket.socket(socket.AF_UNIX)
+        try:
+            ours.bind(f"\0ckpt-tasks-test-port-{port}")
+        except OSError:
+            continue
+        _taken.append(ours)
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,16 @@ import torch
 
 from ckpt_tasks import Checkpointer
 from ckpt_tasks.errors import StoreError
-from ckpt_tasks.system import System
 from ckpt_tasks.testing import under_way
 from tests.support.calls import WatchedCalls
 from tests.support.interpreters import python
 from tests.support.pipelines import Gate, committed, opened, state_at
-from tests.support.systems import running_on
+from tests.support.systems import Told
 from tests.support.waiting import until
 
 _TIMEOUT_S = 1.0
 _WRITE_S = 0.3
 _GROUPS = 6
-
-
-class Told(System):
-    """This machine, by a clock that moves when it is told to: how busy the machine is does not count."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Iterator[Told]:
-    with running_on(Told()) as told:
-        yield told
 
 
 class Slow(WatchedCalls):
@@ -138,10 +121,27 @@ def test_the_end_waits_for_a_store_that_stands_still_until_its_limit(run_dir: Pa
     assert "has taken nothing for 2 s" in ended.stderr
 
 
+# Ctrl-C once the main thread waits at the interpreter's end.
+_INTERRUPT = """
+    import _thread, sys
+
+    def interrupt():
+        called, names = threading.main_thread().ident, []
+        while names[:1] != ["wait"] or "_end_all" not in names:
+            time.sleep(0.01)
+            frame, names = sys._current_frames()[called], []
+            while frame:
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+"""
+
+
 def test_a_second_interrupt_ends_the_wait_at_the_end(run_dir: Path) -> None:
     """P69, P72: Ctrl-C while the interpreter waits for a slow store ends it at once, with the step that is missing."""
-    end = "import _thread; t = threading.Timer(1.0, _thread.interrupt_main); t.daemon = True; t.start()"
-    done = _trainer(run_dir, hold="time.sleep(10**6)", end=end, limit_s=600.0)
+    done = _trainer(run_dir, hold="time.sleep(10**6)", end=_INTERRUPT, limit_s=600.0)
     assert done.stderr.count("is not committed") == 1
     assert "it is lost with this process" in done.stderr
     assert "interrupted" in done.stderr

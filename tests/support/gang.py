@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tests.servers.process import free_port
 from tests.support.interpreters import Process
 
 
@@ -24,9 +24,7 @@ class Gang:
     """Run `job(rank, size, *arguments)` in every rank. As a context manager it leaves no process behind."""
 
     def __init__(self, size: int, job: Callable[..., Any], *arguments: Any, output: Path | None = None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

@@ -15,6 +15,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import located
 from tests.support.calls import WatchedCalls
+from tests.support.systems import Told, running_on
 
 SIZE = 1 << 18
 
@@ -49,6 +50,12 @@ def gate() -> Iterator[Gate]:
     made = Gate()
     yield made
     made.opened.set()
+
+
+@pytest.fixture
+def clock() -> Iterator[Told]:
+    with running_on(Told()) as told:
+        yield told
 
 
 def state_at(value: float) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def until(true: Callable[[], object], timeout_s: float = 120, *, pause_s: float = 0.01) -> None:
@@ -12,3 +14,15 @@ def until(true: Callable[[], object], timeout_s: float = 120, *, pause_s: float 
     while not true():
         assert time.monotonic() < deadline, f"waited for {timeout_s:g} s in vain"
         time.sleep(pause_s)
+
+
+def until_taken(pid: int, number: signal.Signals) -> None:
+    """Wait until a process has taken a signal that was sent to it: its main thread hears of it next."""
+
+    def pending() -> int:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return sum(
+            1 << number - 1 & int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))
+        )
+
+    until(lambda: not pending())

@@ -20,7 +20,8 @@ from tests.checkpoint.ranks.training import attempt, config, put, state_of, step
 from tests.support.gang import Gang, report, run
 
 
-def until_signal(rank: int, size: int, root: str, options: dict[str, Any], step_s: float) -> None:
+def until_signal(rank: int, size: int, root: str, options: dict[str, Any], held: str | None = None) -> None:
+    """Train until a signal ends it; the first step lasts until there is a file `held`."""
     state = state_of("ddp", size)
     with Checkpointer(config(root, step_interval=1_000_000, **options)) as ckpt:
         ckpt.restore(state)
@@ -29,7 +30,9 @@ def until_signal(rank: int, size: int, root: str, options: dict[str, Any], step_
             ckpt.step(step, state)
             if step in (1, 50):
                 report(step)
-            time.sleep(step_s)
+            time.sleep(0.002)
+            while held is not None and not Path(held).exists():
+                time.sleep(0.01)
 
 
 TERM, CTRL_C = signal.SIGTERM, signal.SIGINT
@@ -40,19 +43,21 @@ TERM, CTRL_C = signal.SIGTERM, signal.SIGINT
 )
 def test_a_signal_ends_all_at_one_step(tmp_path: Path, signals: list[tuple[int, signal.Signals]]) -> None:
     """P69: SIGTERM to one rank, or Ctrl-C to all, which a launcher sends once more: one step is committed, by all."""
-    with Gang(2, until_signal, str(tmp_path), {}, 0.5 if len(signals) > 1 else 0.002) as gang:
+    run_dir, go = tmp_path / "run", tmp_path / "go"
+    with Gang(2, until_signal, str(run_dir), {}, str(go)) as gang:
         assert [gang.said(n)[1] for n in (0, 1)] == [1, 1]
         for rank, number in signals:
             gang.send(rank, number)
-            time.sleep(0.1)  # within one step, and apart: signals that come at once are one already
+            time.sleep(0.1)  # apart: signals that come at once are one already
+        go.touch()
         assert gang.end(60) == [1 if signals[0][1] == CTRL_C else -TERM] * 2  # as of KeyboardInterrupt
-    [step] = steps_of(tmp_path)
+    [step] = steps_of(run_dir)
     assert step > 1
 
 
 def test_a_save_by_the_clock_falls_on_one_step(tmp_path: Path) -> None:
     """Seconds pass differently in each rank; what is saved by them is whole."""
-    with Gang(2, until_signal, str(tmp_path), {"save_interval_secs": 0.1}, 0.002) as gang:
+    with Gang(2, until_signal, str(tmp_path), {"save_interval_secs": 0.1}) as gang:
         for n in (0, 1):
             assert [gang.said(n)[1], gang.said(n)[1]] == [1, 50]
         gang.send(0, TERM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import System
 from tests.support.systems import running_on
+from tests.support.waiting import until
 
 SHORT_S = 0.6
 
@@ -54,6 +54,16 @@ class _Event(threading.Event):
         return False
 
 
+class Dated(System):
+    """This machine, whose clock of the day moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = super().time()
+
+    def time(self) -> float:
+        return self.now_s
+
+
 def prune(run: Run) -> list[int]:
     config = CheckpointConfig(checkpoint_dir=run.history.store.url, run_key="read", max_num_checkpoints=1)
     with Checkpointer(config) as ckpt:
@@ -64,8 +74,10 @@ def prune(run: Run) -> list[int]:
 
 def test_a_reader_may_take_longer_than_a_lease(run: Run) -> None:
     """P64: a lease is renewed while its block runs, and given back with it; then the checkpoint may go."""
-    with leased(run, run.find(1), "a slow reader", SHORT_S):
-        time.sleep(2 * SHORT_S)
+    with running_on(Dated()) as clock, leased(run, run.find(1), "a slow reader", SHORT_S):
+        for _ in range(3):
+            clock.now_s += 0.9 * SHORT_S
+            until(lambda: run.head().state.leases[0].expires_at > clock.now_s + 0.9 * SHORT_S)
         assert prune(run) == [2, 1]
     assert run.head().state.leases == ()
     assert prune(run) == [2]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.pipelines import gate
+from tests.support.pipelines import clock, gate
 
-__all__ = ["gate"]
+__all__ = ["clock", "gate"]
