@@ -27,6 +27,7 @@ from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
     Count,
     check_version,
+    declared,
     finite_json,
     parse_json,
     typed,
@@ -52,6 +53,7 @@ EVENTS = ("owner", "release", "commit", "retire", "pin", "lease", "evaluation", 
 MAX_ENTRY_BYTES = 64 << 20
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class State:
     """The whole state of a run after a committed ledger entry.
@@ -211,6 +213,7 @@ class State:
         return tuple(check for check in self.checks if check.kind == kind)
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One ledger entry: its number, its writer and time, its event, and the state of the run after it.

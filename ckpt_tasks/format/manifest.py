@@ -18,6 +18,7 @@ from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
     Count,
     check_version,
+    declared,
     finite_json,
     parse_json,
     text,
@@ -43,6 +44,7 @@ class ObjectRecord(NamedTuple):
     digested_bytes: Count
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The contents of one checkpoint: its groups and objects.

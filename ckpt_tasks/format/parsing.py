@@ -51,8 +51,21 @@ def parse_json(data: bytes, *, encoding: str = "ascii") -> Any:
     return json.loads(str(data, encoding), parse_constant=_no_json)
 
 
+def declared(kind: type[_Record]) -> type[_Record]:
+    """Prepare the class of a record for `typed`, where the class is defined.
+
+    msgspec prepares a class at its first use, and a second thread that uses the class meanwhile crashes (found with
+    msgspec 0.22).
+    """
+    msgspec.json.Decoder(kind)
+    return kind
+
+
 def typed(value: Any, kind: type[_Record]) -> _Record:
-    """Return JSON data as a record of a dataclass; raise one of MALFORMED if a field is unknown, missing or wrong."""
+    """Return JSON data as a record of a `declared` dataclass.
+
+    Raise one of MALFORMED if a field is unknown, missing or wrong.
+    """
     if odd := value.keys() ^ vars(kind)["__dataclass_fields__"].keys():
         raise ValueError(f"the field {min(odd)!r:.40} is unknown or missing")
     return msgspec.convert(value, kind)

@@ -36,6 +36,7 @@ from ckpt_tasks.format.parsing import (
     Number,
     Seconds,
     check_version,
+    declared,
     parse_json,
     seconds_of,
     typed,
@@ -47,6 +48,7 @@ Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 _Pid = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # The number becomes part of a path in /proc.
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Owner:
     """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its own nonce."""
@@ -64,6 +66,7 @@ class Owner:
     released: bool = False
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A committed checkpoint, as the ledger holds it.
@@ -109,6 +112,7 @@ class Lease:
     expires_at: Number
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The metrics that one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
@@ -140,6 +144,7 @@ class Origin:
     params: Mapping[str, Any] | None
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
     """The last rollback: its checkpoint, and the batches that training skips because of it.
@@ -164,6 +169,7 @@ class Rollback:
         return replace(self, pending=self.pending and step < self.skips_at)
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class RunCheck:
     """The result of a check of the run on a host; `fault` is the first thing that was wrong, None: all was good.
@@ -248,6 +254,7 @@ Compared = Mapping[str, Mapping[str, str]]  # Digests by name that must be equal
 MAX_SEAL_BYTES = 8 << 20
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Seal:
     """The mark of a complete snapshot: the checkpoint that its commit creates or would create.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 from msgspec import Meta, convert
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.parsing import Count, Number, text, well_formed, whole
+from ckpt_tasks.format.parsing import Count, Number, declared, text, well_formed, whole
 from ckpt_tasks.format.tree import NUMBERS, TensorRef
 
 RNG = "rng"  # This group has the process's random streams.
@@ -50,6 +50,7 @@ class _ParamGroup(TypedDict):
     options: dict[Any, Any]
 
 
+@declared
 class _Optimizer(TypedDict):
     state: dict[str, dict[Any, Any]]
     shared: dict[Any, Any]
@@ -60,6 +61,7 @@ class _Optimizer(TypedDict):
     requires_grad: NotRequired[dict[Any, bool]]
 
 
+@declared
 class _Table(TypedDict):
     dim: Count
     seed: Count

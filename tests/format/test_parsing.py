@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_tasks.format.parsing import MALFORMED, finite_json, moment_of, parse_json, typed
 from ckpt_tasks.format.records import Lease
+from tests.support.interpreters import python
 
 
 @pytest.mark.parametrize("text", [b"NaN", b"-Infinity", b"\xff", b'"\xc3\xa4"', b"[" * 100_000])
@@ -65,3 +66,33 @@ def test_a_time_without_a_zone_is_of_utc(iso: Any, seconds: float | None, monkey
         moment = moment_of(iso)
         assert (None if moment is None else moment.timestamp()) == seconds
     time.tzset()
+
+
+_READ = """
+import os, sys, threading
+from contextlib import suppress
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.parsing import MALFORMED, typed
+
+def read():
+    together.wait()
+    with suppress(*MALFORMED):
+        typed(dict.fromkeys(vars(State)["__dataclass_fields__"]), State)
+
+sys.setswitchinterval(1e-6)
+for _ in range(12):
+    if (pid := os.fork()) == 0:
+        together = threading.Barrier(8)
+        threads = [threading.Thread(target=read) for _ in range(8)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_threads_that_read_the_first_entry_of_a_process_at_once() -> None:
+    """None of them meets half of what the parser prepares for a class, which would crash the process."""
+    assert python("-c", _READ).stdout.split() == ["0"] * 12

@@ -18,6 +18,7 @@ from ckpt_tasks.checkpoint.restore.restore import RestoreReport
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.errors import CkptError, ConfigError, RankError
 from ckpt_tasks.flows.session.session import Progress
+from ckpt_tasks.format.parsing import declared
 from ckpt_tasks.format.records import Checkpoint, checkpoint_item, read_checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.answers import answer_of
@@ -114,6 +115,7 @@ class Logged(Message):
     text: str
 
 
+@declared
 @dataclass(frozen=True, kw_only=True)
 class RankFailed(Message):
     """From a rank: an exception has ended its work after `step`, at `at_s` seconds of the host's monotonic clock."""
