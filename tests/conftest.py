@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import logging
-import math
 import os
 import random
 import shutil
@@ -77,6 +76,8 @@ _OF_DISKS = {"crash", "e2e", "faults", "memory", "save", "servers", "storage"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 100_000  # looked through in some 5 ms
+_SERVERS = ("prefect_home", "ministack")  # fixtures of servers that take long to start
+_UNKNOWN_S, _SHORT_S = 100.0, 3.0  # what a file may take that has not run yet; what fills up a share
 _DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
 
 
@@ -85,18 +86,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep-durations", action="store_true", help=told)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take.
-
-    Several workers begin with files of which nothing is known, then those that took longest: at the end none has much
-    left.
-    """
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the long forms more than the ten minutes of `make test`, unless they say themselves how long they take."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_LONG_FORM_S))
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
-        items.sort(key=lambda item: -took.get(item.nodeid.partition("::")[0], math.inf))
+    if hasattr(config, "workerinput"):
+        items[:] = _dealt(items, config.workerinput["workercount"])
+
+
+def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Deal the files to the workers, each of which first gets as many tests as the others; later they take from them.
+
+    The tests of a server go to one worker, which begins with them: another would start another server. The shares take
+    alike, by what is known of their files, and begin with what takes longest: at the end nobody has much left.
+    """
+    took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    servers = {server: n % workers for n, server in enumerate(_SERVERS)}
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    sums_s, short = [0.0] * workers, list[pytest.Item]()
+
+    def order(file: str) -> tuple[bool, float]:
+        return server_of(file) is None, -took.get(file, _UNKNOWN_S)
+
+    def server_of(file: str) -> str | None:
+        asked = {name for item in files[file] for name in getattr(item, "fixturenames", ())}
+        return next((server for server in _SERVERS if server in asked), None)
+
+    for file in sorted(files, key=order):
+        took_s, server = took.get(file, _UNKNOWN_S), server_of(file)
+        if server is None and took_s < _SHORT_S:
+            short += files[file]
+            continue
+        most = len(items) // workers - len(files[file])
+        room = [n for n in range(workers) if len(shares[n]) <= most] or range(workers)
+        to = min(room, key=lambda n: sums_s[n]) if server is None else servers[server]
+        shares[to] += files[file]
+        sums_s[to] += took_s
+    dealt: list[pytest.Item] = []
+    for n, share in enumerate(shares):
+        size = (len(items) - len(dealt)) // (workers - n)  # as xdist will cut it
+        number = max(0, size - len(share))
+        dealt += share + short[:number]
+        del short[:number]
+    return dealt + short
 
 
 def pytest_configure(config: pytest.Config) -> None:

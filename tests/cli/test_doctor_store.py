@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from ckpt_tasks.storage.port import Store, WrappedStore
 from tests.servers.s3 import S3Server
 from tests.support.answers import ACCESS_DENIED, NOT_IMPLEMENTED, SLOW_DOWN
 from tests.support.chaos import Chaos
-from tests.support.cli_runs import ckpt, save_steps, tree
+from tests.support.cli_runs import ckpt, save_steps, started, tree
 from tests.support.liars import IgnoresRanges, ListsInNoOrder, Overwrites
 from tests.support.rules import Fault, Gate
 from tests.support.systems import Waited, running_on
@@ -173,11 +170,10 @@ def test_nobody_answers() -> None:
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     """P30: Ctrl-C in the middle ends it with another status than 0, and nothing of the trial is there."""
-    script = Path(sys.executable).with_name("ckpt")
-    with subprocess.Popen([script, "doctor-store", tmp_path / "a" / "run"], stderr=subprocess.PIPE) as process:
+    with started("doctor-store", tmp_path / "a" / "run") as process:
         until(lambda: [*tmp_path.glob("a/run/probe/*/*")])
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) != 0
+        process.send(signal.SIGINT)
+        assert process.wait() != 0
     assert [*tmp_path.iterdir()] == []
 
 
@@ -185,16 +181,12 @@ def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: s
     """P38: Ctrl-C while a large object goes up: neither the object nor the upload is there, not even late."""
     gate = Gate()
     chaos.on(Fault(hold_request=gate), operation="UploadPart", times=1)
-    script = Path(sys.executable).with_name("ckpt")
-    env = {**os.environ, **ministack.through(chaos.endpoint).environment}
-    with subprocess.Popen(
-        [script, "doctor-store", f"s3://{bucket}/run"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with started("doctor-store", f"s3://{bucket}/run", **ministack.through(chaos.endpoint).environment) as process:
         assert gate.reached.wait(120)
-        process.send_signal(signal.SIGINT)
+        process.send(signal.SIGINT)
         until(lambda: chaos.requests(operation="AbortMultipartUpload"))
         gate.open()
-        assert process.wait(120) != 0
+        assert process.wait() != 0
     chaos.settle()
     assert keys(ministack, bucket) == []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +12,9 @@ import pytest
 from ckpt_tasks import Checkpointer, open_run
 from tests.run.ledger.test_heartbeats import held_elsewhere
 from tests.run.ledger.test_ownership import owner_in
-from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, tree
+from tests.support.cli_runs import ckpt, config, flip, only, save_steps, some_state, started, tree
 from tests.support.owner_child import OwnerChild
+from tests.support.waiting import until
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -161,17 +160,18 @@ def test_snapshots_of_runs_that_are_gone_are_freed(run_dir: Path, memory: Path) 
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
-def test_a_wait_for_another_owner_says_so_and_ends_at_once(fast_dir: Path, sent: signal.Signals) -> None:
+def test_a_wait_for_another_owner_says_so_and_ends_at_once(
+    fast_dir: Path, tmp_path: Path, sent: signal.Signals
+) -> None:
     """The line names the owner that cannot be seen; the verb hears Ctrl-C and SIGTERM, and has changed nothing."""
     run = fast_dir / f"held-{sent.name}"
     held_elsewhere(run).write_text("torn")
     before = owner_in(run)
-    command = [sys.executable, "-m", "ckpt_tasks", "prune", str(run), "--max-num-checkpoints", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        process.send_signal(sent)
-        status = process.wait(60)
-    assert f"{run} is held by process {before.pid} on elsewhere: waiting at most 120 s" in line
+    said = tmp_path / "said"
+    with said.open("w") as file, started("prune", run, "--max-num-checkpoints", 1, said=file) as process:
+        until(lambda: "\n" in said.read_text())
+        process.send(sent)
+        status = process.wait()
+    assert f"{run} is held by process {before.pid} on elsewhere: waiting at most 120 s" in said.read_text()
     assert status in {-sent, 128 + sent}
     assert owner_in(run) == before

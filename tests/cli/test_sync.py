@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from ckpt_tasks.errors import StoreError
 from tests.servers.s3 import S3Server
 from tests.support.answers import NOT_IMPLEMENTED
 from tests.support.chaos import Chaos
-from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, tree
+from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps, started, tree
 from tests.support.measured import memory_of
 from tests.support.owner_child import OwnerChild
 from tests.support.rules import Fault, Gate
@@ -94,13 +92,12 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
 def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
     """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
     source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
-    with (
-        small_disk(tmp_path / "small", size="1m") as small,
-        started("sync", str(source), str(tmp_path / "b"), TMPDIR=str(small)) as process,
-    ):
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Set TMPDIR to a directory with room" in err
+    with small_disk(tmp_path / "small", size="1m") as small:
+        command = [Path(sys.executable).with_name("ckpt"), "sync", source, tmp_path / "b"]
+        environment = {**os.environ, "TMPDIR": str(small)}
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "Set TMPDIR to a directory with room" in done.stderr
     assert ckpt("sync", source, tmp_path / "b").status == 0
 
 
@@ -119,16 +116,6 @@ def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, mon
     assert ckpt("verify", f"{s3}/run").status == 0
 
 
-@contextmanager
-def started(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the command in a process of its own."""
-    script = Path(sys.executable).with_name("ckpt")
-    with subprocess.Popen(
-        [script, *arguments], env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-
-
 def test_an_interrupted_copy_is_completed(run_dir: Path, s3: str, chaos: Chaos) -> None:
     """P30, P38: stopped in the middle of an object, nothing of it is committed, and the same command completes it."""
     save_steps(run_dir, 1, 2)
@@ -136,10 +123,10 @@ def test_an_interrupted_copy_is_completed(run_dir: Path, s3: str, chaos: Chaos) 
     chaos.on(Fault(hold_request=gate), operation="PutObject", key=r"000002/.*/index")
     with started("sync", str(run_dir), target, AWS_ENDPOINT_URL=chaos.endpoint) as process:
         assert gate.reached.wait(60)
-        process.send_signal(signal.SIGINT)
+        process.send(signal.SIGINT)
         until_taken(process.pid, signal.SIGINT)
         gate.open()
-        assert process.wait(60) != 0
+        assert process.wait() != 0
     chaos.off()
     found = open_run(target)
     assert [c.step for c in found.checkpoints()] == [1]

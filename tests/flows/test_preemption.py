@@ -23,6 +23,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
 from tests.flows.gated import delayed, retried, timed
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PREFECT = str(Path(sys.prefix, "bin", "prefect"))
@@ -109,11 +110,11 @@ class Attempt:
 
     def until(self, true: Callable[[], object], what: str) -> None:
         """Wait until something is true."""
-        for _ in range(3000):
-            if true():
-                return
-            time.sleep(0.1)
-        raise TimeoutError(f"{what}\n{self.output()}")
+        try:
+            until(true, 600, pause_s=0.1)
+        except AssertionError as error:
+            error.add_note(f"{what}\n{self.output()}")
+            raise
 
     def states(self) -> list[str]:
         """List the names of the flow run's states, in order."""

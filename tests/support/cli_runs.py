@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.cli import app
 from ckpt_tasks.run.ledger.config import CheckpointConfig
+from tests.support.interpreters import Python
 
 
 class Answer(NamedTuple):
@@ -31,6 +33,12 @@ def ckpt(*arguments: str | Path) -> Answer:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return Answer(done.exit_code, done.stdout, done.stderr)
+
+
+def started(*arguments: object, said: IO[Any] | None = None, **environment: str) -> Python:
+    """Start the command line in a process of its own; what it prints goes to the file `said`, if there is one."""
+    code = "from ckpt_tasks.cli import main; main()"
+    return Python("-c", code, *arguments, said=said, environment={**os.environ, **environment})
 
 
 def config(run_dir: Path, **options: Any) -> CheckpointConfig:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 def until(true: Callable[[], object], timeout_s: float = 120, *, pause_s: float = 0.01) -> None:
-    """Ask again and again until it is true; AssertionError if the time is over before."""
-    deadline = time.monotonic() + timeout_s
+    """Ask again and again until it is true, after a while less often; AssertionError if the time is over before."""
+    began = time.monotonic()
     while not true():
-        assert time.monotonic() < deadline, f"waited for {timeout_s:g} s in vain"
-        time.sleep(pause_s)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"waited for {timeout_s:g} s in vain"
+        time.sleep(max(pause_s, min(waited_s / 20, 50 * pause_s)))
 
 
 def until_taken(pid: int, number: signal.Signals) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +15,7 @@ from ckpt_tasks.cli import app
 from ckpt_tasks.cli.proving.proof import unequal_values, verify_resume
 from ckpt_tasks.cli.proving.script import may_differ, verify_script
 from ckpt_tasks.errors import ConfigError, ProgramError
+from tests.support.cli_runs import started
 from tests.support.waiting import until
 
 PROGRAMS = "tests.cli.proving.programs"
@@ -158,27 +156,15 @@ def test_what_a_script_forgets_is_named(forgets: list[str], kills: set[int], fir
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM, SIGHUP or Ctrl-C to verify-resume leaves no process: torchrun's ranks have sessions of their own."""
     seen = tmp_path / "pid"
     rank = f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-    command = [
-        sys.executable,
-        "-c",
-        "from ckpt_tasks.cli import main; main()",
-        "verify-resume",
-        "--",
-        sys.executable,
-        "-c",
-        code,
-        rank,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(tmp_path)})
-    while not seen.exists() or not seen.read_text():
-        time.sleep(0.01)
-    process.send_signal(number)
-    assert process.wait(60) != 0
+    with started("verify-resume", "--", sys.executable, "-c", code, rank, TMPDIR=str(tmp_path)) as process:
+        until(lambda: seen.exists() and seen.read_text())
+        process.send(number)
+        assert process.wait() != 0
     status = Path("/proc", seen.read_text(), "stat")
     until(lambda: not status.exists() or status.read_text().split()[2] == "Z")
     assert [path.name for path in tmp_path.iterdir()] == ["pid"]

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from ckpt_tasks.system import process_start
 from tests.support.agents import MARK, config_of, kept
 from tests.support.children import Child
 from tests.support.elastic import ELASTIC, OWNED, trained
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from ckpt_tasks.flows.gang.ray import RayGang
@@ -113,13 +113,6 @@ def train(session: GangSession, total: int) -> Training:
     with session:
         training.run(session, training.to(total))
     return training
-
-
-def until(true: Callable[[], bool], timeout_s: float = 90) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, "what is waited for does not happen"
-        time.sleep(0.05)
 
 
 def test_two_nodes_train_as_one_host(run_dir: Path, tmp_path: Path, nodes: Nodes) -> None:

@@ -30,7 +30,7 @@ from ckpt_tasks.run.ledger.timeline import read_timeline
 from ckpt_tasks.run.report.prometheus import Runs, registry_of
 from ckpt_tasks.testing import FaultyStore, MemoryStore, die, located
 from tests.servers.process import free_port
-from tests.support.cli_runs import ckpt
+from tests.support.cli_runs import ckpt, started
 from tests.support.histories import LOST, Told, trained
 from tools.sources import ROOT
 
@@ -76,14 +76,9 @@ def runs(tmp_path: Path) -> Path:
 def test_metrics_are_served_to_this_machine_only(runs: Path) -> None:
     """`ckpt metrics --port` has the rule of `ckpt serve`: a Host header of another site is refused."""
     port = free_port()
-    command = [sys.executable, "-m", "ckpt_tasks", "metrics", str(runs), "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            assert "Serving" in server.stdout.readline()
-            answers = {host: get(port, host) for host in ("localhost", "127.0.0.1:80", "evil.example", "")}
-        finally:
-            server.kill()
+    with started("metrics", runs, "--port", port) as server:
+        assert "Serving" in server.stdout.readline()
+        answers = {host: get(port, host) for host in ("localhost", "127.0.0.1:80", "evil.example", "")}
     assert [status for status, _ in answers.values()] == [200, 200, 421, 421]
     assert "ckpt_last_checkpoint_step" in answers["localhost"][1]
     assert "ckpt_" not in answers["evil.example"][1]
