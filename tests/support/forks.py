@@ -105,17 +105,18 @@ def train(run_dir: Path | str | Location, until: int, params: Mapping[str, Any] 
 
 
 def digest(state: Mapping[str, Any]) -> str:
-    """Digest weights, moments, options, schedule and the streams of the process."""
-    seen = hashlib.sha256()
-    for tensor in state["model"].state_dict().values():
-        seen.update(tensor.numpy().tobytes())
+    """Digest weights, moments, options with the schedule, and streams, each for itself: what differs shows."""
     found = state["optimizer"].state_dict()
-    for held in found["state"].values():
-        seen.update(held["exp_avg"].numpy().tobytes() + held["exp_avg_sq"].numpy().tobytes())
     schedule = state["schedule"].state_dict() if "schedule" in state else {}
-    seen.update(repr((found["param_groups"], sorted(schedule.items(), key=lambda item: item[0]))).encode())
-    seen.update(torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode())
-    return seen.hexdigest()
+    moments = [held[name] for held in found["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    parts = {
+        "weights": b"".join(tensor.numpy().tobytes() for tensor in state["model"].state_dict().values()),
+        "moments": b"".join(tensor.numpy().tobytes() for tensor in moments),
+        "options": repr((found["param_groups"], sorted(schedule.items(), key=lambda item: item[0]))).encode(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "Python": repr(random.getstate()).encode(),
+    }
+    return " ".join(f"{name} {hashlib.sha256(part).hexdigest()}" for name, part in parts.items())
 
 
 def fork(
