@@ -181,7 +181,9 @@ def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: s
     """P38: Ctrl-C while a large object goes up: neither the object nor the upload is there, not even late."""
     gate = Gate()
     chaos.on(Fault(hold_request=gate), operation="UploadPart", times=1)
-    with started("doctor-store", f"s3://{bucket}/run", **ministack.through(chaos.endpoint).environment) as process:
+    with started(
+        "doctor-store", f"s3://{bucket}/run", environment=ministack.through(chaos.endpoint).environment
+    ) as process:
         assert gate.reached.wait(120)
         process.send(signal.SIGINT)
         until(lambda: chaos.requests(operation="AbortMultipartUpload"))

@@ -93,7 +93,7 @@ def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
     """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
     source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
     with small_disk(tmp_path / "small", size="1m") as small:
-        command = [Path(sys.executable).with_name("ckpt"), "sync", source, tmp_path / "b"]
+        command = [str(Path(sys.executable).with_name("ckpt")), "sync", str(source), str(tmp_path / "b")]
         environment = {**os.environ, "TMPDIR": str(small)}
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
@@ -121,7 +121,7 @@ def test_an_interrupted_copy_is_completed(run_dir: Path, s3: str, chaos: Chaos) 
     save_steps(run_dir, 1, 2)
     target, gate = f"{s3}/run", Gate()
     chaos.on(Fault(hold_request=gate), operation="PutObject", key=r"000002/.*/index")
-    with started("sync", str(run_dir), target, AWS_ENDPOINT_URL=chaos.endpoint) as process:
+    with started("sync", str(run_dir), target, environment={"AWS_ENDPOINT_URL": chaos.endpoint}) as process:
         assert gate.reached.wait(60)
         process.send(signal.SIGINT)
         until_taken(process.pid, signal.SIGINT)

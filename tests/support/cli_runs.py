@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -35,7 +36,9 @@ def ckpt(*arguments: str | Path) -> Answer:
     return Answer(done.exit_code, done.stdout, done.stderr)
 
 
-def started(*arguments: object, said: IO[Any] | None = None, **environment: str) -> Python:
+def started(
+    *arguments: object, said: IO[Any] | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> Python:
     """Start the command line in a process of its own; what it prints goes to the file `said`, if there is one."""
     code = "from ckpt_tasks.cli import main; main()"
     return Python("-c", code, *arguments, said=said, environment={**os.environ, **environment})

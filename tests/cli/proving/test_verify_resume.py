@@ -161,7 +161,9 @@ def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number
     seen = tmp_path / "pid"
     rank = f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-    with started("verify-resume", "--", sys.executable, "-c", code, rank, TMPDIR=str(tmp_path)) as process:
+    with started(
+        "verify-resume", "--", sys.executable, "-c", code, rank, environment={"TMPDIR": str(tmp_path)}
+    ) as process:
         until(lambda: seen.exists() and seen.read_text())
         process.send(number)
         assert process.wait() != 0
