@@ -136,7 +136,7 @@ def test_without_a_good_one_the_state_may_not_be_trained_on(run_dir: Path, group
         flip(run_dir / name, at)
         with pytest.raises(NoGoodCheckpointError, match="half restored: restore again") as raised:
             ckpt.restore(state)
-        assert "half restored" in str(pickle.loads(pickle.dumps(raised.value)))  # noqa: S301 (ours)
+        assert "half restored" in str(pickle.loads(pickle.dumps(raised.value)))
         commits = len(ckpt.checkpoints())
         for use in (ckpt.step, ckpt.save):
             with pytest.raises(StateError, match="has changed a part of the state"):
