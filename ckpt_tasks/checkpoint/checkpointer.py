@@ -139,9 +139,10 @@ class Checkpointer(HeldRun):
         """Restore the newest good checkpoint (or the one of `step`) into the state; return its step, or 0 without one.
 
         Modules, optimizers and other objects with a state are restored in place; plain values of `state` are replaced.
-        A restore is strict, and all or nothing. It skips a damaged checkpoint and takes the next older one;
-        `last_restore` names the skipped checkpoints, with reasons. Raises StateMismatchError, CheckpointNotFoundError,
-        NoGoodCheckpointError, OwnedError or RunMismatchError; the state is unchanged then.
+        A restore is strict. It skips a damaged checkpoint and takes the next older one; `last_restore` names the
+        skipped ones, with reasons. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError,
+        OwnedError or RunMismatchError; the state is unchanged then. Damage inside of a file is found later: without an
+        older good checkpoint the state is half restored, the error says so, and `step` and `save` raise StateError.
 
         A loose restore takes a part of a checkpoint, for fine-tuning. `only`: the groups ("model", "rng") and keys
         ("model/head") to take, or a mapping of them to their names in the checkpoint. `leave`: groups and keys not to
@@ -169,7 +170,9 @@ class Checkpointer(HeldRun):
             ranks=self._ranks.exchange,
             topic=self._ranks.topic("restore"),
             deadline_s=self._ranks.deadline_s,
+            writing=self._begin_writing,
         )
+        self._half_restored = False
         self._ranks.restored(chosen.step)
         rollback = self._note(chosen, report, groups, newest=step is None) or rollback
         self._log_restored(chosen, report, cached, groups)
@@ -288,8 +291,7 @@ class Checkpointer(HeldRun):
     def close(self) -> None:
         """Wait for saves under way, release the run directory and restore the signal handlers.
 
-        A later save can take the directory again. The prune after the last commit gets 10 s; the next owner prunes the
-        rest.
+        A later save can take it again. The prune after the last commit gets 10 s; the next owner prunes the rest.
         """
         if self._process.is_here:
             self._close(keep=False)

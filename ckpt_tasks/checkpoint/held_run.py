@@ -16,7 +16,7 @@ from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.interrupt import leave_flow_run
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.restore.reading import Run
-from ckpt_tasks.checkpoint.restore.restore import HostSnapshot, RestoreReport
+from ckpt_tasks.checkpoint.restore.restore import HALF_RESTORED, HostSnapshot, RestoreReport
 from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
 from ckpt_tasks.checkpoint.save.listening import Listener
@@ -105,6 +105,7 @@ class HeldRun:
         self._damaged: tuple[str, ...] = ()
         self._knows_line = False  # True if other processes can have committed nothing that this one has not restored.
         self._knows_state = False  # True if all ranks have captured a state.
+        self._half_restored = False  # True from a restore's first change of the state to its success.
         finalize_here(self, _leave, weakref.ref(self._writer))
 
     def __repr__(self) -> str:
@@ -331,10 +332,15 @@ class HeldRun:
         self._ranks.drain()
 
     def _raise_failure(self) -> None:
-        """Raise the failure of an earlier save, if any, the same in every rank; in a listener raise StateError."""
+        """Raise the failure of an earlier save, the same in every rank; in a listener, or half restored, StateError."""
         self._process.check()
+        if self._half_restored:
+            raise StateError("the last restore has failed, and has changed a part of the state", hint=HALF_RESTORED)
         self._writer.listeners.check()
         self._writer.raise_failure()
+
+    def _begin_writing(self) -> None:
+        self._half_restored = True
 
     def _check_owner(self) -> None:
         """Raise FencedError if the heartbeat has seen another owner; only rank 0 has a heartbeat."""

@@ -3,10 +3,14 @@
 Invariants
 
 1. `plan_restore` compares the whole state with the whole checkpoint before a tensor is read.
-2. `RestorePlan.apply` first makes every new value and verifies every byte; a failure until then changes nothing.
-3. Then load_state_dict of the user's objects runs, after a copy of their old states; if one call raises, all calls are
-   undone. After these calls there are only copies and assignments.
-4. The restore sets the random streams of the process last.
+2. `RestorePlan.apply` first makes every new value, and reads and verifies its bytes; a failure until then changes
+   nothing.
+3. Then load_state_dict of the objects that have one runs, after a copy of their old states; if one call raises, all
+   calls are undone. After these calls there are only copies and assignments.
+4. The bytes of live tensors are read once, into their places, and verified there. If they are damaged, the state is
+   half restored until another restore overwrites it all (docs/internals/decisions/0127). Where a load_state_dict is
+   foreign code, and in a restore of a part, these bytes are verified in step 2, and read twice.
+5. The restore sets the random streams of the process last.
 """
 
 from __future__ import annotations
@@ -62,14 +66,26 @@ class RestorePlan:
         self._draws = draws
         self.lazy = lazy
 
-    def apply(self, source: TensorSource, confirm: Callable[[], object] = lambda: None) -> None:
+    @property
+    def is_simple(self) -> bool:
+        """True if no foreign code runs in the restore, so that another restore overwrites all of it."""
+        return not any(part.guard is not None and part.guard.foreign for part in self._parts.values())
+
+    def apply(
+        self,
+        source: TensorSource,
+        confirm: Callable[[], object] = lambda: None,
+        writing: Callable[[], object] | None = None,
+    ) -> None:
         """Restore the planned groups, with tensors from `source`.
 
         Calls `confirm` before any change, and again after the user's code has run; if `confirm` raises, the state is
         unchanged.
 
-        Raises StateError if a load_state_dict of the user raised, StateMismatchError or IntegrityError if values do not
-        fit or are damaged; the state is unchanged then. A plan can be applied only once.
+        With `writing`, the bytes of live tensors are read once: it is called before the first of them changes, and a
+        failure after that leaves the state half restored. Raises StateError if a load_state_dict of the user raised,
+        StateMismatchError or IntegrityError if values do not fit or are damaged; the state is unchanged then, unless
+        `writing` was called. A plan can be applied only once.
         """
         parts, self._parts = self._parts, {}  # Free the parts and their new values at the end.
         with self.lazy.undone(), _preserved(self._draws), gc_paused():
@@ -78,9 +94,11 @@ class RestorePlan:
             for part in parts.values():
                 part.prepare(make)
             self._copies.prepare(source)
-            source.fetch(self._copies.pairs)
+            source.fetch(self._copies.pairs, verify=writing is None)
             confirm()
             _write_guarded(parts, confirm)
+            if writing is not None:
+                writing()
             self._copies.write()
             for name, part in parts.items():
                 if part.guard is None and name != RNG:

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from ckpt_tasks import Checkpointer, open_run
 from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.checkpoint.memory.memory import MemoryDirectory
-from ckpt_tasks.checkpoint.memory.slot import MappedTensors
 from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.run.ledger.history import History
@@ -69,8 +68,8 @@ def _no_child_left() -> Iterator[None]:
 # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-RESTORING: dict[str, Phase] = {"a restore from memory": (MappedTensors, "fetch")}
-RESTORING["a restore from storage"] = (StoredTensors, "fetch")
+RESTORING: dict[str, Phase] = {"a restore from memory": (StoredTensors, "copy")}
+RESTORING["a restore from storage"] = (StoredTensors, "copy")
 BETWEEN = ("before the first save", "between saves", "after close")
 PRIVATE = ("copy", "commit", "a restore from storage")  # what is forked in other phases is as with a directory
 MOMENTS = [(moment, True) for moment in (*SAVING, "a restore from memory", *BETWEEN)]

@@ -30,7 +30,7 @@ from ckpt_tasks.checkpoint.memory.memory import (
 )
 from ckpt_tasks.checkpoint.memory.memory_room import default_directory
 from ckpt_tasks.checkpoint.memory.rank_snapshot import Part, RankSnapshot
-from ckpt_tasks.checkpoint.memory.slot import MappedTensors, SlotStore
+from ckpt_tasks.checkpoint.memory.slot import SlotStore
 from ckpt_tasks.checkpoint.restore.fetch import StoredTensors
 from ckpt_tasks.errors import CkptError, ConfigError, StoreError
 from ckpt_tasks.format.digests import digest_hex
@@ -70,7 +70,7 @@ class CachedSnapshot:
 
     def tensors(self, store: Any, rows: Sequence[IndexRow]) -> TensorSource:
         """Return the tensors of these `rows` from the snapshot."""
-        return MappedTensors(store, rows) if self.slot else StoredTensors(store, rows)
+        return StoredTensors(store, rows)
 
 
 class SnapshotCache:

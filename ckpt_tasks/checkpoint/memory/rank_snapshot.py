@@ -161,7 +161,7 @@ class _CoveredTensors(DownloadedTensors):
         self._asked.append((into, key))
         super().fill(into, key)
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
+    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = (), *, verify: bool = True) -> None:
         asked, self._asked = self._asked, []
         for into, key in () if self._is_complete else (*asked, *pairs):
             self._check(key, place_of(into, key, ALONE).box)

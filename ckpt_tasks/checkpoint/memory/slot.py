@@ -1,25 +1,13 @@
-"""One slot of a memory directory as a readable store, and its tensors, verified and copied in place."""
+"""One slot of a memory directory as a readable store."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-
-import torch
+import numpy as np
 
 from ckpt_tasks.checkpoint.memory.memory import SlotFiles
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
-from ckpt_tasks.format.digests import digest_bytes
 from ckpt_tasks.format.keys import is_table
-from ckpt_tasks.format.layout.index import IndexRow
-from ckpt_tasks.process import in_threads
-from ckpt_tasks.run.opening import change
-from ckpt_tasks.state.tensors.placements import local_pairs
-from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at
 from ckpt_tasks.storage.port import ReadableStore
-
-# Each reader only digests, so readers do not wait for each other; no training runs beside a restore.
-_READERS = max(2, min(16, os.cpu_count() or 2))
 
 
 class SlotStore:
@@ -50,7 +38,8 @@ class SlotStore:
         data = self.map(name)
         if begin + into.nbytes > len(data):
             raise IntegrityError(f"the file ends at byte {len(data)}", key=name)
-        into[:] = data[begin : begin + into.nbytes]
+        there = np.frombuffer(into, np.uint8)
+        np.copyto(there, np.frombuffer(data, np.uint8, into.nbytes, begin))  # Other threads run meanwhile.
 
     def size(self, name: str) -> int:
         """Return the size in bytes of a file of the slot."""
@@ -69,48 +58,3 @@ class SlotStore:
             return self._fetched[name]
         except OSError as error:
             raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error
-
-
-class MappedTensors:
-    """The tensors of `rows` in a slot, verified and copied in place."""
-
-    def __init__(self, store: SlotStore, rows: Iterable[IndexRow]):
-        self._rows = list(rows)
-        self._first: dict[str, IndexRow] = {}
-        for row in sorted(self._rows, key=lambda row: (row.object, row.begin)):
-            self._first.setdefault(row.full_key, row)
-        self._maps = {name: store.map(name) for name in {row.object for row in self._rows}}
-        self._fills: list[tuple[torch.Tensor, str]] = []
-
-    def like(self, key: str) -> torch.Tensor:
-        row = self._first[key]
-        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
-
-    def read(self, key: str) -> torch.Tensor:
-        _verify([row for row in self._rows if row.full_key == key], self._maps)
-        return self._at(key)
-
-    def fill(self, into: torch.Tensor, key: str) -> None:
-        self._fills.append((into, key))
-
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        share = -(-len(self._rows) // (4 * _READERS)) or 1
-        shares = [self._rows[at : at + share] for at in range(0, len(self._rows), share)]
-        in_threads(lambda rows: _verify(rows, self._maps), shares, _READERS, "ckpt-verify")
-        fills, self._fills = self._fills, []
-        self.copy(fills)
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        copy_all([(into, self._at(key)) for into, key in local_pairs(pairs)])
-
-    def _at(self, key: str) -> torch.Tensor:
-        row = self._first[key]
-        return tensor_at(self._maps[row.object], row.dtype, row.tensor_shape, row.begin)
-
-
-def _verify(rows: Iterable[IndexRow], maps: dict[str, memoryview]) -> None:
-    for row in rows:
-        if row.end > len(maps[row.object]):
-            raise IntegrityError(f"the file has {len(maps[row.object])} bytes", key=row.object)
-        if digest_bytes(maps[row.object][row.begin : row.end]) != row.digest:
-            raise IntegrityError(change(row))

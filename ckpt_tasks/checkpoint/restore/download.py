@@ -69,7 +69,8 @@ class DownloadedTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
 
-    def fetch(self, pairs: Sequence[_Pair] = ()) -> None:
+    def fetch(self, pairs: Sequence[_Pair] = (), *, verify: bool = True) -> None:
+        """Download and verify all regions, since `copy` reads nothing."""
         fills, self._fills = self._fills, []
         boxes: dict[str, list[Box]] = {}
         for into, key in (*fills, *pairs):

@@ -1,13 +1,12 @@
-"""The tensors of a checkpoint in a store: verify them first, then read them into place.
+"""The tensors of a checkpoint in a store: read into place, in pieces that are digested while the cache holds them.
 
-A restore reads twice. The first pass digests every byte in a buffer that stays in the processor's cache. The second
-reads straight into the live tensors, and digests the bytes again. So a restore needs no memory beside the state, and
-touches no new pages (which would cost several times a copy). A new tensor, which the program cannot see yet, is read
-only once. Tensors on a CUDA device are read into pinned buffers, and the device copies them from there (staging.py).
+A restore reads every byte once, straight into the live tensors. So it needs no memory beside the state, and touches no
+new pages (which would cost several times a copy). Tensors on a CUDA device are read into pinned buffers, and the device
+copies them from there (staging.py).
 
-With many ranks, the ranks of a host divide the first pass among themselves (sharing.py). In the second pass each rank
-reads the regions that it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest
-it.
+Where damage may not be found too late, a pass before it digests every byte in a buffer that stays in the processor's
+cache. With many ranks, the ranks of a host divide this pass among themselves (sharing.py). Then each rank reads the
+regions that it needs; if it needs only a part of a region, it reads the whole region into a buffer to digest it.
 """
 
 from __future__ import annotations
@@ -69,6 +68,7 @@ class StoredTensors:
         self._rows = _by_key(rows)
         self._cut = {key for key, rows in self._rows.items() if not boxes_in_order(rows)}
         self._fills: list[_Pair] = []
+        self._verified = False
         self._buffers = system().local()
 
     def like(self, key: str) -> torch.Tensor:
@@ -84,8 +84,13 @@ class StoredTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         self._fills.append((into, key))
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
+    def fetch(self, pairs: Sequence[_Pair] = (), *, verify: bool = True) -> None:
         fills, self._fills = self._fills, []
+        self._read(fills, self._checks(fills, pairs) if verify else [])
+        self._verified = verify
+
+    def _checks(self, fills: Sequence[_Pair], pairs: Sequence[_Pair]) -> list[_Job]:
+        """Return jobs that verify this rank's share of all regions but those of `fills`."""
         filled = {key for _, key in fills}
         boxes: dict[str, list[Box]] = {}
         for into, key in pairs:
@@ -95,13 +100,14 @@ class StoredTensors:
         rest = [row for row in rest if row.full_key not in boxes or meets(row, boxes[row.full_key])]
         shared = share_reads(self._together, rest, kept=False)
         rest = rest if shared is None else shared.mine(rest)
-        checks = [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
-        self._read(fills, checks)
+        return [partial(self._check, runs) for runs in _dealt(merge_runs(rest, _PIECE_BYTES), _run_bytes)]
 
     def copy(self, pairs: Sequence[_Pair]) -> None:
         try:
             self._read(pairs)
         except (IntegrityError, ObjectNotFoundError) as error:
+            if not self._verified:
+                raise
             # The bytes were good a moment ago, so try no older checkpoint: a retry verifies again, and may fall back.
             raise StoreError(
                 f"{self._store.url} gave other bytes than a moment ago; the state is half restored ({error})",

@@ -2,16 +2,18 @@
 
 Invariants
 
-1. Nothing in the target changes until all needed bytes have been read, verified and compared with it.
-2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried; a mismatch between
-   checkpoint and target is raised, since only the caller can resolve it.
+1. Nothing in the target changes until the whole checkpoint has been compared with it, in all ranks: manifest, index,
+   sizes, headers, tiling, structure. The bytes of live tensors are then read once, into place, and verified there; with
+   foreign code in the restore, and for a part, they are verified before.
+2. A checkpoint that fails verification is skipped with its reason, and the next older one is tried, which overwrites
+   everything; a mismatch between checkpoint and target is raised, since only the caller can resolve it.
 3. Bytes are digested before they are parsed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -40,6 +42,7 @@ from ckpt_tasks.storage.port import ReadableStore, Store
 from ckpt_tasks.system import system
 
 _log = logging.getLogger("ckpt_tasks")
+HALF_RESTORED = "The state is half restored: restore again before anything else is done with it."
 
 
 class HostSnapshot(Protocol):
@@ -81,7 +84,7 @@ class RestoreReport:
     state that were kept. A name is a group, or a key of a group that was taken in part. `replaced` has a line for each
     setting that the restore has replaced (a learning rate, the length of a schedule, with an integration also the batch
     size), for each plain value of another kind, and for each top-level tensor of another shape or dtype. `seconds`
-    includes `verify_s` for reading and verifying the bytes, and `copy_s` for copying them into the state.
+    includes `verify_s` for what is read and verified before the first change, and `copy_s` for the rest.
     """
 
     step: int
@@ -119,6 +122,7 @@ def restore_newest(
     ranks: Exchange = ALONE,
     topic: str = "restore",
     deadline_s: float = 0.0,
+    writing: Callable[[], object] = lambda: None,
 ) -> tuple[Checkpoint, RestoreReport, _Snapshot | None]:
     """Restore the first candidate that verifies; raise NoGoodCheckpointError with every reason if none does.
 
@@ -127,9 +131,17 @@ def restore_newest(
     or no rank restores any; `topic` names their agreement. Returns the checkpoint, the report, and the snapshot that
     was used (None: storage).
 
-    A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
+    `writing` is called before the first live tensor changes; an error after that leaves the state half restored, and
+    says so. A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest
+    again.
     """
     skipped: list[tuple[int, str]] = []
+    wrote: list[None] = []
+
+    def begin() -> None:
+        wrote.append(None)
+        writing()
+
     for number, (checkpoint, cached) in enumerate(_sources(candidates, in_memory)):
         try:
             with all_or_none(ranks, f"{topic}/{number}", deadline_s) as together:
@@ -142,20 +154,24 @@ def restore_newest(
                     run_key=run_key,
                     snapshot=cached,
                     together=together,
+                    writing=begin,
                 )
-                if cached is not None:
-                    together()  # No rank may refill a slot while another rank still copies from it.
+                together()  # All have verified what they have read, and none still copies from its slot.
         except (IntegrityError, ObjectNotFoundError) as error:
             skipped.append((checkpoint.step, f"{cached.place}: {error}" if cached else str(error)))
             _log.warning("Step %d is passed over: %s", *skipped[-1])
             continue
+        except BaseException as error:
+            if wrote:
+                error.add_note(HALF_RESTORED)
+            raise
         report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
         _log_restored(report, checkpoint, cached)
         return checkpoint, report, cached
     raise NoGoodCheckpointError(
         f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
         reasons=tuple(skipped),
-        hint="The target is untouched. `ckpt verify` lists the damage.",
+        hint=f"{HALF_RESTORED if wrote else 'The target is untouched.'} `ckpt verify` lists the damage.",
     )
 
 
@@ -199,15 +215,18 @@ def restore_one(
     run_key: str | None = None,
     snapshot: HostSnapshot | None = None,
     together: Together | None = None,
+    writing: Callable[[], object] | None = None,
 ) -> RestoreReport:
     """Restore one checkpoint into `state`; with `partial` only the groups that `state` names, and no random streams.
 
-    `selection` restores a part. The bytes come from `snapshot` if it is not None. `together` are the ranks that restore
-    at the same time. If another number of ranks saved the checkpoint, each rank but 0 seeds its random streams from
-    rank 0's streams and its own number.
+    `selection` restores a part. With `writing`, the bytes of live tensors are read once, if no rank's state has foreign
+    code and the whole checkpoint is restored; it is called before the first of them changes. The bytes come from
+    `snapshot` if it is not None. `together` are the ranks that restore at the same time. If another number of ranks
+    saved the checkpoint, each rank but 0 seeds its random streams from rank 0's streams and its own number.
 
     Raises IntegrityError or StoreError if the checkpoint's bytes are not good, StateMismatchError if the checkpoint
-    does not fit, and RunMismatchError if it does not belong to the run `run_key`; the target is unchanged then.
+    does not fit, and RunMismatchError if it does not belong to the run `run_key`; the target is unchanged then, unless
+    `writing` was called.
     """
     started = system().monotonic()
     together = together or Together(ALONE)
@@ -228,7 +247,10 @@ def restore_one(
             _check_header(store, record, opened.index)
         stored = StoredTensors if store.near else DownloadedTensors
         source = snapshot.tensors(store, wanted) if snapshot is not None else stored(store, wanted, together)
-        verify_s, copy_s = _apply(plan, source, together, checkpoint.step)
+        once = writing is not None and selection is None and not partial and plan.is_simple
+        if together.size > 1:
+            once = together(b"once" if once else b"", _all_alike) == b"once"
+        verify_s, copy_s = _apply(plan, source, together, checkpoint.step, writing if once else None)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         _derive_streams(opened.manifest.groups[RNG], rank)
@@ -271,8 +293,14 @@ def _plan(
     )
 
 
-def _apply(plan: RestorePlan, source: TensorSource, together: Together, step: int) -> tuple[float, float]:
-    """Apply a restore plan; return how long verifying and copying took."""
+def _all_alike(words: list[bytes]) -> bytes:
+    return words[0] if len({*words}) == 1 else b""
+
+
+def _apply(
+    plan: RestorePlan, source: TensorSource, together: Together, step: int, writing: Callable[[], object] | None
+) -> tuple[float, float]:
+    """Apply a restore plan; return how long the time before the first change took, and the rest."""
     began_s, verified_s = system().monotonic(), list[float]()
 
     def confirm() -> None:
@@ -280,7 +308,7 @@ def _apply(plan: RestorePlan, source: TensorSource, together: Together, step: in
         together()
 
     with _naming(step):  # Add the step to an error of the user's load_state_dict.
-        plan.apply(source, confirm)
+        plan.apply(source, confirm, writing)
     return verified_s[0] - began_s, system().monotonic() - verified_s[0]
 
 

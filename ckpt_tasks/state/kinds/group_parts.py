@@ -121,9 +121,13 @@ class RestorePart(Protocol):
 
 
 class Guard:
-    """Keeps a copy of an object's state, because the object's load_state_dict may raise half-way."""
+    """Keeps a copy of an object's state, because the object's load_state_dict may raise half-way.
 
-    def __init__(self, target: Any, group: str, state: Any):
+    `foreign`: a part of the load_state_dict is neither torch's nor ours, so a second one may not undo the first.
+    """
+
+    def __init__(self, target: Any, group: str, state: Any, *, foreign: bool = True):
+        self.foreign = foreign
         self._target = target
         self._live = TensorSet(None)
         self._state = state

@@ -26,7 +26,8 @@ class StatefulPart:
         self._tree = tree
         self._live = _state_before(target)
         self._value: Any = None
-        self.guard: Guard | None = Guard(target, name, self._live)
+        foreign = type(target).__module__.partition(".")[0] not in ("torch", "ckpt_tasks")
+        self.guard: Guard | None = Guard(target, name, self._live, foreign=foreign)
 
     def compare(self, differences: Differences) -> None:
         """Record a GradScaler that is enabled on one side only: it would ignore the state silently.

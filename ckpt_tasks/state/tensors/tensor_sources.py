@@ -12,12 +12,14 @@ from ckpt_tasks.format.tree import TensorRef, tensor_refs
 from ckpt_tasks.state.tensors.placements import is_sharded, like, local_of
 from ckpt_tasks.state.tensors.tensors import allocate, copy_all
 
+Pairs = Sequence[tuple[torch.Tensor, str]]  # Live tensors, and the keys of their stored values.
+
 
 class TensorSource(Protocol):
     """The tensors of one checkpoint by full key.
 
-    `fetch` fills new tensors and verifies all others. Before it, a restore must not change the state; after it, only a
-    hardware fault can make `copy` fail.
+    `fetch` fills new tensors, and verifies others for a later `copy`. `copy` verifies what it copies again, as it
+    arrives: after a `fetch` of the same pairs, only a hardware fault can make it fail.
     """
 
     def like(self, key: str) -> torch.Tensor:
@@ -29,11 +31,14 @@ class TensorSource(Protocol):
     def fill(self, into: torch.Tensor, key: str) -> None:
         """Request that `fetch` fills a new tensor, to which the program has no reference yet."""
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
-        """Fill requested tensors; verify all others and `pairs`, for `copy`. Raises IntegrityError or StoreError."""
+    def fetch(self, pairs: Pairs = (), *, verify: bool = True) -> None:
+        """Fill requested tensors; `verify` all others and `pairs`. Raises IntegrityError or StoreError."""
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
-        """Copy the stored values of each key into its live tensor, which has the stored shape, on any device."""
+    def copy(self, pairs: Pairs) -> None:
+        """Copy the stored values of each key into its live tensor, which has the stored shape, on any device.
+
+        Raises IntegrityError if the values are damaged and `fetch` has not verified them.
+        """
 
 
 class HeldTensors:
@@ -51,10 +56,10 @@ class HeldTensors:
     def fill(self, into: torch.Tensor, key: str) -> None:
         self.copy([(into, key)])
 
-    def fetch(self, pairs: Sequence[tuple[torch.Tensor, str]] = ()) -> None:
+    def fetch(self, pairs: Pairs = (), *, verify: bool = True) -> None:
         """Do nothing: all tensors are already in memory and verified."""
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, str]]) -> None:
+    def copy(self, pairs: Pairs) -> None:
         copy_all([(local_of(live), local_of(self._tensors[key])) for live, key in pairs])
 
 
