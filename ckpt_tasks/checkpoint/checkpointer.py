@@ -30,13 +30,11 @@ from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.step_tables import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
 from ckpt_tasks.state.data.passes import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.kinds.switches import note_begun
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.unsaved import Unsaved
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -88,7 +86,6 @@ class Checkpointer(HeldRun):
         self._entered = False
         self._at = TrainingPosition()
         self._steps = StepLog()
-        self._unsaved = Unsaved(self._at)
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
@@ -194,10 +191,9 @@ class Checkpointer(HeldRun):
         if chosen.n < 0 and cached is not None:
             self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
 
-    def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
-        watch_gradients(state, self._at)
+    def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None, *, begins: bool = False) -> None:
         parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
-        now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
+        now = Restored(step, state, rollback, parent=parent, newer=newer, first=first, begins=begins)
         self._extensions.tell(Extension.restored, now)
 
     def _be_idle(self, state: Groups) -> None:
@@ -209,12 +205,12 @@ class Checkpointer(HeldRun):
 
     def _begin(self, state: Groups) -> int:
         """Begin at step 0, because the run has no checkpoint; training repeats steps that were never committed."""
-        self._log_begun(state)
-        watch_gradients(state, self._at)
+        self._log_begun()
         self._ranks.restored(0)
         self._knows_line = True
         self._writer.hold(None, lacks=False)
         self._at.restored(0, None, self._own().resume.begun())
+        self._tell_restored(0, state, None, begins=True)
         self._deliver_signal()
         return 0
 
@@ -315,13 +311,13 @@ class Checkpointer(HeldRun):
         started_s = system().monotonic()
         try:
             live = flat(state)
-            if not self._unsaved.has_looked:
+            if self.last_commit is None:
                 check_dealt(storable(live))
             check_passes(live)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
-                self._unsaved.look(live, step, self.last_restore.step if self.last_restore else 0)
+                self._extensions.tell(Extension.captured, step, live)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
         with self._writer.turn():

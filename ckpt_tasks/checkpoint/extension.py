@@ -7,7 +7,7 @@ both still saves and restores; `tests/checkpoint/test_extensions.py` takes each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,26 +20,29 @@ from ckpt_tasks.run.ledger.history import History
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.save.tenure import Tenure
+    from ckpt_tasks.state.groups import Groups
 
 Metrics = Mapping[str, Any]
 _Answer = TypeVar("_Answer")
 _Arguments = ParamSpec("_Arguments")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Restored:
     """A restore that has ended: its step and state, and what the run's history says of it.
 
     `rollback`: the last rollback. `parent`: the committed checkpoint that the next one follows. `newer`: the metrics of
-    steps after `parent`. `first`: whether this is rank 0.
+    steps after `parent`. `first`: whether this is rank 0. `begins`: the run has no checkpoint, and begins at step 0.
     """
 
     step: int
-    state: Mapping[str, Any]
+    state: Groups
     rollback: Rollback | None
+    _: KW_ONLY
     parent: Checkpoint | None
     newer: Sequence[StepMetrics]
     first: bool
+    begins: bool = False
 
 
 class Extension:
@@ -74,7 +77,7 @@ class Extension:
         """Return the rollback that the restore of a checkpoint was, with facts for the ledger's event, or None."""
 
     def restored(self, now: Restored) -> None:
-        """A restore has ended."""
+        """A restore has ended, or training begins at step 0, because there is nothing to restore."""
 
     def wish(self, step: int, metrics: Metrics | None) -> str | None:
         """Return what rank 0 wishes of all ranks at a completed step, as words, or None."""
@@ -87,6 +90,9 @@ class Extension:
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """A step has ended; it is not saved yet."""
+
+    def captured(self, step: int, state: Groups) -> None:
+        """The state of a step was read for a save; what the feature raises ends the save in all ranks."""
 
     def admitted(self, state: State, size: CheckpointSize) -> None:
         """Rank 0 begins to save: the run's state, and the size that a checkpoint of all ranks has."""
@@ -115,6 +121,9 @@ _HERE = "ckpt_tasks.checkpoint.extensions"
 FEATURES = [
     Feature(f"{_HERE}.going_back:GoingBackFromBadMetrics"),
     Feature(f"{_HERE}.left_out:LeftOutBatches"),
+    Feature(f"{_HERE}.begun:TrainedBefore"),
+    Feature(f"{_HERE}.unsaved:UnsavedObjects"),
+    Feature(f"{_HERE}.carried:CarriedGradients"),
     Feature(f"{_HERE}.space_forecast:SpaceForecast"),
     Feature(f"{_HERE}.compiled:CompiledCode", option="compile_cache"),
     Feature(f"{_HERE}.notices:SpotNotices", option="spot_notices", agent=True),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +26,8 @@ from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import has_state, pack
 from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
+
+_OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
 
 
 class Scope:
@@ -81,6 +83,24 @@ def kind_of(value: Any) -> str:
 def may_draw(value: Any) -> bool:
     """Return True if foreign code (neither torch's nor ours) reads a value's state: it may draw random numbers."""
     return KINDS[kind_of(value)].draws(value)
+
+
+@runtime_checkable
+class Covering(Protocol):
+    """An object of a state that saves the state of others, as those of a trainer."""
+
+    def covered(self) -> list[Any]:
+        """Return the objects that are saved through this one, or that need no state."""
+
+
+def saves_others(value: Any) -> bool:
+    """Return True if a value saves the state of other objects, or may do so."""
+    return isinstance(value, Covering) or may_hold_others(value)
+
+
+def may_hold_others(value: Any) -> bool:
+    """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
+    return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
 def _is_foreign(value: Any) -> bool:

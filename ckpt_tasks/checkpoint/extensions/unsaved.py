@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -31,9 +31,12 @@ from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from ckpt_tasks.state.carried import LoopPosition, watch_gradients
+from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
-from ckpt_tasks.state.kinds.kinds import kind_of, may_draw
+from ckpt_tasks.state.kinds.kinds import Covering, kind_of, may_draw, may_hold_others
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
@@ -43,7 +46,7 @@ from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, s
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
-_lookers: WeakSet[Unsaved] = WeakSet()
+_lookers: WeakSet[UnsavedObjects] = WeakSet()
 _steps: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # True: has stepped since the start.
 _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
@@ -56,7 +59,6 @@ _BEGIN = re.compile(
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
 _ANY_NUMBER = ("generator", "table")
-_OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
     *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
@@ -66,43 +68,45 @@ _NOT_LOOPS = (
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
-@runtime_checkable
-class Covering(Protocol):
-    """An object of a state that saves the state of others, as those of a trainer."""
+class UnsavedObjects(Extension):
+    """Warns of the objects that a resume of one Checkpointer would lose."""
 
-    def covered(self) -> list[Any]:
-        """Return the objects that are saved through this one, or that need no state."""
-
-
-class Unsaved:
-    """The objects that a resume of one Checkpointer would lose."""
-
-    def __init__(self, position: LoopPosition) -> None:
-        self.has_looked = False
-        self._position = position
+    def __init__(self, config: CheckpointConfig, history: History | None):
+        super().__init__(config, history)
+        self._has_looked = False
+        self._restored_step = 0
         self._held: list[Any] = []  # The state's objects of _KINDS.
         self._watched: list[tuple[str, Any, Any]] = []
         self._outside: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         _lookers.add(self)
 
-    def look(self, state: Groups, step: int, restored_step: int) -> None:
+    def restored(self, now: Restored) -> None:
+        """Note at a start which optimizers outside the state train its parameters, to learn whether they step.
+
+        The program may have made an optimizer for another phase of training.
+        """
+        self._restored_step = now.step
+        for value in _outside(now.state, _alive(Optimizer)):
+            if value not in _steps and is_ordinary(value):
+                value.register_step_post_hook(_note_step)
+            _steps[value] = not is_ordinary(value)
+
+    def captured(self, step: int, state: Groups) -> None:
         """Warn of objects outside the state at the first save after a step; of scalers and generators at the next save.
 
         Considers only optimizers of the state's modules, and schedules of the state's optimizers.
         """
         self._look_again()
-        if not any(map(_saves_others, state.values())):
-            watch_gradients(state, self._position, step)
-        if self.has_looked or step <= restored_step:
+        if self._has_looked or step <= self._restored_step:
             return
-        self.has_looked = True
+        self._has_looked = True
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
         parts = [*objects_of(state), *covered, *_modules_in(state)]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
-        alone = not any(map(_may_hold_others, state.values()))
+        alone = not any(map(may_hold_others, state.values()))
         by_trainer = any(map(_is_trainer, state.values()))
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
@@ -113,7 +117,7 @@ class Unsaved:
             _warn_of_ranks(state, {*map(id, covered)})
             _warn_of_parameters(state)
             if not by_trainer:  # A trainer has its own position in the data.
-                _warn_of_begun_again(state, iterators, step, restored_step)
+                _warn_of_begun_again(state, iterators, step, self._restored_step)
             with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
@@ -127,21 +131,12 @@ class Unsaved:
         _warn_of_optimizers(self._outside)
 
 
-def _saves_others(value: Any) -> bool:
-    return isinstance(value, Covering) or _may_hold_others(value)
-
-
 def _is_trainer(value: Any) -> bool:
     return isinstance(value, Covering) and isinstance(value, Started)
 
 
 def _modules_in(state: Groups) -> list[nn.Module]:
     return [module for value in state.modules.values() for module in value.modules()]
-
-
-def stands_in_for(loader: DataLoader[Any]) -> None:
-    """Never warn of this loader: the loop iterates over another loader in its place."""
-    _warned.add(loader)
 
 
 def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -195,17 +190,6 @@ def _moving(value: Any) -> tuple[Any, Any]:
 def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     # If the seed has changed, the program seeds the generator itself, and need not save it.
     return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
-
-
-def watch_optimizers(state: Groups) -> None:
-    """Note at a start which optimizers outside the state train its parameters, to learn whether they step in this run.
-
-    The program may have made an optimizer for another phase of training.
-    """
-    for value in _outside(state, _alive(Optimizer)):
-        if value not in _steps and is_ordinary(value):
-            value.register_step_post_hook(_note_step)
-        _steps[value] = not is_ordinary(value)
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
@@ -341,7 +325,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
         for one in inner:
             if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True):
                 drawing[loader] = one
-    if new := _new(drawing):
+    if new := _new(one for one in drawing if one not in stood_in_for):
         one = drawing[new[0]]
         _log.warning(
             "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it continues "
@@ -363,11 +347,6 @@ def _deals_out(sampler: Any, *, shuffled: bool) -> bool:
 
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _may_hold_others(value: Any) -> bool:
-    """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
-    return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
 def _saves_nothing(value: Any) -> bool:
