@@ -1,16 +1,12 @@
-"""What a feature may do at the moments of a run, and the table of the features.
-
-A feature is a module in `extensions/` and a row of `FEATURES`. Nothing else imports the module, so the product without
-both still saves and restores; `tests/checkpoint/test_extensions.py` takes each one out.
-"""
+"""What a feature may do at the moments of a run: it is a module in `extensions/` and a row in `features.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from ckpt_tasks.features import FEATURES
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.space import CheckpointSize
@@ -104,39 +100,13 @@ class Extension:
         """The run is given back after this call, which may wait this long for work after the last commit."""
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A row: where the feature is, and the option that asks for it (None: it is always there).
-
-    `agent`: a process that starts the ranks of a gang, and trains nothing itself, has the feature too.
-    """
-
-    place: str
-    option: str | None = None
-    agent: bool = False
-
-
-_HERE = "ckpt_tasks.checkpoint.extensions"
-# In the order in which they are asked: what may refuse a step comes first.
-FEATURES = [
-    Feature(f"{_HERE}.going_back:GoingBackFromBadMetrics"),
-    Feature(f"{_HERE}.left_out:LeftOutBatches"),
-    Feature(f"{_HERE}.begun:TrainedBefore"),
-    Feature(f"{_HERE}.unsaved:UnsavedObjects"),
-    Feature(f"{_HERE}.carried:CarriedGradients"),
-    Feature(f"{_HERE}.space_forecast:SpaceForecast"),
-    Feature(f"{_HERE}.compiled:CompiledCode", option="compile_cache"),
-    Feature(f"{_HERE}.notices:SpotNotices", option="spot_notices", agent=True),
-]
-
-
 class Extensions:
     """The features that a configuration asks for; without a history, those of an agent."""
 
     def __init__(self, config: CheckpointConfig, history: History | None):
-        there = [one for one in FEATURES if history is not None or one.agent]
+        there = [one for one in FEATURES if one.kind is None and (history is not None or one.agent)]
         asked = [one for one in there if one.option is None or getattr(config, one.option)]
-        self._all: list[Extension] = [_class_of(one.place)(config, history) for one in asked]
+        self._all: list[Extension] = [one.load()(config, history) for one in asked]
         self._at: dict[str, list[Callable[..., Any]]] = {}  # By the name of a moment, what is done at it.
 
     def __iter__(self) -> Iterator[Extension]:
@@ -180,9 +150,3 @@ class Extensions:
         if (methods := self._at.get(name)) is None:
             methods = self._at[name] = [getattr(one, name) for one in self if getattr(type(one), name) is not moment]
         return methods
-
-
-def _class_of(place: str) -> type[Extension]:
-    module, _, name = place.partition(":")
-    found: type[Extension] = getattr(import_module(module), name)
-    return found

@@ -25,7 +25,6 @@ from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.state.kinds.kinds import kind_of
-from ckpt_tasks.state.tables.table import LookupTable
 from ckpt_tasks.state.tensors.packing import in_place
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
@@ -233,7 +232,7 @@ def storable(state: Mapping[str, Any]) -> Groups:
     """Flatten a state, and check that a restore would find all tensors of its modules by name.
 
     Raises UnsupportedStateError as `flat` does, also for modules in FullyShardedDataParallel, whose parameters are
-    flat, for a ZeroRedundancyOptimizer, and for modules with a LookupTable that is not a group of the state.
+    flat, for a ZeroRedundancyOptimizer, and for modules with one of another kind (a LookupTable) that is not a group.
     """
     groups = flat(state)
     zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
@@ -255,7 +254,8 @@ def storable(state: Mapping[str, Any]) -> Groups:
                     key=name,
                     hint="Shard it with torch.distributed.fsdp.fully_shard(model): each parameter keeps its name.",
                 )
-            if isinstance(inner, LookupTable) and id(inner) not in named:
-                hint = f'Name it in the state: {{"{name}": model, "rows": model.{path}}}.'
-                raise UnsupportedStateError("a LookupTable is a group of its own", key=f"{name}/{path}", hint=hint)
+            if (kind := kind_of(inner)) != "module" and id(inner) not in named:
+                hint = f'Name it in the state: {{"{name}": model, "{kind}": model.{path}}}.'
+                why = f"a {type(inner).__name__} is a group of its own"
+                raise UnsupportedStateError(why, key=f"{name}/{path}", hint=hint)
     return groups

@@ -1,6 +1,6 @@
 """Warnings of objects that a state leaves out, at the first save after a step, once for each object.
 
-The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, tables and averages
+The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, averages and tables
 only in the variables of the loop that saves, since others in the process may belong to other code; a trainer's loop is
 the code that calls the trainer. If the state has an object of an unknown class, which may hold such objects, only
 loaders that draw numbers cause a warning. A scaler or generator causes a warning only if it has changed by the next
@@ -36,12 +36,11 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
-from ckpt_tasks.state.kinds.kinds import Covering, kind_of, may_draw, may_hold_others
+from ckpt_tasks.state.kinds.kinds import KINDS, Covering, kind_of, may_draw, may_hold_others
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 from ckpt_tasks.state.kinds.started import Started
-from ckpt_tasks.state.tables.table import LookupTable
 from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
@@ -57,8 +56,9 @@ _BEGIN = re.compile(
 )  # In the name of a place to begin at.
 # random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
-_KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
-_ANY_NUMBER = ("generator", "table")
+_FEATURES = {kind.of: name for name, kind in KINDS.items() if kind.of is not None}
+_KINDS = (torch.amp.GradScaler, AveragedModel, *_FEATURES, *_GENERATORS)
+_ANY_NUMBER = ("generator", *_FEATURES.values())
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
     *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
@@ -174,7 +174,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 def _word(value: Any) -> str:
     """Return a group name to suggest for a value in a warning."""
-    words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", LookupTable: "table"}
+    words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", **_FEATURES}
     return next((word for kind, word in words.items() if isinstance(value, kind)), "generator")
 
 
@@ -182,8 +182,8 @@ def _moving(value: Any) -> tuple[Any, Any]:
     """Return the state that training changes (None for an average, which may start late), and a generator's seed."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
-    if isinstance(value, LookupTable):
-        return value.updates, None
+    if isinstance(value, (*_FEATURES,)):
+        return KINDS[kind_of(value)].moving(value), None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
 
 

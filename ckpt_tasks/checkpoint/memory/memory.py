@@ -30,12 +30,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
 from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, is_whole
 from ckpt_tasks.errors import ConfigError, StoreError
+from ckpt_tasks.format.keys import is_group_file
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.storage.local_fs import write_at
@@ -241,7 +241,7 @@ class MemoryDirectory(SlotFiles):
         directory = self._slot(slot)
         try:
             for left in names_in(directory):
-                if fnmatch(left, "*-of-*.arrow"):  # A lookup table's file of the slot's previous snapshot.
+                if is_group_file(left):  # It is of the slot's previous snapshot.
                     (directory / left).unlink()
             for name, data in files.items():
                 _write_new(directory / name, data)

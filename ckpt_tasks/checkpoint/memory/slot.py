@@ -10,7 +10,7 @@ import torch
 from ckpt_tasks.checkpoint.memory.memory import SlotFiles
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
 from ckpt_tasks.format.digests import digest_bytes
-from ckpt_tasks.format.keys import is_table
+from ckpt_tasks.format.keys import is_group_file
 from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.opening import change
@@ -25,7 +25,7 @@ _READERS = max(2, min(16, os.cpu_count() or 2))
 class SlotStore:
     """A slot as a readable store; its files have the names that they have in storage after a commit.
 
-    A slot lacks files of lookup tables that older checkpoints wrote: these are read from storage.
+    A slot lacks files of groups that older checkpoints wrote: these are read from storage.
     """
 
     near = True
@@ -61,7 +61,7 @@ class SlotStore:
         try:  # Ignore the attempt in the name: a slot holds a whole snapshot, including reused objects.
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
-            if not is_table(name):
+            if not is_group_file(name):
                 raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
             if name not in self._fetched:
                 self._fetched[name] = memoryview(bytearray(self._storage.size(name)))

@@ -126,7 +126,7 @@ class Writer(Pipeline):
             self._plan(captured)
             compared = self._rank.sample(captured, saving)
             images, copy = self._rank.fill(slot, captured)
-            files = [file for table in captured.tables for file in table.take()]
+            files = [file for group in captured.files for file in group.take()]
         except StoreError as error:
             self.refuse(tenure, error, saving.number)
         self._early = saving.attempt.step == 0
@@ -377,7 +377,7 @@ class Writer(Pipeline):
         """Continue from the new checkpoint: call listeners, learn its cost, and prune older checkpoints."""
         tenure = snapshot.tenure
         for file in snapshot.files:
-            file.file.committed(checkpoint.manifest_digest)
+            file.committed(checkpoint.manifest_digest)
         tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
         self._cache.forget_left()
         self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)

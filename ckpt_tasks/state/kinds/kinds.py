@@ -5,74 +5,25 @@ format/saved_kinds.py has the trees of these kinds. The process's random streams
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt_tasks.features import FEATURES
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
-from ckpt_tasks.state.kinds.group_parts import RestorePart
+from ckpt_tasks.state.kinds.group_parts import GroupKind, Scope
 from ckpt_tasks.state.kinds.modules import ModulePart, capture_module, takes_part
-from ckpt_tasks.state.kinds.names import named_parameters, parameter_names, unwrapped
+from ckpt_tasks.state.kinds.names import unwrapped
 from ckpt_tasks.state.kinds.optimizers import OptimizerPart, capture_optimizer, is_ordinary
 from ckpt_tasks.state.kinds.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.state.kinds.stateful import StatefulPart
-from ckpt_tasks.state.kinds.table_kind import TablePart, capture_table
-from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import has_state, pack
 from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 _OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
-
-
-class Scope:
-    """The surroundings of a group: the flat state, its modules, and the names of all parameters.
-
-    `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
-    """
-
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        modules: Mapping[str, nn.Module],
-        can_assign: Callable[[str], bool],
-        home: str | None = None,
-    ):
-        self.home = home
-        self.state = state
-        self.modules = modules
-        self.can_assign = can_assign
-        self.parameters = named_parameters(modules)
-        self.names = parameter_names(self.parameters)
-
-    @cached_property
-    def full_keys(self) -> frozenset[str]:
-        """The full keys of all parameters; a parameter with several names has several keys."""
-        return frozenset(name for name, _ in self.parameters)
-
-
-class GroupKind(NamedTuple):
-    """A kind of group.
-
-    `has(value)`: the value is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
-    `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says how plain
-    tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random numbers.
-    `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs the trees of all ranks,
-    and `part` gets a list of them.
-    """
-
-    has: Callable[[Any], bool]
-    capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
-    part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
-    rule: RankRule
-    draws: Callable[[Any], bool] = lambda value: False
-    resizes: bool = False
-    gathers: bool = False
 
 
 def kind_of(value: Any) -> str:
@@ -113,17 +64,11 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
     return tree
 
 
-# The rows are in the order of capture. Memory that two groups share belongs to the first, so modules come before
-# optimizers. A data loader's state_dict() may draw from a generator, so generators come after stateful objects.
-KINDS = {
-    "table": GroupKind(
-        lambda v: isinstance(v, LookupTable),
-        lambda v, name, at, to, draws: capture_table(v, name, to, at.home),
-        lambda v, name, trees, at, copies, kept: TablePart(v, name, trees, at.home),
-        RankRule.BY_RANK,
-        resizes=True,
-        gathers=True,
-    ),
+# The rows are in the order of capture; features, which may be modules too, come first. Memory that two groups share
+# belongs to the first, so modules come before optimizers. A data loader's state_dict() may draw from a generator, so
+# generators come after stateful objects.
+KINDS: dict[str, GroupKind] = {
+    **{one.kind: one.load() for one in FEATURES if one.kind},
     "module": GroupKind(
         lambda v: isinstance(v, nn.Module),
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.format.layout.table_rows import Ids, TableRows, write_rows
 from ckpt_tasks.state.tables.rows import RowStore
+from ckpt_tasks.state.tables.table_rows import Ids, TableRows, write_rows
 
 _MOST_DELTAS = 8
 
