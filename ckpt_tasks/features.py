@@ -39,6 +39,7 @@ FEATURES = [
     Feature(f"{_EXTENSIONS}.unsaved:UnsavedObjects"),
     Feature(f"{_EXTENSIONS}.carried:CarriedGradients"),
     Feature(f"{_EXTENSIONS}.space_forecast:SpaceForecast"),
+    Feature(f"{_EXTENSIONS}.local_copies:LocalCopies", option="local_dir"),
     Feature(f"{_EXTENSIONS}.compiled:CompiledCode", option="compile_cache"),
     Feature(f"{_EXTENSIONS}.notices:SpotNotices", option="spot_notices", agent=True),
     Feature("ckpt_tasks.state.tables.table_kind:TABLE", kind="table"),

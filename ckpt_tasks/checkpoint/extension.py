@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,8 +15,13 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.memory.rank_snapshot import Part
+    from ckpt_tasks.checkpoint.save.parts import RankPart
+    from ckpt_tasks.checkpoint.save.pipeline import Snapshot
     from ckpt_tasks.checkpoint.save.tenure import Tenure
+    from ckpt_tasks.format.keys import Attempt
     from ckpt_tasks.state.groups import Groups
+    from ckpt_tasks.state.tensors.placements import World
 
 Metrics = Mapping[str, Any]
 _Answer = TypeVar("_Answer")
@@ -44,17 +49,23 @@ class Restored:
 class Extension:
     """A feature of one Checkpointer; it overrides the moments that it needs, which do nothing here.
 
-    The thread that commits calls `admitted` and `committed`, the training every other method.
+    The thread that commits calls `admitted`, `digested`, `refused` and `committed`, the training every other method.
     """
 
     goes_back = False  # True if the next restore must take an older checkpoint than the newest one.
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
+    def __init__(self, config: CheckpointConfig, history: History | None, world: World | None):
         self.config = config
         self.history = history
 
     def holding(self, holds: bool) -> None:
         """The process begins, or ends, to hold signals back until the end of a step."""
+
+    def has_answered(self) -> bool | None:
+        """Return True if it is known that the run's store has answered this host before."""
+
+    def opened(self, format_bytes: bytes) -> None:
+        """The run has been found, in each rank: its format.json; what the feature raises releases it in all ranks."""
 
     def owned(self, tenure: Tenure) -> None:
         """The run was taken."""
@@ -64,6 +75,12 @@ class Extension:
 
     def restoring(self, state: Mapping[str, Any], rollback: Rollback | None) -> None:
         """A restore begins; the feature may raise ConfigError."""
+
+    def keeps_in(self) -> str | None:
+        """Say where the feature keeps snapshots that outlive this process, as words."""
+
+    def snapshots(self, rank: int) -> Iterable[Part] | None:
+        """Return a rank's snapshots that the feature keeps on this host, newest first."""
 
     def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints that a restore may take while the feature `goes_back`; may raise StateError."""
@@ -93,6 +110,12 @@ class Extension:
     def admitted(self, state: State, size: CheckpointSize) -> None:
         """Rank 0 begins to save: the run's state, and the size that a checkpoint of all ranks has."""
 
+    def digested(self, snapshot: Snapshot, files: Sequence[tuple[RankPart, memoryview | None]]) -> None:
+        """This rank's files of a snapshot are known, with the bytes that this process has, and not yet in storage."""
+
+    def refused(self, attempt: Attempt) -> None:
+        """No rank may restore this attempt."""
+
     def committed(self, checkpoint: Checkpoint) -> None:
         """A checkpoint exists."""
 
@@ -101,13 +124,18 @@ class Extension:
 
 
 class Extensions:
-    """The features that a configuration asks for; without a history, those of an agent."""
+    """The features of one Checkpointer."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
+    def __init__(self, features: Sequence[Extension] = ()):
+        self._all = features
+        self._at: dict[str, list[Callable[..., Any]]] = {}  # By the name of a moment, what is done at it.
+
+    @classmethod
+    def of(cls, config: CheckpointConfig, history: History | None, world: World | None = None) -> Extensions:
+        """Make the features that a configuration asks for; without a history, those of an agent."""
         there = [one for one in FEATURES if one.kind is None and (history is not None or one.agent)]
         asked = [one for one in there if one.option is None or getattr(config, one.option)]
-        self._all: list[Extension] = [one.load()(config, history) for one in asked]
-        self._at: dict[str, list[Callable[..., Any]]] = {}  # By the name of a moment, what is done at it.
+        return cls([one.load()(config, history, world) for one in asked])
 
     def __iter__(self) -> Iterator[Extension]:
         return iter(self._all)

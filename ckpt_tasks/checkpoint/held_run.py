@@ -82,10 +82,10 @@ class HeldRun:
         self._tenure: Tenure | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
         self._ranks = Agreement(process_group, config)
-        self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
+        self._extensions = Extensions.of(config, self._history, self._ranks.world)
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, self._extensions, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
-        self._extensions = Extensions(config, self._history)
         self._writer = Writer(
             self._history,
             config,

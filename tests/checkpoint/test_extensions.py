@@ -23,6 +23,7 @@ for folder in ("checkpoint", "run", "state", "storage", "format"):
 import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
 options = {"compile_cache": True, "on_spike": "loss", "on_non_finite": "rollback", "spot_notices": "aws"}
+options["local_dir"] = f"{run}-near"
 for first in (True, False):
     weights = torch.zeros(3)
     with Checkpointer(CheckpointConfig(checkpoint_dir=run, memory_dir=None, step_interval=2, **options)) as ckpt:

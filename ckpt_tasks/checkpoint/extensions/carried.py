@@ -18,8 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt_tasks.checkpoint.extension import Extension, Restored
-from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.state.groups import Groups, objects_of
 from ckpt_tasks.state.kinds.kinds import saves_others
 from ckpt_tasks.state.kinds.modules import Gradients
@@ -35,9 +33,7 @@ _LOST = (
 class CarriedGradients(Extension):
     """Follows the gradients of the state's optimizers; what a save leaves out is told then, or when a step takes it."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
-        super().__init__(config, history)
-        self.step = 0  # The loop's last completed step.
+    step = 0  # The loop's last completed step.
 
     def restored(self, now: Restored) -> None:
         """Follow the gradients of a loop that begins or resumes."""

@@ -41,6 +41,7 @@ from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import close_descriptor, open_descriptor
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.state.tensors.placements import World
 from ckpt_tasks.storage.held_directory import hold
 from ckpt_tasks.system import system
 
@@ -54,8 +55,8 @@ _log = logging.getLogger("ckpt_tasks")
 class CompiledCode(Extension):
     """The compiled code of one run: `owned` restores it, and `committed` keeps new code."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
-        super().__init__(config, history)
+    def __init__(self, config: CheckpointConfig, history: History | None, world: World | None):
+        super().__init__(config, history, world)
         assert history is not None
         self._store = history.store
         self._kind = ""

@@ -19,6 +19,7 @@ from ckpt_tasks.run.ledger.goodput import follow
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.metrics import FiniteMetrics, GoingBack, checked_metrics
 from ckpt_tasks.run.ledger.timeline import read_timeline
+from ckpt_tasks.state.tensors.placements import World
 
 _log = logging.getLogger("ckpt_tasks")
 
@@ -26,8 +27,8 @@ _log = logging.getLogger("ckpt_tasks")
 class GoingBackFromBadMetrics(Extension):
     """Does what `on_non_finite` and `on_spike` say."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
-        super().__init__(config, history)
+    def __init__(self, config: CheckpointConfig, history: History | None, world: World | None):
+        super().__init__(config, history, world)
         self._finite = FiniteMetrics(config.on_non_finite)
         self._spikes = _Spikes(config.on_spike)
 

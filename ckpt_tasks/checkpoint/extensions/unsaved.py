@@ -15,7 +15,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,8 +32,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.checkpoint.extension import Extension, Restored
-from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.state.kinds.kinds import KINDS, Covering, kind_of, may_draw, may_hold_others
@@ -71,14 +69,11 @@ _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it
 class UnsavedObjects(Extension):
     """Warns of the objects that a resume of one Checkpointer would lose."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
-        super().__init__(config, history)
-        self._has_looked = False
-        self._restored_step = 0
-        self._held: list[Any] = []  # The state's objects of _KINDS.
-        self._watched: list[tuple[str, Any, Any]] = []
-        self._outside: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        _lookers.add(self)
+    _has_looked = False
+    _restored_step = 0
+    _held: Sequence[Any] = ()  # The state's objects of _KINDS.
+    _watched: Sequence[tuple[str, Any, Any]] = ()
+    _outside: Mapping[Optimizer, str] = WeakKeyDictionary()
 
     def restored(self, now: Restored) -> None:
         """Note at a start which optimizers outside the state train its parameters, to learn whether they step.
@@ -100,6 +95,7 @@ class UnsavedObjects(Extension):
         if self._has_looked or step <= self._restored_step:
             return
         self._has_looked = True
+        _lookers.add(self)
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
@@ -124,7 +120,7 @@ class UnsavedObjects(Extension):
 
     def _look_again(self) -> None:
         """Warn of what has moved, or stepped, since the save before."""
-        watched, self._watched = self._watched, []
+        watched, self._watched = self._watched, ()
         for name, value, before in watched:
             if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
