@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ckpt_tasks.features import FEATURES
-from ckpt_tasks.format.layout.steps import StepMetrics
+from ckpt_tasks.features import FEATURES, load
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Checkpoint, Rollback
@@ -16,12 +15,14 @@ from ckpt_tasks.run.ledger.history import History
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.memory.rank_snapshot import Part
+    from ckpt_tasks.checkpoint.save.listening import Listeners
     from ckpt_tasks.checkpoint.save.parts import RankPart
     from ckpt_tasks.checkpoint.save.pipeline import Snapshot
     from ckpt_tasks.checkpoint.save.tenure import Tenure
     from ckpt_tasks.format.keys import Attempt
     from ckpt_tasks.state.groups import Groups
     from ckpt_tasks.state.tensors.placements import World
+    from ckpt_tasks.storage.port import ReadableStore, Store
 
 Metrics = Mapping[str, Any]
 _Answer = TypeVar("_Answer")
@@ -32,8 +33,9 @@ _Arguments = ParamSpec("_Arguments")
 class Restored:
     """A restore that has ended: its step and state, and what the run's history says of it.
 
-    `rollback`: the last rollback. `parent`: the committed checkpoint that the next one follows. `newer`: the metrics of
-    steps after `parent`. `first`: whether this is rank 0. `begins`: the run has no checkpoint, and begins at step 0.
+    `rollback`: the last rollback. `parent`: the committed checkpoint that the next one follows. `uncommitted`: the
+    files of the restored snapshot, if storage lacks it. `first`: whether this is rank 0. `begins`: the run has no
+    checkpoint, and begins at step 0.
     """
 
     step: int
@@ -41,22 +43,37 @@ class Restored:
     rollback: Rollback | None
     _: KW_ONLY
     parent: Checkpoint | None
-    newer: Sequence[StepMetrics]
+    uncommitted: ReadableStore | None
     first: bool
     begins: bool = False
 
 
+class Attached(Protocol):
+    """What a feature stores with one snapshot."""
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return the files beside the snapshot in memory, from which `Restored.uncommitted` reads."""
+
+    def put(self, store: Store, attempt: Attempt, after: int) -> Mapping[str, object]:
+        """Put objects before the entry, and return fields of its event; `after`: the step of the committed parent."""
+
+    def committed(self, listeners: Listeners) -> None:
+        """The entry exists; the listeners of commits are told next."""
+
+
+@dataclass(eq=False)
 class Extension:
     """A feature of one Checkpointer; it overrides the moments that it needs, which do nothing here.
 
     The thread that commits calls `admitted`, `digested`, `refused` and `committed`, the training every other method.
     """
 
-    goes_back = False  # True if the next restore must take an older checkpoint than the newest one.
+    config: CheckpointConfig
+    history: History | None
+    world: World | None
 
-    def __init__(self, config: CheckpointConfig, history: History | None, world: World | None):
-        self.config = config
-        self.history = history
+    def __post_init__(self) -> None:
+        """The feature is made, with its Checkpointer."""
 
     def holding(self, holds: bool) -> None:
         """The process begins, or ends, to hold signals back until the end of a step."""
@@ -82,9 +99,11 @@ class Extension:
     def snapshots(self, rank: int) -> Iterable[Part] | None:
         """Return a rank's snapshots that the feature keeps on this host, newest first."""
 
-    def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints that a restore may take while the feature `goes_back`; may raise StateError."""
-        return [*known]
+    def goes_back(self) -> bool | None:
+        """Return True if the next restore must take an older checkpoint than the newest one."""
+
+    def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint] | None:
+        """Return the checkpoints that a restore may take, in rank 0 if it goes back; may raise StateError."""
 
     def returned(self, chosen: Checkpoint, state: Mapping[str, Any]) -> tuple[Rollback, Mapping[str, Any]] | None:
         """Return the rollback that the restore of a checkpoint was, with facts for the ledger's event, or None."""
@@ -101,11 +120,14 @@ class Extension:
     def check(self, step: int, metrics: Metrics, *, saving: bool) -> None:
         """Check the metrics of a step, before it is saved if it is; the feature may raise StateError."""
 
-    def stepped(self, step: int, state: Mapping[str, Any]) -> None:
+    def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
         """A step has ended; it is not saved yet."""
 
     def captured(self, step: int, state: Groups) -> None:
         """The state of a step was read for a save; what the feature raises ends the save in all ranks."""
+
+    def attached(self, after: int) -> Attached | None:
+        """A snapshot is taken: return what the feature stores with it; `after`: the step of the committed parent."""
 
     def admitted(self, state: State, size: CheckpointSize) -> None:
         """Rank 0 begins to save: the run's state, and the size that a checkpoint of all ranks has."""
@@ -135,26 +157,11 @@ class Extensions:
         """Make the features that a configuration asks for; without a history, those of an agent."""
         there = [one for one in FEATURES if one.kind is None and (history is not None or one.agent)]
         asked = [one for one in there if one.option is None or getattr(config, one.option)]
-        return cls([one.load()(config, history, world) for one in asked])
-
-    def __iter__(self) -> Iterator[Extension]:
-        return iter(self._all)
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether the next restore must take an older checkpoint than the newest one."""
-        return any(one.goes_back for one in self)
+        return cls([load(one.place)(config, history, world) for one in asked])
 
     def holding(self, holds: bool) -> None:
         """Tell every feature that the process begins, or ends, to hold signals back."""
         self.tell(Extension.holding, holds)
-
-    def older(self, known: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints that every feature which goes back allows."""
-        allowed = [*known]
-        for one in self:
-            allowed = one.older(allowed) if one.goes_back else allowed
-        return allowed
 
     def tell(
         self,
@@ -176,5 +183,7 @@ class Extensions:
         """Return the methods of the features that override a moment."""
         name = moment.__name__
         if (methods := self._at.get(name)) is None:
-            methods = self._at[name] = [getattr(one, name) for one in self if getattr(type(one), name) is not moment]
+            methods = self._at[name] = [
+                getattr(one, name) for one in self._all if getattr(type(one), name) is not moment
+            ]
         return methods

@@ -10,15 +10,15 @@ from tools.sources import files, imports, module_name, parse
 
 WITHOUT = """
 import importlib, pkgutil, sys
-place, gone, run = sys.argv[1:]
-sys.modules[gone] = None  # From now on an import of the file or folder fails, as if it were not there.
+place, run, *gone = sys.argv[1:]
+sys.modules.update(dict.fromkeys(gone))  # From now on an import of these fails, as if they were not there.
 import ckpt_tasks
 from ckpt_tasks.features import FEATURES
 FEATURES[:] = [one for one in FEATURES if one.place != place]
 for folder in ("checkpoint", "run", "state", "storage", "format"):
     package = importlib.import_module(f"ckpt_tasks.{folder}")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not f"{module.name}.".startswith(f"{gone}."):
+        if not any(f"{module.name}.".startswith(f"{one}.") for one in gone):
             importlib.import_module(module.name)
 import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
@@ -35,16 +35,17 @@ for first in (True, False):
 """
 
 
-def gone(feature: Feature) -> str:
-    """Return what goes with a row: the module of an extension, the folder of a kind."""
+def gone(feature: Feature) -> list[str]:
+    """Return what goes with a row: the module of an extension, the folder of a kind, the module of its figures."""
     module = feature.place.partition(":")[0]
-    return module.rpartition(".")[0] if feature.kind else module
+    figures = [feature.figures.partition(":")[0]] if feature.figures else []
+    return [module.rpartition(".")[0] if feature.kind else module, *figures]
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.place.partition(":")[2])
 def test_the_product_works_without_a_feature(feature: Feature, tmp_path: object) -> None:
     """Without a feature's file and row every module is imported, and a run is saved and restored."""
-    with Python("-c", WITHOUT, feature.place, gone(feature), f"{tmp_path}/run") as process:
+    with Python("-c", WITHOUT, feature.place, f"{tmp_path}/run", *gone(feature)) as process:
         done = process.ends(120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0 [0.0, 0.0, 0.0]", "4 [4.0, 4.0, 4.0]"]
@@ -52,11 +53,10 @@ def test_the_product_works_without_a_feature(feature: Feature, tmp_path: object)
 
 def test_nothing_else_imports_a_feature() -> None:
     """A feature is known by its row alone; a public name and an example may stand beside it."""
-    for feature in FEATURES:
-        own = f"{gone(feature)}."
+    for own in (f"{one}." for feature in FEATURES for one in gone(feature)):
         paths = [path for path in files("ckpt_tasks") if not f"{module_name(path)}.".startswith(own)]
         names = {module_name(path) for path in paths for _, name in imports(parse(path)) if name.startswith(own)}
         assert names <= {"ckpt_tasks", "ckpt_tasks.tables", "ckpt_tasks.flows.programs.two_tower"}
-    assert {gone(feature) for feature in FEATURES if feature.kind is None} == {
+    assert {gone(feature)[0] for feature in FEATURES if feature.kind is None} == {
         module_name(path) for path in files("ckpt_tasks/checkpoint/extensions") if path.name != "__init__.py"
     }

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
 from ckpt_tasks.state.groups import Groups, objects_of
 from ckpt_tasks.state.kinds.kinds import saves_others
 from ckpt_tasks.state.kinds.modules import Gradients
@@ -41,7 +41,7 @@ class CarriedGradients(Extension):
         for optimizer in now.state.values():
             self._follow(optimizer, anew=True)
 
-    def stepped(self, step: int, state: Mapping[str, Any]) -> None:
+    def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
         """Remember where the loop is."""
         self.step = step
 

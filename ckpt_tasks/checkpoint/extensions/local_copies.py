@@ -27,9 +27,7 @@ from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint, prepare_part
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME, MANIFEST_NAME, Attempt, Names, attempt_prefix, parse_attempt
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME, Checkpoint, Seal
-from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.state.tensors.placements import ALONE, World
+from ckpt_tasks.state.tensors.placements import ALONE
 from ckpt_tasks.storage.local import LocalStore
 
 _PLACE = "the local directory"
@@ -39,9 +37,8 @@ _log = logging.getLogger("ckpt_tasks")
 class LocalCopies(Extension):
     """The copies of one run's checkpoints in a local directory; each of many ranks has a directory of its own in it."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None, world: World | None):
-        super().__init__(config, history, world)
-        self._world = world or ALONE
+    def __post_init__(self) -> None:
+        self._world = self.world or ALONE
         self.store = LocalStore(self._directory(self._world.rank))
         self._newest: str | None = None
 
@@ -132,13 +129,10 @@ class LocalCopies(Extension):
             reused += checkpoint.reuses
         objects = Names(reused)
         with suppress(CkptError):  # The next save tries again.
-            doomed = [name for name in self.store.names("") if self._belongs_to_none(name, kept, objects)]
+            found = [(name, parse_attempt(name)) for name in self.store.names("") if name not in objects]
+            doomed = [name for name, attempt in found if attempt and attempt_prefix(attempt) not in kept]
             for name in sorted(doomed, key=lambda name: not name.endswith(SEAL_NAME)):
                 self.store.delete(name)
-
-    def _belongs_to_none(self, name: str, kept: set[str | None], objects: Names) -> bool:
-        attempt = parse_attempt(name)
-        return attempt is not None and attempt_prefix(attempt) not in kept and name not in objects
 
 
 def _identity(format_bytes: bytes) -> tuple[object, object] | None:

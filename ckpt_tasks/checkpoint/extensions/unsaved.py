@@ -100,10 +100,10 @@ class UnsavedObjects(Extension):
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
-        parts = [*objects_of(state), *covered, *_modules_in(state)]
+        parts = [*objects_of(state), *covered, *(one for module in state.modules.values() for one in module.modules())]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(may_hold_others, state.values()))
-        by_trainer = any(map(_is_trainer, state.values()))
+        by_trainer = any(isinstance(value, Covering) and isinstance(value, Started) for value in state.values())
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
             outside = _outside(state, optimizers)
@@ -122,17 +122,12 @@ class UnsavedObjects(Extension):
         """Warn of what has moved, or stepped, since the save before."""
         watched, self._watched = self._watched, ()
         for name, value, before in watched:
-            if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
+            now = _moving(value)
+            # If the seed has changed, the program seeds the generator itself, and need not save it.
+            moved = now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
+            if moved and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
         _warn_of_optimizers(self._outside)
-
-
-def _is_trainer(value: Any) -> bool:
-    return isinstance(value, Covering) and isinstance(value, Started)
-
-
-def _modules_in(state: Groups) -> list[nn.Module]:
-    return [module for value in state.modules.values() for module in value.modules()]
 
 
 def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -181,11 +176,6 @@ def _moving(value: Any) -> tuple[Any, Any]:
     if isinstance(value, (*_FEATURES,)):
         return KINDS[kind_of(value)].moving(value), None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
-
-
-def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    # If the seed has changed, the program seeds the generator itself, and need not save it.
-    return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:

@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tasks.checkpoint.memory.snapshot import Image
 from ckpt_tasks.errors import StateError, StoreError
@@ -18,12 +18,14 @@ from ckpt_tasks.format.digests import digest_bytes, digest_hex
 from ckpt_tasks.format.keys import Attempt, attempt_prefix, is_group_file
 from ckpt_tasks.format.layout.image import ImageLayout, plan_bytes
 from ckpt_tasks.format.layout.index import WHOLE, Index, Places, parse_index, write_index
-from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Compared, Owner, checkpoint_item, read_checkpoint
 from ckpt_tasks.format.tree import encode
 from ckpt_tasks.state.kinds.group_parts import Captured, GroupFile
 from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.extension import Attached
 
 _ALIGNMENT = 64  # Arrow aligns columns to this many bytes.
 _LENGTH = struct.Struct("<Q")
@@ -90,7 +92,7 @@ class Saving:
     interim: bool = False
     world_size: int = 1
     number: int = 0  # Counts the saves of this owner.
-    steps: tuple[StepMetrics, ...] = ()  # Steps whose metrics are not known to be committed.
+    attached: Sequence[Attached] = ()  # What features store with it.
     environment: Mapping[str, str] = field(default_factory=dict)  # Facts for people, in addition to the versions.
 
     @property

@@ -31,8 +31,7 @@ from ckpt_tasks.checkpoint.save.parts import (
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot
 from ckpt_tasks.checkpoint.save.prepared import compared_values, prepare_part
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, attempt_prefix
-from ckpt_tasks.format.layout.steps import steps_file
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Compared
 from ckpt_tasks.state.kinds.group_parts import Captured
@@ -180,7 +179,8 @@ class RankSaver:
             file.name: file.contents.bytes for file in snapshot.files if file.contents is not None
         }
         files |= {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
-        files[STEPS_NAME] = steps_file(saving.steps)
+        for attached in saving.attached:
+            files |= attached.files()
         try:
             self._cache.memory.seal(snapshot.slot, files, snapshot.seal_of(prepared, in_flight).to_bytes())
             snapshot.unsealed = self._cache.left is not None

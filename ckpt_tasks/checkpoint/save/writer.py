@@ -354,10 +354,10 @@ class Writer(Pipeline):
         more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
         observed = {**snapshot.observed, **{name: value for name, value in more.items() if value}}
         commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
-        entry, _, steps = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
+        entry, _ = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
         run.resume.parts, run.failed_saves = {}, 0
-        if steps:
-            self.listeners.measured(steps)
+        for attached in snapshot.saving.attached:
+            attached.committed(self.listeners)
         return entry
 
     def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
