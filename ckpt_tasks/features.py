@@ -41,7 +41,6 @@ _EXTENSIONS = "ckpt_tasks.checkpoint.extensions"
 FEATURES = [
     Feature(f"{_EXTENSIONS}.going_back:GoingBackFromBadMetrics"),
     Feature(f"{_EXTENSIONS}.left_out:LeftOutBatches"),
-    Feature(f"{_EXTENSIONS}.begun:TrainedBefore"),
     Feature(f"{_EXTENSIONS}.unsaved:UnsavedObjects"),
     Feature(f"{_EXTENSIONS}.carried:CarriedGradients"),
     Feature(f"{_EXTENSIONS}.step_metrics:StepLog"),

@@ -307,7 +307,7 @@ class Checkpointer(HeldRun):
         started_s = system().monotonic()
         try:
             live = flat(state)
-            if self.last_commit is None:
+            if self._line.last_commit is None:
                 check_dealt(storable(live))
             check_passes(live)
             with gc_paused():
@@ -318,7 +318,8 @@ class Checkpointer(HeldRun):
             self._refuse_save(error)
         with self._writer.turn():
             tenure = self._begin_save()
-            attached = [attach(self._line.step) for attach in self._extensions.at(Extension.attached)]
+            offered = [attach(self._line.step) for attach in self._extensions.at(Extension.attached)]
+            attached = [one for one in offered if one is not None]
             saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, attached=attached)
             snapshot = self._writer.snapshot(
                 tenure, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s

@@ -67,7 +67,7 @@ class GoingBackFromBadMetrics(Extension):
     def restored(self, now: Restored) -> None:
         """Know as much of the metric as a process that was not interrupted."""
         if now.first and self.history is not None and not now.begins:
-            self._spikes.restored(self.history, now.parent, read_steps_file(now.uncommitted))
+            self._spikes.restored(self.history, now.parent, read_steps_file(now.uncommitted) if now.uncommitted else ())
 
     def wish(self, step: int, metrics: Metrics | None) -> str | None:
         """Return a spike's first and last step."""

@@ -31,7 +31,7 @@ class StepLog(Extension):
 
     def restored(self, now: Restored) -> None:
         """Start from a checkpoint, or from a snapshot in memory with its uncommitted steps."""
-        self._steps = [*read_steps_file(now.uncommitted)]
+        self._steps = [*read_steps_file(now.uncommitted)] if now.uncommitted else []
 
     def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
         """Add metrics of a step to its earlier metrics; do not wait for tensors on a device."""
@@ -43,10 +43,10 @@ class StepLog(Extension):
             del self._steps[::2]
         self._steps.append(StepMetrics(step, system().time(), held(metrics)))
 
-    def attached(self, after: int) -> AttachedSteps:
+    def attached(self, after: int) -> AttachedSteps | None:
         """Return the steps after a committed step, and forget the earlier ones."""
         self._steps = [entry for entry in self._steps if entry.step > after]
-        return AttachedSteps(tuple(self._steps))
+        return AttachedSteps(tuple(self._steps)) if self._steps else None
 
 
 class AttachedSteps:

@@ -54,7 +54,7 @@ _BEGIN = re.compile(
 )  # In the name of a place to begin at.
 # random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
-_FEATURES = {kind.of: name for name, kind in KINDS.items() if kind.of is not None}
+_FEATURES = {kind.has: name for name, kind in KINDS.items() if kind.moving and isinstance(kind.has, type)}
 _KINDS = (torch.amp.GradScaler, AveragedModel, *_FEATURES, *_GENERATORS)
 _ANY_NUMBER = ("generator", *_FEATURES.values())
 # The loop that saves is above the frames of these modules.
@@ -80,6 +80,8 @@ class UnsavedObjects(Extension):
 
         The program may have made an optimizer for another phase of training.
         """
+        if now.begins:
+            _warn_of_trained(now.state)
         self._restored_step = now.step
         for value in _outside(now.state, _alive(Optimizer)):
             if value not in _steps and is_ordinary(value):
@@ -103,7 +105,7 @@ class UnsavedObjects(Extension):
         parts = [*objects_of(state), *covered, *(one for module in state.modules.values() for one in module.modules())]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(may_hold_others, state.values()))
-        by_trainer = any(isinstance(value, Covering) and isinstance(value, Started) for value in state.values())
+        by_trainer = any(map(_is_trainer, state.values()))
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
             outside = _outside(state, optimizers)
@@ -128,6 +130,10 @@ class UnsavedObjects(Extension):
             if moved and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
         _warn_of_optimizers(self._outside)
+
+
+def _is_trainer(value: Any) -> bool:
+    return isinstance(value, Covering) and isinstance(value, Started)
 
 
 def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -173,9 +179,31 @@ def _moving(value: Any) -> tuple[Any, Any]:
     """Return the state that training changes (None for an average, which may start late), and a generator's seed."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
-    if isinstance(value, (*_FEATURES,)):
-        return KINDS[kind_of(value)].moving(value), None
+    if moving := KINDS[kind_of(value)].moving:
+        return moving(value), None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
+
+
+def _warn_of_trained(state: Groups) -> None:
+    """Warn if a run begins with a trained state, for example in a notebook whose loop has run before."""
+    optimizers = [(name, value) for name, value in state.items() if isinstance(value, Optimizer)]
+    if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
+        _log.warning(
+            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If a loop "
+            "ran before, make model and optimizer anew. After a save(0, state), restore() can go back to step 0",
+            ", ".join(trained),
+        )
+
+
+def _has_stepped(of_parameter: object) -> bool:
+    """Return True if the optimizer's state of a parameter shows a step of training.
+
+    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty state.
+    """
+    if of_parameter == {}:
+        return False
+    step = of_parameter.get("step") if isinstance(of_parameter, Mapping) else None
+    return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:

@@ -35,7 +35,6 @@ from typing import Protocol
 
 from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, is_whole
 from ckpt_tasks.errors import ConfigError, StoreError
-from ckpt_tasks.format.keys import is_group_file
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
 from ckpt_tasks.storage.local_fs import write_at
@@ -241,7 +240,7 @@ class MemoryDirectory(SlotFiles):
         directory = self._slot(slot)
         try:
             for left in names_in(directory):
-                if is_group_file(left):  # It is of the slot's previous snapshot.
+                if left.endswith(".arrow"):  # It is of the slot's previous snapshot; images are refilled.
                     (directory / left).unlink()
             for name, data in files.items():
                 _write_new(directory / name, data)

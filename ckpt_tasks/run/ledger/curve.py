@@ -76,12 +76,10 @@ def read_tables(history: History, commits: Sequence[Moment]) -> list[list[StepMe
     return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")
 
 
-def read_steps_file(snapshot: ReadableStore | None) -> Sequence[StepMetrics]:
+def read_steps_file(snapshot: ReadableStore) -> Sequence[StepMetrics]:
     """Read the steps of a snapshot in memory; return () if they are missing or damaged: metrics are for people."""
     from ckpt_tasks.format.layout.steps import MAX_STEPS_BYTES, read_steps
 
-    if snapshot is None:
-        return ()
     try:
         data = snapshot.get(STEPS_NAME, MAX_STEPS_BYTES)
         return read_steps(data[16:], digest=data[:16].hex(), name=STEPS_NAME)

@@ -142,8 +142,7 @@ def follow(moments: Iterable[Moment]) -> Course:
     """Lay out a run's moments (oldest first) in time, and assign every span to a share."""
     known = list(moments)
     line = _final_line([moment for moment in known if moment.kind == "commit"])
-    paces = [moment.step_s for moment in known if moment.step_s is not None]
-    usual_s = median(paces) if paces else None
+    usual_s = _usual_step_s(known)
     steps = {moment.identity: moment.step or 0 for moment in known if moment.identity is not None}
     placed: list[Placed] = []
     spans: list[TimeSpan] = []
@@ -187,6 +186,11 @@ class Followed:
         if self.timeline != known:
             self.course = follow(self.timeline.moments)
         return self.course
+
+
+def _usual_step_s(moments: list[Moment]) -> float | None:
+    paces = [moment.step_s for moment in moments if moment.step_s is not None]
+    return median(paces) if paces else None
 
 
 def _cut(

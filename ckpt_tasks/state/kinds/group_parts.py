@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.names import named_parameters, parameter_names
+from ckpt_tasks.state.kinds.names import Scope
 from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import pack, unpack
 from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker
@@ -119,52 +117,25 @@ class RestorePart(Protocol):
     def write(self) -> None: ...
 
 
-class Scope:
-    """The surroundings of a group: the flat state, its modules, and the names of all parameters.
-
-    `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
-    """
-
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        modules: Mapping[str, nn.Module],
-        can_assign: Callable[[str], bool],
-        home: str | None = None,
-    ):
-        self.home = home
-        self.state = state
-        self.modules = modules
-        self.can_assign = can_assign
-        self.parameters = named_parameters(modules)
-        self.names = parameter_names(self.parameters)
-
-    @cached_property
-    def full_keys(self) -> frozenset[str]:
-        """The full keys of all parameters; a parameter with several names has several keys."""
-        return frozenset(name for name, _ in self.parameters)
-
-
 class GroupKind(NamedTuple):
     """A kind of group.
 
-    `has(value)`: the value is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
-    `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says how plain
-    tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random numbers.
-    `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs the trees of all ranks,
-    and `part` gets a list of them. `of`: the class of the objects, if a loop's variables are searched for them: they
-    belong into the state; `moving(value)` changes with training.
+    `has`: the class of the values, or a function that knows them. `capture(value, name, scope, tensors, draws)` returns
+    the tree; `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says
+    how plain tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random
+    numbers. `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs all of these
+    trees, and `part` gets a list of them. `moving(value)` changes with training: a loop's variables are searched for
+    values of the class, which belong into the state.
     """
 
-    has: Callable[[Any], bool]
+    has: type | Callable[[Any], bool]
     capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
     part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
     rule: RankRule
     draws: Callable[[Any], bool] = lambda value: False
     resizes: bool = False
     gathers: bool = False
-    of: type | None = None
-    moving: Callable[[Any], object] = lambda value: value
+    moving: Callable[[Any], object] | None = None
 
 
 class Guard:

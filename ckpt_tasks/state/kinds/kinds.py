@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from ckpt_tasks.features import FEATURES, load
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
-from ckpt_tasks.state.kinds.group_parts import GroupKind, Scope
+from ckpt_tasks.state.kinds.group_parts import GroupKind
 from ckpt_tasks.state.kinds.modules import ModulePart, capture_module, takes_part
-from ckpt_tasks.state.kinds.names import unwrapped
+from ckpt_tasks.state.kinds.names import Scope, unwrapped
 from ckpt_tasks.state.kinds.optimizers import OptimizerPart, capture_optimizer, is_ordinary
 from ckpt_tasks.state.kinds.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.state.kinds.stateful import StatefulPart
@@ -28,7 +28,10 @@ _OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tas
 
 def kind_of(value: Any) -> str:
     """Return the kind of a value: module, optimizer, generator, stateful object or plain value."""
-    return next(name for name, kind in KINDS.items() if kind.has(value))
+    for name, kind in KINDS.items():
+        if isinstance(value, kind.has) if isinstance(kind.has, type) else kind.has(value):
+            return name
+    raise AssertionError("every value is at least plain")
 
 
 def may_draw(value: Any) -> bool:
@@ -70,14 +73,14 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
 KINDS: dict[str, GroupKind] = {
     **{one.kind: load(one.place) for one in FEATURES if one.kind},
     "module": GroupKind(
-        lambda v: isinstance(v, nn.Module),
+        nn.Module,
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
         RankRule.REPLICATED,  # For parameters; capture_module sets the rule of buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(
-        lambda v: isinstance(v, Optimizer),
+        Optimizer,
         lambda v, name, at, to, draws: capture_optimizer(v, name, at.names, to, at.modules),
         lambda v, name, tree, at, copies, kept: OptimizerPart(
             v, name, tree, at.names, copies, modules=at.modules, kept=kept

@@ -11,7 +11,8 @@ from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.keys import group_file_name, key_of_rank
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.group_parts import GroupFile, GroupKind, Guard, Scope
+from ckpt_tasks.state.kinds.group_parts import GroupFile, GroupKind, Guard
+from ckpt_tasks.state.kinds.names import Scope
 from ckpt_tasks.state.tables.rows import RowStore
 from ckpt_tasks.state.tables.sharding import owners
 from ckpt_tasks.state.tables.table import LookupTable, replace_all, table_settings
@@ -128,12 +129,11 @@ class TablePart:
 
 
 TABLE = GroupKind(
-    lambda v: isinstance(v, LookupTable),
+    LookupTable,
     _capture,
     lambda v, name, trees, at, copies, kept: TablePart(v, name, trees, at.home),
     RankRule.BY_RANK,
     resizes=True,
     gathers=True,
-    of=LookupTable,
     moving=lambda table: table.updates,
 )
