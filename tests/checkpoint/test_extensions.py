@@ -11,6 +11,8 @@ from tools.sources import files, imports, module_name, parse
 WITHOUT = """
 import importlib, pkgutil, sys
 place, run, *gone = sys.argv[1:]
+for name in [name for name in sys.modules if name.partition(".")[0] == "ckpt_tasks"]:
+    del sys.modules[name]  # The interpreter is forked from one that has imported the product whole.
 sys.modules.update(dict.fromkeys(gone))  # From now on an import of these fails, as if they were not there.
 import ckpt_tasks
 from ckpt_tasks.features import FEATURES
