@@ -30,7 +30,7 @@ class Feature:
     figures: str | None = None
 
 
-def load(place: str) -> Any:
+def found_at(place: str) -> Any:
     """Import what is at a place, as "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

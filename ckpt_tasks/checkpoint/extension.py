@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from ckpt_tasks.features import FEATURES, load
+from ckpt_tasks.features import FEATURES, found_at
 from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Checkpoint, Rollback
@@ -157,7 +157,7 @@ class Extensions:
         """Make the features that a configuration asks for; without a history, those of an agent."""
         there = [one for one in FEATURES if one.kind is None and (history is not None or one.agent)]
         asked = [one for one in there if one.option is None or getattr(config, one.option)]
-        return cls([load(one.place)(config, history, world) for one in asked])
+        return cls([found_at(one.place)(config, history, world) for one in asked])
 
     def holding(self, holds: bool) -> None:
         """Tell every feature that the process begins, or ends, to hold signals back."""

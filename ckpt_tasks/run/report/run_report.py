@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ckpt_tasks.features import FEATURES, load
+from ckpt_tasks.features import FEATURES, found_at
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.curve import Curve
@@ -42,7 +42,7 @@ _SAID = {
     "copied": "copied",
 }
 # Headings for the parts in RETURNED.
-_RETURNED_SAID = {name: name.removesuffix("_s") for name in RETURNED} | {"step_s": "first step"}
+_RETURNED_SAID = {name: name.rpartition("_")[0] for name in RETURNED} | {"step_s": "first step"}
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
@@ -105,7 +105,7 @@ class Report:
     @property
     def of_features(self) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         """What features add: JSON data by name, and rows."""
-        made = [load(one.figures)(self.course) for one in FEATURES if one.figures]
+        made = [found_at(one.figures)(self.course) for one in FEATURES if one.figures]
         return {name: data for one, _ in made for name, data in one.items()}, [row for _, rows in made for row in rows]
 
     def caveats(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt_tasks.features import FEATURES, load
+from ckpt_tasks.features import FEATURES, found_at
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
 from ckpt_tasks.state.kinds.group_parts import GroupKind
@@ -71,7 +71,7 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
 # belongs to the first, so modules come before optimizers. A data loader's state_dict() may draw from a generator, so
 # generators come after stateful objects.
 KINDS: dict[str, GroupKind] = {
-    **{one.kind: load(one.place) for one in FEATURES if one.kind},
+    **{one.kind: found_at(one.place) for one in FEATURES if one.kind},
     "module": GroupKind(
         nn.Module,
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
