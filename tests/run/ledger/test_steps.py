@@ -93,6 +93,11 @@ def test_a_damaged_table_is_counted_and_named_and_nothing_else_is_lost(tmp_path:
         assert reader.restore({"at": 0}) == 20
 
 
+def attached(log: StepLog, after: int) -> tuple[StepMetrics, ...]:
+    found = log.attached(after)
+    return found.steps if found is not None else ()
+
+
 def test_the_log_forgets_what_is_committed_and_thins_what_never_is(tmp_path: Path) -> None:
     """Steps are kept until a commit has them; of very many without a commit every second one goes."""
     log = StepLog(CheckpointConfig(checkpoint_dir=tmp_path), None, None)
@@ -100,14 +105,14 @@ def test_the_log_forgets_what_is_committed_and_thins_what_never_is(tmp_path: Pat
         log.stepped(step, {}, {"loss": step})
     log.stepped(9, {}, {"grad_norm": 2.0})
     log.stepped(10, {}, {})
-    assert [(one.step, dict(one.metrics)) for one in log.attached(7).steps] == [
+    assert [(one.step, dict(one.metrics)) for one in attached(log, 7)] == [
         (8, {"loss": 8.0}),
         (9, {"loss": 9.0, "grad_norm": 2.0}),
     ]
     log.most = 4
     for step in range(10, 16):
         log.stepped(step, {}, {"loss": step})
-    kept = [one.step for one in log.attached(9).steps]
+    kept = [one.step for one in attached(log, 9)]
     assert len(kept) <= 4
     assert kept[-1] == 15
 
