@@ -173,7 +173,7 @@ def commit(history: History, saving: Saving, words: Sequence[bytes]) -> dict[str
     at.append(time.process_time())
     parts = same_step([*map(RankPart.from_bytes, words)])
     at.append(time.process_time())
-    entry, _, _ = committer.commit(
+    entry, _ = committer.commit(
         committer.admit(), saving, parts, observed={}, check=lambda prepared: at.append(time.process_time())
     )
     at.append(time.process_time())

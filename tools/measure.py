@@ -16,7 +16,7 @@ import torch
 from radon.complexity import cc_visit
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
-from ckpt_tasks.checkpoint.extension import FEATURES
+from ckpt_tasks.features import FEATURES
 from ckpt_tasks.testing import settle
 from tools.pages.packages import ROWS, imported
 from tools.sources import ROOT, files, imports, module_name, parse

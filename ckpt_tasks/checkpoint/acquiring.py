@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
+from ckpt_tasks.checkpoint.extension import Extensions
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.ranks.exchange import Exchange, all_or_none, from_first
 from ckpt_tasks.checkpoint.save.commit import Committer
@@ -26,7 +27,7 @@ _FIRST_ANSWER_S = 30.0
 def await_store_of(config: CheckpointConfig) -> None:
     """Wait for the first answer of a run's store, as `take_run` does; raise StoreError or ConfigError."""
     store = config.location.open(config.run_key)
-    await_store(store, SnapshotCache(store, config.memory_dir, config.local_dir))
+    await_store(store, SnapshotCache(store, config.memory_dir, Extensions.of(config, History(store))))
 
 
 def await_store(store: Store, cache: SnapshotCache) -> None:

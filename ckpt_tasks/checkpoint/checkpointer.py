@@ -22,21 +22,17 @@ from ckpt_tasks.checkpoint.save.parts import encode_groups
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot, checkpoint_of
 from ckpt_tasks.checkpoint.save.schedule import TrainingPosition, check_epoch, check_step, point
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
-from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.step_tables import StepLog, read_steps_file
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.carried import watch_gradients
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
 from ckpt_tasks.state.data.passes import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.kinds.switches import note_begun
 from ckpt_tasks.state.selection import Only, Selection
-from ckpt_tasks.state.unsaved import Unsaved
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -87,8 +83,6 @@ class Checkpointer(HeldRun):
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
         self._at = TrainingPosition()
-        self._steps = StepLog()
-        self._unsaved = Unsaved(self._at)
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
@@ -179,8 +173,8 @@ class Checkpointer(HeldRun):
         self.last_restore, self._knows_line, self._resumed = report, True, step is None and selection is None
         self._at.restored(chosen.step, chosen.epochs, resume.restored(report, groups, began_s))
         self._writer.hold(cached.slot if cached else None, lacks=chosen.n < 0)
-        self._follow(chosen, known, cached)
-        self._tell_restored(chosen.step, groups, rollback)
+        self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
+        self._tell_restored(chosen.step, groups, rollback, cached if chosen.n < 0 else None)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
             self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
@@ -191,33 +185,33 @@ class Checkpointer(HeldRun):
             self._writer.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
 
-    def _follow(self, chosen: Checkpoint, known: Sequence[Checkpoint], cached: _InMemory | None) -> None:
-        """Continue the line of a restored checkpoint, with the metrics of its steps."""
-        self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
-        if chosen.n < 0 and cached is not None:
-            self._steps.restored(read_steps_file(cached.store, STEPS_NAME))
-
-    def _tell_restored(self, step: int, state: Groups, rollback: Rollback | None) -> None:
-        watch_gradients(state, self._at)
-        parent, newer, first = self._line.parent, self._steps.since(-1), self._ranks.first
-        now = Restored(step=step, state=state, rollback=rollback, parent=parent, newer=newer, first=first)
+    def _tell_restored(
+        self,
+        step: int,
+        state: Groups,
+        rollback: Rollback | None,
+        uncommitted: _InMemory | None = None,
+        *,
+        begins: bool = False,
+    ) -> None:
+        store, parent, first = uncommitted.store if uncommitted else None, self._line.parent, self._ranks.first
+        now = Restored(step, state, rollback, parent=parent, uncommitted=store, first=first, begins=begins)
         self._extensions.tell(Extension.restored, now)
 
     def _be_idle(self, state: Groups) -> None:
         """Before a restore, wait for saves under way, and record the state with which training begins."""
         note_begun(objects_of(state), anew=not self._knows_line)
         self._wait_idle()
-        self._steps.restored()
         self._pruner.cancel(_PRUNE_S)  # A prune could remove the checkpoint to restore.
 
     def _begin(self, state: Groups) -> int:
         """Begin at step 0, because the run has no checkpoint; training repeats steps that were never committed."""
-        self._log_begun(state)
-        watch_gradients(state, self._at)
+        self._log_begun()
         self._ranks.restored(0)
         self._knows_line = True
         self._writer.hold(None, lacks=False)
         self._at.restored(0, None, self._own().resume.begun())
+        self._tell_restored(0, state, None, begins=True)
         self._deliver_signal()
         return 0
 
@@ -241,10 +235,9 @@ class Checkpointer(HeldRun):
         due, ending = self._due(now, metrics)
         taken = due or ending
         self._check_step(step, metrics, saving=taken)
-        self._steps.add(step, {} if metrics is None else metrics)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(Extension.stepped, step, state)
+        self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
@@ -276,12 +269,11 @@ class Checkpointer(HeldRun):
             raise ConfigError(f"interim is True or False, not {interim!r:.80}")
         self._raise_failure()
         self._check_step(step, metrics, saving=True)
-        self._steps.add(step, {} if metrics is None else metrics)
         now = point(step, epoch)
         _, ending = self._due(now, metrics, saving=True)
         self._at.stepped(now)
         self._cache.note_step(step)
-        self._extensions.tell(Extension.stepped, step, state)
+        self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
         snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
         self._writer.wait()
         self._at.waited()
@@ -317,19 +309,20 @@ class Checkpointer(HeldRun):
         started_s = system().monotonic()
         try:
             live = flat(state)
-            if not self._unsaved.has_looked:
+            if self._line.last_commit is None:
                 check_dealt(storable(live))
             check_passes(live)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
-                self._unsaved.look(live, step, self.last_restore.step if self.last_restore else 0)
+                self._extensions.tell(Extension.captured, step, live)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)
             self._refuse_save(error)
         with self._writer.turn():
             tenure = self._begin_save()
-            steps = self._steps.since(self._line.step)
-            saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, steps=steps)
+            offered = [attach(self._line.step) for attach in self._extensions.at(Extension.attached)]
+            attached = [one for one in offered if one is not None]
+            saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, attached=attached)
             snapshot = self._writer.snapshot(
                 tenure, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
             )
@@ -367,14 +360,15 @@ class Checkpointer(HeldRun):
         known = lineage(live.live)
         if step is not None:
             return known, [self.run.find(step)], live.rollback
-        return known, self._extensions.older(known), live.rollback
+        return known, self._extensions.tell(Extension.older, known) or known, live.rollback
 
     def _in_memory(
         self, known: Sequence[Checkpoint], candidates: Sequence[Checkpoint], *, newest: bool
     ) -> Sequence[_InMemory]:
         """Return the snapshots of the candidates that all ranks have in memory; if `newest`, also uncommitted ones."""
         in_memory = self._ranks.in_all(partial(self._cache.restorable, known))
-        return in_memory if newest and not self._extensions.goes_back else of_checkpoints(in_memory, candidates)
+        goes_back = self._extensions.tell(Extension.goes_back)
+        return in_memory if newest and not goes_back else of_checkpoints(in_memory, candidates)
 
     def _due(self, now: SavePoint, metrics: Metrics | None, *, saving: bool = False) -> tuple[bool, bool]:
         """Return whether a save is due at this step, and whether a signal ends training; all ranks return the same.

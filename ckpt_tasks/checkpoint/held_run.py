@@ -35,10 +35,8 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.ownership import left_here
 from ckpt_tasks.run.upkeep.verifying import verify_checkpoint
-from ckpt_tasks.state.begun import warn_of_trained
 from ckpt_tasks.state.groups import Groups
 from ckpt_tasks.state.kinds.started import Started
-from ckpt_tasks.state.unsaved import watch_optimizers
 from ckpt_tasks.system import gang_rank, system
 
 if TYPE_CHECKING:
@@ -84,10 +82,10 @@ class HeldRun:
         self._tenure: Tenure | None = None
         self._pruner = Pruner(self._history, config.retention_policy)
         self._ranks = Agreement(process_group, config)
-        self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
+        self._extensions = Extensions.of(config, self._history, self._ranks.world)
+        self._cache = SnapshotCache(self._history.store, config.memory_dir, self._extensions, self._ranks.world)
         self._line = Line()
         self._schedule = SaveSchedule(self._history, config)
-        self._extensions = Extensions(config, self._history)
         self._writer = Writer(
             self._history,
             config,
@@ -347,10 +345,8 @@ class HeldRun:
         if self._tenure is not None:
             self._tenure.check()
 
-    def _log_begun(self, state: Groups) -> None:
-        """Warn of a state that is trained already, and of an earlier process that has committed nothing."""
-        warn_of_trained(state)
-        watch_optimizers(state)
+    def _log_begun(self) -> None:
+        """Warn of an earlier process that has committed nothing."""
         earlier = self._own().owner.epoch > 1 and not self._start.is_told  # Otherwise it was this process.
         if self._own().committer is not None and earlier:
             soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
@@ -365,7 +361,6 @@ class HeldRun:
 
         A fork applies its own parameters later, so there is no warning of them.
         """
-        watch_optimizers(state)
         if self._ranks.first:
             self._start.restored(chosen, snapshot, self._cache.reached)
         origin = self._history.head().state.origin if report.replaced else None

@@ -98,7 +98,7 @@ class ImportedRun(HeldRun):
 
         try:
             part = _write_all(store, saving.attempt, plan, on_progress)
-            entry, _, _ = committer.commit(admitted, saving, [part], observed={}, check=check)
+            entry, _ = committer.commit(admitted, saving, [part], observed={}, check=check)
         except CkptError:
             committer.abandon(saving.attempt)
             raise

@@ -31,9 +31,8 @@ from ckpt_tasks.checkpoint.counting import Steps
 from ckpt_tasks.checkpoint.pausing import hold_within
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
-from ckpt_tasks.state.data.loader import ResumableLoader
+from ckpt_tasks.state.data.loader import ResumableLoader, stood_in_for
 from ckpt_tasks.state.rebinding import refuse_rebound
-from ckpt_tasks.state.unsaved import stands_in_for
 from ckpt_tasks.storage.locations import Location
 
 _log = logging.getLogger("ckpt_tasks")
@@ -320,7 +319,7 @@ def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:
 
 
 def _over(loader: DataLoader[Any], *, shuffle: bool, generator: torch.Generator | None) -> ResumableLoader:
-    stands_in_for(loader)
+    stood_in_for.add(loader)
     return ResumableLoader(
         loader.dataset,
         loader.batch_size,

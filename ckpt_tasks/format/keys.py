@@ -87,13 +87,13 @@ def shard_name(group: str, rank: int, world_size: int, part: int) -> str:
     return f"{group}-{rank:05d}-of-{world_size:05d}-{part}.safetensors"
 
 
-def table_name(group: str, rank: int, world_size: int, number: int) -> str:
-    """Name one Arrow file of a lookup table; each file of the table has another `number`."""
+def group_file_name(group: str, rank: int, world_size: int, number: int) -> str:
+    """Name one Arrow file that a group writes by itself; each of its files has another `number`."""
     return f"{group}-{rank:05d}-of-{world_size:05d}-{number}.arrow"
 
 
-def is_table(name: str) -> bool:
-    """Return True if a shard's name, plain or folded, names a file of a lookup table."""
+def is_group_file(name: str) -> bool:
+    """Return True if a shard's name, plain or folded, names a file that a group writes by itself."""
     return name.endswith(".arrow") and "-of-" in name
 
 

@@ -163,7 +163,7 @@ def check_header(store: ReadableStore, record: ObjectRecord) -> bytes:
     """Return an object's header; raise IntegrityError if its digest or the object's size is wrong."""
     _check_size(record, store.size(record.name))
 
-    if not record.digested_bytes:  # It is a lookup table's file: its regions cover all of its bytes.
+    if not record.digested_bytes:  # It is a group's own file: its regions cover all of its bytes.
         return _good_header(record, b"")
 
     def header() -> bytes:

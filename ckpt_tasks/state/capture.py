@@ -20,7 +20,8 @@ from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.kinds.group_parts import Captured, GroupState
-from ckpt_tasks.state.kinds.kinds import KINDS, Scope, kind_of
+from ckpt_tasks.state.kinds.kinds import KINDS, kind_of
+from ckpt_tasks.state.kinds.names import Scope
 from ckpt_tasks.state.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.state.tensors.random_streams import current_streams, preserved_rng
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
@@ -74,6 +75,6 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
         tensors.places,
         tensors.replicated,
         tensors.one_for_all,
-        tensors.tables,
+        tensors.files,
         tensors.constant,
     )

@@ -25,7 +25,6 @@ from ckpt_tasks.format.keys import is_group
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.format.tree import SCALARS
 from ckpt_tasks.state.kinds.kinds import kind_of
-from ckpt_tasks.state.tables.table import LookupTable
 from ckpt_tasks.state.tensors.packing import in_place
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
@@ -170,7 +169,7 @@ def _add(groups: Groups, name: str, value: Any, assign: Callable[[Any], None] | 
                     "others is for a plain value or an object with a state", key=name, hint=hint
                 )
             groups.others[name] = value.others
-    elif not _is_split(value):
+    elif not _is_record(value) and not (type(value) in _CONTAINERS and _holds_objects(value, 0)):
         if level and assign is None and kind_of(value) == "plain" and not in_place(value):
             hint = "Keep it in a list, a dict or a dataclass that is not frozen: a restore assigns it there."
             raise UnsupportedStateError("what is in a tuple or frozen cannot be assigned", key=name, hint=hint)
@@ -183,21 +182,12 @@ def _add(groups: Groups, name: str, value: Any, assign: Callable[[Any], None] | 
             _add(groups, f"{name}_{key}", item, _assign_item(value, key), level + 1)
     else:
         for field in fields(value):
-            assign = _assign_field(value, field.name)
+            assign = None if type(value).__dataclass_params__.frozen else partial(setattr, value, field.name)
             _add(groups, f"{name}_{field.name}", getattr(value, field.name), assign, level + 1)
 
 
 def _assign_item(container: Any, key: Any) -> Callable[[Any], None] | None:
     return partial(setitem, container, key) if isinstance(container, (MutableMapping, list)) else None
-
-
-def _assign_field(record: Any, name: str) -> Callable[[Any], None] | None:
-    return None if type(record).__dataclass_params__.frozen else partial(setattr, record, name)
-
-
-def _is_split(value: Any) -> bool:
-    """Return True if a value is a ByRank, a dataclass, or a container of objects with groups of their own."""
-    return type(value) is ByRank or _is_record(value) or (type(value) in _CONTAINERS and _holds_objects(value, 0))
 
 
 def _is_record(value: Any) -> bool:
@@ -233,7 +223,7 @@ def storable(state: Mapping[str, Any]) -> Groups:
     """Flatten a state, and check that a restore would find all tensors of its modules by name.
 
     Raises UnsupportedStateError as `flat` does, also for modules in FullyShardedDataParallel, whose parameters are
-    flat, for a ZeroRedundancyOptimizer, and for modules with a LookupTable that is not a group of the state.
+    flat, for a ZeroRedundancyOptimizer, and for modules with one of another kind (a LookupTable) that is not a group.
     """
     groups = flat(state)
     zero: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
@@ -255,7 +245,8 @@ def storable(state: Mapping[str, Any]) -> Groups:
                     key=name,
                     hint="Shard it with torch.distributed.fsdp.fully_shard(model): each parameter keeps its name.",
                 )
-            if isinstance(inner, LookupTable) and id(inner) not in named:
-                hint = f'Name it in the state: {{"{name}": model, "rows": model.{path}}}.'
-                raise UnsupportedStateError("a LookupTable is a group of its own", key=f"{name}/{path}", hint=hint)
+            if (kind := kind_of(inner)) != "module" and id(inner) not in named:
+                hint = f'Name it in the state: {{"{name}": model, "{kind}": model.{path}}}.'
+                why = f"a {type(inner).__name__} is a group of its own"
+                raise UnsupportedStateError(why, key=f"{name}/{path}", hint=hint)
     return groups

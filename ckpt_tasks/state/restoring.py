@@ -28,8 +28,9 @@ from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.state.groups import Groups, flat
 from ckpt_tasks.state.kinds.differences import Differences
 from ckpt_tasks.state.kinds.group_parts import GroupState, Guard, RestorePart, Saved
-from ckpt_tasks.state.kinds.kinds import KINDS, Scope, kind_of, may_draw
+from ckpt_tasks.state.kinds.kinds import KINDS, kind_of, may_draw
 from ckpt_tasks.state.kinds.modules import Materialized
+from ckpt_tasks.state.kinds.names import Scope
 from ckpt_tasks.state.kinds.plain import PlainPart
 from ckpt_tasks.state.selection import Chosen, Selection, choose
 from ckpt_tasks.state.tensors.copies import Copies

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tasks.checkpoint.extension import FEATURES, Feature
+from ckpt_tasks.features import FEATURES, Feature
 from tests.support.interpreters import Python
 from tools.sources import files, imports, module_name, parse
 
 WITHOUT = """
 import importlib, pkgutil, sys
-place, run = sys.argv[1:]
-sys.modules[place.partition(":")[0]] = None  # From now on an import of the file fails, as if it were not there.
+place, run, *gone = sys.argv[1:]
+for name in [name for name in sys.modules if name.partition(".")[0] == "ckpt_tasks"]:
+    del sys.modules[name]  # The interpreter is forked from one that has imported the product whole.
+sys.modules.update(dict.fromkeys(gone))  # From now on an import of these fails, as if they were not there.
 import ckpt_tasks
-from ckpt_tasks.checkpoint import extension
-extension.FEATURES[:] = [one for one in extension.FEATURES if one.place != place]
+from ckpt_tasks.features import FEATURES
+FEATURES[:] = [one for one in FEATURES if one.place != place]
 for folder in ("checkpoint", "run", "state", "storage", "format"):
     package = importlib.import_module(f"ckpt_tasks.{folder}")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name != place.partition(":")[0]:
+        if not any(f"{module.name}.".startswith(f"{one}.") for one in gone):
             importlib.import_module(module.name)
 import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer
 options = {"compile_cache": True, "on_spike": "loss", "on_non_finite": "rollback", "spot_notices": "aws"}
+options["local_dir"] = f"{run}-near"
 for first in (True, False):
     weights = torch.zeros(3)
     with Checkpointer(CheckpointConfig(checkpoint_dir=run, memory_dir=None, step_interval=2, **options)) as ckpt:
@@ -34,20 +37,28 @@ for first in (True, False):
 """
 
 
+def gone(feature: Feature) -> list[str]:
+    """Return what goes with a row: the module of an extension, the folder of a kind, the module of its figures."""
+    module = feature.place.partition(":")[0]
+    figures = [feature.figures.partition(":")[0]] if feature.figures else []
+    return [module.rpartition(".")[0] if feature.kind else module, *figures]
+
+
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.place.partition(":")[2])
 def test_the_product_works_without_a_feature(feature: Feature, tmp_path: object) -> None:
     """Without a feature's file and row every module is imported, and a run is saved and restored."""
-    with Python("-c", WITHOUT, feature.place, f"{tmp_path}/run") as process:
+    with Python("-c", WITHOUT, feature.place, f"{tmp_path}/run", *gone(feature)) as process:
         done = process.ends(120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0 [0.0, 0.0, 0.0]", "4 [4.0, 4.0, 4.0]"]
 
 
 def test_nothing_else_imports_a_feature() -> None:
-    """A feature is known by its row alone."""
-    modules = {feature.place.partition(":")[0] for feature in FEATURES}
-    named = {name.rpartition(".")[0] for path in files("ckpt_tasks") for _, name in imports(parse(path))}
-    assert modules & named == set()
-    assert modules == {
+    """A feature is known by its row alone; a public name and an example may stand beside it."""
+    for own in (f"{one}." for feature in FEATURES for one in gone(feature)):
+        paths = [path for path in files("ckpt_tasks") if not f"{module_name(path)}.".startswith(own)]
+        names = {module_name(path) for path in paths for _, name in imports(parse(path)) if name.startswith(own)}
+        assert names <= {"ckpt_tasks", "ckpt_tasks.tables", "ckpt_tasks.flows.programs.two_tower"}
+    assert {gone(feature)[0] for feature in FEATURES if feature.kind is None} == {
         module_name(path) for path in files("ckpt_tasks/checkpoint/extensions") if path.name != "__init__.py"
     }

@@ -21,7 +21,7 @@ ALLOWED = {
     "fsspec": ("ckpt_tasks.storage.objects",),
     "s3fs": ("ckpt_tasks.storage.objects",),
     "tenacity": ("ckpt_tasks.storage.retrying",),
-    "pyarrow": ("ckpt_tasks.format.layout",),
+    "pyarrow": ("ckpt_tasks.format.layout", "ckpt_tasks.state.tables.table_rows"),
     "safetensors": (),  # a dev dependency: the tests read with it what format/ wrote
     "typer": ("ckpt_tasks.cli",),
     "pickle": (),

@@ -34,7 +34,7 @@ BETWEEN = {
     "checkpoint.save.rank_saver.digest_image",
     "checkpoint.save.tenure.Line.reusable",
     "checkpoint.memory.first.FirstCopy.write",
-    "checkpoint.memory.local_copies.LocalCopies.write",
+    "checkpoint.extensions.local_copies.LocalCopies.write",
     "storage.local.LocalStore.put_if_absent",
     "storage.objects.ObjectStore.put",
     "storage.objects.S3Requests",

@@ -39,8 +39,6 @@ from ckpt_tasks.format.keys import COMPILED_PREFIX, Compiled, compiled_name, par
 from ckpt_tasks.format.pack import MAX_PACK_BYTES, is_packed_path, pack_files, unpack_files
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import close_descriptor, open_descriptor
-from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.held_directory import hold
 from ckpt_tasks.system import system
 
@@ -54,10 +52,9 @@ _log = logging.getLogger("ckpt_tasks")
 class CompiledCode(Extension):
     """The compiled code of one run: `owned` restores it, and `committed` keeps new code."""
 
-    def __init__(self, config: CheckpointConfig, history: History | None):
-        super().__init__(config, history)
-        assert history is not None
-        self._store = history.store
+    def __post_init__(self) -> None:
+        assert self.history is not None
+        self._store = self.history.store
         self._kind = ""
         self._directory: Path | None = None
         self._tenure: Tenure | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
 from ckpt_tasks.checkpoint.rollback import can_leave_out
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.records import Rollback
@@ -39,9 +39,9 @@ class LeftOutBatches(Extension):
         rollback = now.rollback
         pending = rollback is not None and rollback.pending and now.step <= rollback.skips_at
         self._skip = rollback.skip if rollback is not None and pending else None
-        self.stepped(now.step, now.state)
+        self.stepped(now.step, now.state, {})
 
-    def stepped(self, step: int, state: Mapping[str, Any]) -> None:
+    def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
         """Skip the batches if the next step would use the first of them."""
         if self._skip is None or step < self._skip[0] - 1:
             return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tasks.checkpoint.memory.local_copies import LocalCopies
+from ckpt_tasks.checkpoint.extension import Extension, Extensions
 from ckpt_tasks.checkpoint.memory.memory import (
     SLOTS,
     Fill,
@@ -50,19 +50,15 @@ _log = logging.getLogger("ckpt_tasks")
 class CachedSnapshot:
     """A complete snapshot on this host: its bytes, and its checkpoint, committed or not.
 
-    `slot` is its slot in the memory directory; None for a copy in the local directory. `checkpoint` is the snapshot's
-    checkpoint in the ledger, or the one that the commit would create (`n` is -1).
+    `slot` is its slot in the memory directory; None if a feature keeps it. `checkpoint` is the snapshot's checkpoint in
+    the ledger, or the one that the commit would create (`n` is -1). `place`: where it is, in words for the log.
     """
 
     seal: Seal
     store: ReadableStore
     slot: str | None
     checkpoint: Checkpoint
-
-    @property
-    def place(self) -> str:
-        """Where the snapshot is, in words for the log."""
-        return "in memory" if self.slot else "in the local directory"
+    place: str
 
     def open(self) -> Opened:
         """Open the snapshot by its own manifest; the committed manifest may name objects of older checkpoints."""
@@ -83,12 +79,11 @@ class SnapshotCache:
         self,
         store: Store,
         memory_dir: str | os.PathLike[str] | None,
-        local_dir: str | os.PathLike[str] | None = None,
+        extensions: Extensions | None = None,
         world: World = ALONE,
     ):
         self.memory: SnapshotMemory = PrivateMemory()
-        self.copies = LocalCopies(_of_rank(local_dir, world.rank, world)) if local_dir is not None else None
-        self._local_dir = local_dir
+        self._extensions = extensions or Extensions()
         self.store = store
         self._memory_dir = memory_dir
         self._world = world
@@ -116,7 +111,7 @@ class SnapshotCache:
 
     def was_used(self) -> bool:
         """Return True if an earlier process of this host has taken a run at this URL: its store has answered then."""
-        if self.copies is not None and self.copies.has(FORMAT_NAME):
+        if self._extensions.tell(Extension.has_answered):
             return True
         urls: set[str] = set()
 
@@ -131,14 +126,14 @@ class SnapshotCache:
 
     @property
     def outlives(self) -> bool:
-        """Whether a sealed snapshot outlives this process."""
-        return isinstance(self.memory, MemoryDirectory) or self.copies is not None
+        """Whether a sealed snapshot in memory outlives this process."""
+        return isinstance(self.memory, MemoryDirectory)
 
     def open(self, run_key: str) -> None:
         """Take the run's memory directory; if that is impossible, use private memory and log a warning."""
         self._run_key = run_key
-        if self.copies is not None:
-            self.copies.open(self.store.get(FORMAT_NAME, 1 << 20))
+        if self._extensions.at(Extension.opened):
+            self._extensions.tell(Extension.opened, self.store.get(FORMAT_NAME, 1 << 20))
         directory = self._directory(0)
         if directory is None or isinstance(self.memory, MemoryDirectory) or self.left is not None:
             return
@@ -155,14 +150,12 @@ class SnapshotCache:
     def restorable(self, live: Iterable[Checkpoint]) -> Sequence[CachedSnapshot | RankSnapshot]:
         """List the snapshots of this host that may be restored, given the live checkpoints.
 
-        Snapshots in memory come first, then local copies; each kind newest first.
+        Snapshots in memory come first, then those that a feature keeps; each kind newest first.
         """
         live = tuple(live)
         snapshots = self._in_memory(live)
-        if self.copies is not None:
-            for part in (Part(seal, self.copies.store) for seal in self.copies.seals() if self._belongs(seal, live)):
-                snapshots += [self._snapshot(None, part, self._copied, live)]
-        return snapshots
+        kept = [part for part in self._kept(self._world.rank) if self._belongs(part.seal, live)]
+        return [*snapshots, *(self._snapshot(None, part, self._kept, live) for part in kept)]
 
     def _belongs(self, seal: Seal, live: tuple[Checkpoint, ...]) -> bool:
         return seal.run_key == self._run_key and usable(seal, live)
@@ -183,7 +176,7 @@ class SnapshotCache:
         """Return the snapshot that has this rank's part; `of_rank` returns the parts of another rank on this host."""
         checkpoint = next((one for one in live if one.manifest == own.seal.checkpoint.manifest), own.seal.checkpoint)
         if self._world.size == 1:
-            return CachedSnapshot(own.seal, own.store, slot, checkpoint)
+            return CachedSnapshot(own.seal, own.store, slot, checkpoint, own.place)
         parts = {self._world.rank: own}
         for rank in {*range(self._world.size)} - {self._world.rank}:
             same = [part for part in of_rank(rank) if part.seal.checkpoint.manifest == checkpoint.manifest]
@@ -195,12 +188,8 @@ class SnapshotCache:
         if memory.path.is_dir():
             yield from (part for _, part in _sealed(memory, self.store))
 
-    def _copied(self, rank: int) -> Iterator[Part]:
-        assert self._local_dir is not None
-        directory = _of_rank(self._local_dir, rank, self._world)
-        if directory.is_dir():
-            copies = LocalCopies(directory)
-            yield from (Part(seal, copies.store) for seal in copies.seals())
+    def _kept(self, rank: int) -> Iterable[Part]:
+        return self._extensions.tell(Extension.snapshots, rank) or ()
 
     def clean(self, live: Iterable[Checkpoint]) -> int:
         """Empty the slots and return the bytes freed; keep them (0) if one has a snapshot that storage lacks."""
@@ -251,15 +240,6 @@ class SnapshotCache:
         if self.left is not None:
             self.left.clear(slot)
 
-    def committed(self, checkpoint: Checkpoint, live: Iterable[Checkpoint]) -> None:
-        """Delete local copies that no restart needs.
-
-        One rank keeps the copies of all live checkpoints. Many ranks keep only those of the newest checkpoint: a copy
-        is of use only if every rank has its part.
-        """
-        if self.copies is not None:
-            self.copies.retain(live if self._world.size == 1 else [checkpoint])
-
     def forget_left(self, *, keep: bool = False) -> None:
         """Release the memory directory that this process no longer uses; its snapshots are removed unless `keep`."""
         left, self.left = self.left, None
@@ -286,7 +266,8 @@ class SnapshotCache:
         return None if self._memory_dir is None else Path(self._memory_dir).absolute()
 
     def _do_without(self, why: str) -> None:
-        place = "storage" if self.copies is None else "the local directory or storage"
+        kept = self._extensions.tell(Extension.keeps_in)
+        place = f"{kept} or storage" if kept else "storage"
         _log.warning(
             "Snapshots are kept in this process's own memory: after a crash, training resumes from %s (%s)", place, why
         )
@@ -296,11 +277,6 @@ class SnapshotCache:
             self.left = memory
         else:
             memory.close(keep=False)
-
-
-def _of_rank(local_dir: str | os.PathLike[str], rank: int, world: World) -> Path:
-    """Return the directory for a rank's local copies."""
-    return Path(local_dir) if world.size == 1 else Path(local_dir, f"rank-{rank:05d}-of-{world.size:05d}")
 
 
 def usable(seal: Seal, live: tuple[Checkpoint, ...]) -> bool:

@@ -30,7 +30,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
@@ -241,7 +240,7 @@ class MemoryDirectory(SlotFiles):
         directory = self._slot(slot)
         try:
             for left in names_in(directory):
-                if fnmatch(left, "*-of-*.arrow"):  # A lookup table's file of the slot's previous snapshot.
+                if left.endswith(".arrow"):  # It is of the slot's previous snapshot; images are refilled.
                     (directory / left).unlink()
             for name, data in files.items():
                 _write_new(directory / name, data)

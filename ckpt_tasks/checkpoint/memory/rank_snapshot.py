@@ -30,17 +30,18 @@ from ckpt_tasks.storage.port import ReadableStore
 
 
 class Part(NamedTuple):
-    """One rank's seal, and the store with its objects."""
+    """One rank's seal, the store with its objects, and where they are, in words for the log."""
 
     seal: Seal
     store: ReadableStore
+    place: str = "in memory"
 
 
 @dataclass(frozen=True, eq=False)
 class RankSnapshot:
     """The parts of one attempt on this host, by rank; this rank's part is among them.
 
-    `slot` is this rank's slot in the memory directory; None for a copy in the local directory. `checkpoint` is the
+    `slot` is this rank's slot in the memory directory; None if a feature keeps it. `checkpoint` is the
     attempt's checkpoint in the ledger, or the one that the commit would create (`n` is -1).
     """
 
@@ -57,7 +58,7 @@ class RankSnapshot:
     @property
     def place(self) -> str:
         """Where the snapshot is, in words for the log."""
-        return "in memory" if self.slot else "in the local directory"
+        return self.parts[self.rank].place
 
     @property
     def store(self) -> ReadableStore:

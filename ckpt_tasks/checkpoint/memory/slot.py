@@ -6,14 +6,14 @@ import numpy as np
 
 from ckpt_tasks.checkpoint.memory.memory import SlotFiles
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
-from ckpt_tasks.format.keys import is_table
+from ckpt_tasks.format.keys import is_group_file
 from ckpt_tasks.storage.port import ReadableStore
 
 
 class SlotStore:
     """A slot as a readable store; its files have the names that they have in storage after a commit.
 
-    A slot lacks files of lookup tables that older checkpoints wrote: these are read from storage.
+    A slot lacks files of groups that older checkpoints wrote: these are read from storage.
     """
 
     near = True
@@ -50,7 +50,7 @@ class SlotStore:
         try:  # Ignore the attempt in the name: a slot holds a whole snapshot, including reused objects.
             return self._memory.open(self._slot, name.rpartition("/")[2])
         except FileNotFoundError as error:
-            if not is_table(name):
+            if not is_group_file(name):
                 raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
             if name not in self._fetched:
                 self._fetched[name] = memoryview(bytearray(self._storage.size(name)))

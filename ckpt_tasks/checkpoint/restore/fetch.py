@@ -144,7 +144,10 @@ class StoredTensors:
         with Staging(devices, staged_bytes, THREADS) as staging:
             jobs: list[_Job] = [
                 *(partial(self._read_direct, some, staging) for some in _dealt(direct, lambda one: one.size_bytes)),
-                *(partial(self._read_windows, windows) for windows in _dealt(self._windows(rest), _window_bytes)),
+                *(
+                    partial(self._read_windows, windows)
+                    for windows in _dealt(self._windows(rest), lambda window: sum(into.nbytes for into, _ in window))
+                ),
                 *(partial(self._read_parts, parts, some) for some in _dealt(runs, _run_bytes)),
                 *checks,
             ]
@@ -270,10 +273,6 @@ def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[lis
 
 def _run_bytes(run: Sequence[IndexRow]) -> int:
     return run[-1].end - run[0].begin
-
-
-def _window_bytes(window: Sequence[_Pair]) -> int:
-    return sum(into.nbytes for into, _ in window)
 
 
 def _good(run: Sequence[IndexRow], data: memoryview) -> None:

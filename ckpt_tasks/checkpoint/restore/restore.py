@@ -253,7 +253,8 @@ def restore_one(
         verify_s, copy_s = _apply(plan, source, together, checkpoint.step, writing if once else None)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
-        _derive_streams(opened.manifest.groups[RNG], rank)
+        saved = canonical_json(dict(opened.manifest.groups[RNG]))  # Rank 0's streams.
+        seed_streams(int(digest_hex(saved + str(rank).encode())[:16], 16))
     return RestoreReport(
         step=checkpoint.step,
         source=f"{store.url}/{checkpoint.manifest.rpartition('/')[0]}",
@@ -320,11 +321,6 @@ def _naming(step: int) -> Iterator[None]:
     except StateError as error:
         error.step = step
         raise
-
-
-def _derive_streams(saved: Mapping[str, Any], rank: int) -> None:
-    """Seed every random stream from rank 0's saved streams and this rank's number."""
-    seed_streams(int(digest_hex(canonical_json(dict(saved)) + str(rank).encode())[:16], 16))
 
 
 def _check_header(store: ReadableStore, record: ObjectRecord, index: Index) -> None:

@@ -22,24 +22,21 @@ from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.tenure import Line
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, ObjectNotFoundError, StateError, StoreError
 from ckpt_tasks.format.keys import MANIFEST_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.run.ledger.fencing import check_owner
 from ckpt_tasks.run.ledger.history import Head, History
 from ckpt_tasks.run.ledger.ownership import Heartbeat, release
-from ckpt_tasks.run.ledger.step_tables import put_steps
 from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 
 
 class Commit(NamedTuple):
-    """What a commit has put: its ledger entry, the checkpoint, and the metrics of the steps that it adds."""
+    """What a commit has put: its ledger entry, and the checkpoint."""
 
     entry: Entry
     prepared: PreparedCheckpoint
-    steps: tuple[StepMetrics, ...]
 
 
 class Committer:
@@ -149,8 +146,9 @@ class Committer:
             observed, cost_s = {**observed, "flush_s": flush_s}, flush_s if cost_s is None else cost_s
 
         self._entered = saving.attempt
-        steps, table = put_steps(store, saving.attempt, saving.steps, self._line.step)
-        event = {**observed, **({"steps": table} if table else {}), "kind": "commit", "step": saving.attempt.step}
+        event = {**observed, "kind": "commit", "step": saving.attempt.step}
+        for attached in saving.attached:
+            event |= attached.put(store, saving.attempt, self._line.step)
         new = partial(prepared.checkpoint, parent=parent, cost_s=cost_s or 0.0)
         retirement = self._pruner.with_commit(state, new(n=head.next_n))
         if retirement.checkpoints:
@@ -162,7 +160,7 @@ class Committer:
 
         entry = self.history.append(event, change, owner=self.owner)  # Here the checkpoint begins to exist.
         self._pruner.committed(entry.state, retirement, prepared.digest, prepared.own_names)
-        return Commit(entry, prepared, steps)
+        return Commit(entry, prepared)
 
     def prune_behind(self, entry: Entry) -> None:
         """Prune the other checkpoints in the background after a commit."""

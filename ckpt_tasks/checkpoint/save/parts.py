@@ -10,20 +10,22 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tasks.checkpoint.memory.snapshot import Image
 from ckpt_tasks.errors import StateError, StoreError
 from ckpt_tasks.format.digests import digest_bytes, digest_hex
-from ckpt_tasks.format.keys import Attempt, attempt_prefix, is_table
+from ckpt_tasks.format.keys import Attempt, attempt_prefix, is_group_file
 from ckpt_tasks.format.layout.image import ImageLayout, plan_bytes
 from ckpt_tasks.format.layout.index import WHOLE, Index, Places, parse_index, write_index
-from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Compared, Owner, checkpoint_item, read_checkpoint
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.state.kinds.group_parts import Captured, TableFileCapture
+from ckpt_tasks.state.kinds.group_parts import Captured, GroupFile
 from ckpt_tasks.storage.port import Store
+
+if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.extension import Attached
 
 _ALIGNMENT = 64  # Arrow aligns columns to this many bytes.
 _LENGTH = struct.Struct("<Q")
@@ -71,7 +73,7 @@ class RankPart:
 
 
 class Digested(NamedTuple):
-    """The part of one file, and its bytes; the bytes are None for a lookup table's file that only storage has."""
+    """The part of one file, and its bytes; the bytes are None for a file of a group that only storage has."""
 
     part: RankPart
     bytes: memoryview | None
@@ -90,7 +92,7 @@ class Saving:
     interim: bool = False
     world_size: int = 1
     number: int = 0  # Counts the saves of this owner.
-    steps: tuple[StepMetrics, ...] = ()  # Steps whose metrics are not known to be committed.
+    attached: Sequence[Attached] = ()  # What features store with it.
     environment: Mapping[str, str] = field(default_factory=dict)  # Facts for people, in addition to the versions.
 
     @property
@@ -138,9 +140,9 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
 
 
 def digest_file(
-    attempt: Attempt, file: TableFileCapture, given_up: Callable[[], bool], stored: Stored | None, rank: int
+    attempt: Attempt, file: GroupFile, given_up: Callable[[], bool], stored: Stored | None, rank: int
 ) -> Digested:
-    """Digest a lookup table's file, or find the file in the previous checkpoint; raise as `digest_image` does.
+    """Digest a group's own file, or find the file in the previous checkpoint; raise as `digest_image` does.
 
     Raises StoreError if neither the process nor that checkpoint has the file.
     """
@@ -157,7 +159,7 @@ def digest_file(
 
 
 def _lost(name: str) -> StoreError:
-    hint = "The next save writes the table whole."
+    hint = "The next save writes it whole."
     return StoreError(f"the last checkpoint, which has {name}, cannot be read or has been removed", hint=hint)
 
 
@@ -221,7 +223,7 @@ def joined(parts: Sequence[RankPart], rank: int = 0) -> RankPart:
 def reuse(digested: Digested, stored: Stored | None) -> RankPart:
     """Return a RankPart that names a stored object again, if it equals the file; else the file's own RankPart.
 
-    They are equal if header, regions and digests are the same. Names no small object again, except a table. Raises
+    They are equal if header, regions and digests are the same. Names no small image again. Raises
     StoreError if it names no stored object, and this process does not have the file's bytes.
     """
     part, data = digested
@@ -230,7 +232,7 @@ def reuse(digested: Digested, stored: Stored | None) -> RankPart:
     old = stored.records.get(name) if stored else None
     if stored is not None and old is not None and old == record._replace(name=old.name):
         regions = stored.index.of_object(old.name)
-        is_worth = old.size_bytes >= _REUSED_BYTES or is_table(name)
+        is_worth = old.size_bytes >= _REUSED_BYTES or is_group_file(name)
         if is_worth and regions.same_regions(part.index):
             return RankPart(part.rank, regions, (old,))
     if data is None:

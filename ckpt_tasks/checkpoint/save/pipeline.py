@@ -31,7 +31,7 @@ from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint
 from ckpt_tasks.checkpoint.save.tenure import Tenure
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
-from ckpt_tasks.state.kinds.group_parts import TableFileCapture
+from ckpt_tasks.state.kinds.group_parts import GroupFile
 from ckpt_tasks.state.tensors.device import DeviceCopy
 from ckpt_tasks.storage.port import watched
 from ckpt_tasks.system import system
@@ -70,7 +70,7 @@ class Snapshot:
     unfinished: call its wait() before you read the images. `given_up`: the threads must drop the snapshot.
     `superseded`: the steps of the snapshots that this one replaced. `outcome`: how the flush ended. `patience`: the
     flush is stuck after this many timeouts, since it may wait for other ranks. `unsealed`: the snapshot has no seal in
-    memory. `compared` returns the values that ranks compare. `files`: the files of lookup tables.
+    memory. `compared` returns the values that ranks compare. `files`: the files that groups write by themselves.
     """
 
     slot: str
@@ -82,7 +82,7 @@ class Snapshot:
     observed: Mapping[str, Any]
     copy: DeviceCopy | LateCopy | None = None
     compared: Callable[[], Compared] = dict
-    files: Sequence[TableFileCapture] = ()
+    files: Sequence[GroupFile] = ()
     taken_s: float = field(default_factory=lambda: system().monotonic())
     sealed: PreparedCheckpoint | None = None
     error: BaseException | None = None

@@ -172,7 +172,8 @@ class Pruner:
             self._warn_of_best(state)
             if not self._knows_good(wanted):
                 standing = self._verify(lineage(state.live)[0], owner, check)
-        unnamed = [] if self._swept else self._orphans(state)
+        left = () if self._swept else orphans(self._history.store, state)  # Leftovers of dead owners.
+        unnamed = [name for name in left if not state.has_retired(name)][:_MOST_ORPHANS]
         given_up: tuple[str, ...] = ()
         waiting = state.without_deleted(self.deleted).retired
         with self.retiring:
@@ -235,10 +236,6 @@ class Pruner:
                 hint = "`ckpt prune` deletes them; then try again."
                 raise StateError("more objects wait for their deletion than a ledger entry lists", hint=hint)
             return verdict
-
-    def _orphans(self, state: State) -> list[str]:
-        """List leftovers of dead owners, as many as fit into an entry."""
-        return [name for name in orphans(self._history.store, state) if not state.has_retired(name)][:_MOST_ORPHANS]
 
     def _warn_of_best(self, state: State) -> None:
         missing = None if self._warned else missing_metric(state, self.policy)

@@ -13,7 +13,6 @@ from functools import cache, partial
 
 from ckpt_tasks.checkpoint.memory.cache import SnapshotCache
 from ckpt_tasks.checkpoint.memory.first import FirstCopy
-from ckpt_tasks.checkpoint.memory.local_copies import LocalCopies
 from ckpt_tasks.checkpoint.memory.memory import Fill
 from ckpt_tasks.checkpoint.memory.pages import GaveWay, allocate_pages, touch
 from ckpt_tasks.checkpoint.memory.samples import sample_values, take_samples
@@ -32,8 +31,7 @@ from ckpt_tasks.checkpoint.save.parts import (
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot
 from ckpt_tasks.checkpoint.save.prepared import compared_values, prepare_part
 from ckpt_tasks.errors import CkptError, StoreError
-from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, STEPS_NAME, Attempt, attempt_prefix
-from ckpt_tasks.format.layout.steps import steps_file
+from ckpt_tasks.format.keys import INDEX_NAME, MANIFEST_NAME, attempt_prefix
 from ckpt_tasks.format.policy.space import CheckpointSize
 from ckpt_tasks.format.records import Compared
 from ckpt_tasks.state.kinds.group_parts import Captured
@@ -50,7 +48,14 @@ class RankSaver:
     The plan and the memory of the images are kept while names, dtypes and shapes stay the same.
     """
 
-    def __init__(self, cache: SnapshotCache, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        rank: int = 0,
+        world_size: int = 1,
+        copies: Sequence[Callable[[Snapshot, Sequence[tuple[RankPart, memoryview | None]]], None]] = (),
+    ):
+        self._copies = copies
         self._cache = cache
         self._rank = rank
         self._world_size = world_size
@@ -174,7 +179,8 @@ class RankSaver:
             file.name: file.contents.bytes for file in snapshot.files if file.contents is not None
         }
         files |= {INDEX_NAME: prepared.index_bytes, MANIFEST_NAME: prepared.manifest_bytes}
-        files[STEPS_NAME] = steps_file(saving.steps)
+        for attached in saving.attached:
+            files |= attached.files()
         try:
             self._cache.memory.seal(snapshot.slot, files, snapshot.seal_of(prepared, in_flight).to_bytes())
             snapshot.unsealed = self._cache.left is not None
@@ -182,27 +188,26 @@ class RankSaver:
             _log.warning("Step %d will not survive this process in memory: %s", saving.attempt.step, error)
             snapshot.unsealed = True
 
-    def refuse(self, slot: str, attempt: Attempt) -> None:
-        """Mark a snapshot in a slot, and its local copy, as not restorable, because its save was refused."""
+    def refuse(self, slot: str) -> None:
+        """Mark a snapshot in a slot as not restorable, because its save was refused."""
         # If unsealing fails, a restart still compares the snapshots of all ranks before a restore.
         with suppress(CkptError):
             self._cache.memory.unseal(slot)
-            if self._cache.copies is not None:
-                self._cache.copies.unseal(attempt)
 
     def write(self, store: Store, snapshot: Snapshot, stored: Stored | None) -> RankPart | None:
         """Put every image as soon as it is digested, except images already `stored`; return this rank's part.
 
-        Returns None if a newer snapshot has replaced this one. If the run has a local directory, this method first
-        writes the objects to that directory, and logs a failure of this copy.
+        Returns None if a newer snapshot has replaced this one. Features that copy the files do so before.
         """
         attempt = snapshot.saving.attempt
         digested: Iterable[Digested] = iter(snapshot.digested.get, None)
         try:
-            if (copies := self._cache.copies) is not None:
+            if self._copies:
                 digested = [*digested]
                 snapshot.wait_digested()
-                self._copy(copies, snapshot, [(reuse(one, stored), one.bytes) for one in digested], store)
+                files = [(reuse(one, stored), one.bytes) for one in digested]
+                for copy in self._copies:
+                    copy(snapshot, files)
             parts = []
             for one in digested:
                 moved()
@@ -214,27 +219,6 @@ class RankSaver:
         except SupersededError:
             return None
         return joined(parts, self._rank).with_groups(attempt.step, snapshot.saving.groups, snapshot.compared())
-
-    def _copy(
-        self,
-        copies: LocalCopies,
-        snapshot: Snapshot,
-        files: Sequence[tuple[RankPart, memoryview | None]],
-        store: Store,
-    ) -> None:
-        part = joined([part for part, _ in files], self._rank)
-        prepared = prepare_part(snapshot.saving, part, snapshot.sealed)
-        index = prepared.manifest.index.name, prepared.index_bytes
-        try:
-            objects = dict[str, memoryview | bytes]()
-            for (record,), data in ((part.objects, data) for part, data in files):
-                if data is not None:
-                    objects[record.name] = data
-                elif not copies.has(record.name):
-                    objects[record.name] = store.get(record.name, record.size_bytes)
-            copies.write(objects, index, prepared.manifest_bytes, snapshot.seal_of(prepared, None))
-        except StoreError as error:
-            _log.warning("Step %d has no copy in the local directory: %s", snapshot.saving.attempt.step, error)
 
     def _take(self, slot: str, plan: SnapshotPlan, fill: Fill | None = None) -> ImageSet:
         """Return a slot's images, and make them at the first use; the caller holds `_taking`."""

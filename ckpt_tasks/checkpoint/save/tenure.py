@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.checkpoint.save.parts import Saving, Stored, new_attempt
 from ckpt_tasks.errors import CkptError
-from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.format.records import Checkpoint, Owner
 from ckpt_tasks.run.ledger.metrics import checked_metrics
 from ckpt_tasks.run.ledger.ownership import Heartbeat
@@ -20,6 +19,7 @@ from ckpt_tasks.storage.port import Store
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
+    from ckpt_tasks.checkpoint.extension import Attached
     from ckpt_tasks.checkpoint.restore.restore import RestoreReport
     from ckpt_tasks.checkpoint.save.commit import Committer
 
@@ -157,7 +157,7 @@ class Tenure:
         metrics: Mapping[str, float] | None,
         epochs: int | None,
         interim: bool,
-        steps: tuple[StepMetrics, ...] = (),
+        attached: Sequence[Attached] = (),
     ) -> Saving:
         """Name a new attempt to save a step, and collect the facts of this save."""
         number = self.next_number()
@@ -171,7 +171,7 @@ class Tenure:
             interim=interim,
             world_size=self.world_size,
             number=number,
-            steps=steps,
+            attached=attached,
         )
 
     def next_number(self) -> int:

@@ -68,7 +68,7 @@ class Writer(Pipeline):
         self._pruner = pruner
         self._schedule = schedule
         self._extensions = extensions
-        self._rank = RankSaver(cache, ranks.rank, ranks.size)
+        self._rank = RankSaver(cache, ranks.rank, ranks.size, extensions.at(Extension.digested))
         self._workers: list[threading.Thread] = []  # These threads seal snapshots, or allocate memory.
         self._early = False  # True if memory was prepared before a step; this step may change the state's structure.
         self._turn = system().lock()
@@ -126,7 +126,7 @@ class Writer(Pipeline):
             self._plan(captured)
             compared = self._rank.sample(captured, saving)
             images, copy = self._rank.fill(slot, captured)
-            files = [file for table in captured.tables for file in table.take()]
+            files = [file for group in captured.files for file in group.take()]
         except StoreError as error:
             self.refuse(tenure, error, saving.number)
         self._early = saving.attempt.step == 0
@@ -217,7 +217,7 @@ class Writer(Pipeline):
 
     def end(self) -> None:
         """When the interpreter exits, commit the last snapshot and release the run; report lost steps."""
-        kept = self._cache.outlives
+        kept = self._cache.outlives or self._extensions.tell(Extension.keeps_in) is not None
         try:
             self._pruner.cancel(0)
             # A daemon thread may be taking a snapshot that replaces the previous one: wait until it has submitted the
@@ -354,10 +354,10 @@ class Writer(Pipeline):
         more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
         observed = {**snapshot.observed, **{name: value for name, value in more.items() if value}}
         commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
-        entry, _, steps = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
+        entry, _ = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
         run.resume.parts, run.failed_saves = {}, 0
-        if steps:
-            self.listeners.measured(steps)
+        for attached in snapshot.saving.attached:
+            attached.committed(self.listeners)
         return entry
 
     def _failed(self, snapshot: Snapshot, error: CkptError) -> None:
@@ -367,7 +367,8 @@ class Writer(Pipeline):
         tenure.fenced = tenure.fenced or isinstance(error, FencedError)
         if type(error) is StateError:  # The ranks' states do not fit together: no rank may restore the snapshot.
             snapshot.unsealed = True
-            self._rank.refuse(snapshot.slot, attempt)
+            self._rank.refuse(snapshot.slot)
+            self._extensions.tell(Extension.refused, attempt)
         if tenure.committer is None:
             tenure.line.unsure = True
         else:
@@ -377,11 +378,10 @@ class Writer(Pipeline):
         """Continue from the new checkpoint: call listeners, learn its cost, and prune older checkpoints."""
         tenure = snapshot.tenure
         for file in snapshot.files:
-            file.file.committed(checkpoint.manifest_digest)
+            file.committed(checkpoint.manifest_digest)
         tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
         self._cache.forget_left()
         self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
-        self._cache.committed(checkpoint, entry.state.live if entry is not None else ())
         if tenure.committer is not None and entry is not None:
             self._schedule.learn(entry)
             tenure.committer.prune_behind(entry)

@@ -131,8 +131,8 @@ def _values(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE)
     for key, tensor in captured.tensors.items():
         plain = tensor.detach().cpu().contiguous()
         values[key] = digest_hex(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    for one in captured.tables:
-        values[f"{one.group}/rows"] = digest_hex(one.table.store.bytes_by_id())
+    for one in captured.files:
+        values[f"{one.group}/files"] = digest_hex(one.bytes())
     return values
 
 

@@ -109,7 +109,7 @@ class GangSession:
         )
         self._flow_run_id = flow_run_id
         self._gang = engine or Gang()
-        self._interrupt = Interrupt(Extensions(config, None).holding)
+        self._interrupt = Interrupt(Extensions.of(config, None).holding)
         self._listeners: list[Listener] = []
         self._run: Run | None = None
         self._rows = GangRows()

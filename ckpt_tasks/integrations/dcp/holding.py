@@ -156,7 +156,7 @@ class SharedRun:
             raise ConfigError("this save has not begun here", hint="Use one writer for one save.")
         committer = tenure.committer
         with committer.owning():
-            entry, prepared, _ = committer.commit(admitted, saving, parts, observed={}, began_s=self._started_s)
+            entry, prepared = committer.commit(admitted, saving, parts, observed={}, began_s=self._started_s)
         self._unfinished = None
         new = entry.state.live[-1]
         self._line.committed(new, Stored.of(prepared.manifest.objects, prepared.index))

@@ -116,7 +116,9 @@ class CheckpointConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._keep_paths_as_text()
+        for name in ("checkpoint_dir", "memory_dir", "local_dir"):
+            if isinstance(given := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))
         for name, rule in _RULES.items():
             value = getattr(self, name)
             if not rule.fits(value):
@@ -132,11 +134,6 @@ class CheckpointConfig:
             raise ConfigError("keep_best needs best_metric: the best by which metric?")
         if self.best_mode != "min" and self.best_metric is None:
             raise ConfigError("best_mode needs best_metric: which metric is better if it is higher?")
-
-    def _keep_paths_as_text(self) -> None:
-        for name in ("checkpoint_dir", "memory_dir", "local_dir"):
-            if isinstance(given := getattr(self, name), os.PathLike):
-                object.__setattr__(self, name, os.fspath(given))
 
     @property
     def location(self) -> Location:

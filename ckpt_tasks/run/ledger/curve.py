@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError
+from ckpt_tasks.format.keys import STEPS_NAME
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.goodput import Course
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import Moment
+from ckpt_tasks.storage.port import ReadableStore
 
 if TYPE_CHECKING:
     from ckpt_tasks.format.layout.steps import StepMetrics
@@ -72,3 +74,14 @@ def read_tables(history: History, commits: Sequence[Moment]) -> list[list[StepMe
             return None  # `ckpt verify` reports such a table.
 
     return in_threads(read, commits, 1 if history.store.near else _AT_ONCE, "ckpt-steps")
+
+
+def read_steps_file(snapshot: ReadableStore) -> Sequence[StepMetrics]:
+    """Read the steps of a snapshot in memory; return () if they are missing or damaged: metrics are for people."""
+    from ckpt_tasks.format.layout.steps import MAX_STEPS_BYTES, read_steps
+
+    try:
+        data = snapshot.get(STEPS_NAME, MAX_STEPS_BYTES)
+        return read_steps(data[16:], digest=data[:16].hex(), name=STEPS_NAME)
+    except (IntegrityError, ObjectNotFoundError):
+        return ()

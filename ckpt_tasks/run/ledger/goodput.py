@@ -152,7 +152,7 @@ def follow(moments: Iterable[Moment]) -> Course:
             late_s = max(0.0, moment.at_s - now_s) if before else 0.0
             placed.append(Placed(elapsed_s + late_s, moment))
             continue
-        at_s = _begun_s(moment)
+        at_s = moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)  # A commit's snapshot was taken then.
         if before is not None and before.epoch == moment.epoch:
             at_s = max(at_s, now_s)
         gap_s = max(0.0, at_s - now_s) if before else 0.0
@@ -191,11 +191,6 @@ class Followed:
 def _usual_step_s(moments: list[Moment]) -> float | None:
     paces = [moment.step_s for moment in moments if moment.step_s is not None]
     return median(paces) if paces else None
-
-
-def _begun_s(moment: Moment) -> float:
-    """Return the time when a commit's snapshot was taken, or the time of any other moment."""
-    return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
 
 
 def _cut(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,10 @@ from ckpt_tasks.format.records import Checkpoint
 
 _MOST_ROLLBACKS = 3
 
-_log = logging.getLogger("ckpt_tasks")
-_WARNING = (
-    "Step %d: %s; training continues, and such a step is never the best one. on_non_finite='stop' would end training "
-    "here, and 'rollback' would go back to an older checkpoint"
-)
-
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as plain numbers; raise StateError that names a value that is not a number."""
-    return {str(name): _number(str(name), value) for name, value in metrics.items()}
+    return {str(name): number_of(str(name), value) for name, value in metrics.items()}
 
 
 def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +24,7 @@ def held(metrics: Mapping[str, Any]) -> dict[str, Any]:
     Raises StateError that names a value which is not a number.
     """
     return {
-        str(name): _number(str(name), value) if _is_here(value) else value.detach().clone()
+        str(name): number_of(str(name), value) if is_here(value) else value.detach().clone()
         for name, value in metrics.items()
     }
 
@@ -93,65 +86,13 @@ class GoingBack:
         return failed_step
 
 
-class FiniteMetrics:
-    """Checks the metrics of every step; warns, stops or goes back if a metric is NaN or infinite.
-
-    Consecutive bad steps give one warning. A tensor on a device is checked only when its step is saved, since reading
-    it waits for the device, and the save reads it anyway.
-    """
-
-    def __init__(self, on_non_finite: str):
-        self.back = GoingBack()
-        self._on_non_finite = on_non_finite
-        self._warned = False
-
-    def check(self, step: int, metrics: Mapping[str, Any], *, saving: bool) -> None:
-        """Warn or raise NonFiniteError, by `on_non_finite`, if a metric is NaN or infinite.
-
-        A finite step ends a stretch of bad steps. `saving`: also check tensors on a device. Raises StateError for a
-        metric that is not a number.
-        """
-        if not isinstance(metrics, Mapping):
-            raise StateError(f"metrics are numbers by name, not {metrics!r:.80}", step=step)
-        numbers = {str(name): _number(str(name), value) for name, value in metrics.items() if saving or _is_here(value)}
-        bad = [name for name, value in numbers.items() if not math.isfinite(value)]
-        if bad:
-            self._act(step, ", ".join(f"{name} is {numbers[name]}" for name in bad), bad[0])
-        elif numbers:  # A step without metrics does not end consecutive bad steps.
-            self._warned = False
-            self.back.passed(step)
-
-    def spiked(self, key: str, began: int, step: int) -> SpikeError:
-        """Return the error for a metric that spiked in these steps; the next restore goes back before them."""
-        self.back.failed(step, began)
-        message = f"{key} has spiked since step {began}, and on_spike goes back: this step is not saved"
-        hint = "Call restore(): it goes back to the newest checkpoint before the spike."
-        error = SpikeError(message, step=step, key=key, hint=hint)
-        error.rolls_back, error.began = True, began
-        return error
-
-    def _act(self, step: int, message: str, key: str) -> None:
-        if self._on_non_finite == "warn":
-            if not self._warned:
-                _log.warning(_WARNING, step, message)
-            self._warned = True
-            return
-        hint = "The checkpoints before it stand. Restore an older one, and change what made it diverge."
-        if self._on_non_finite == "rollback":
-            self.back.failed(step)
-            hint = "Call restore(): it goes back to the newest checkpoint with finite metrics."
-        message = f"{message}, and on_non_finite is {self._on_non_finite!r}: this step is not saved"
-        error = NonFiniteError(message, step=step, key=key, hint=hint)
-        error.rolls_back = self._on_non_finite == "rollback"
-        raise error
-
-
-def _is_here(value: Any) -> bool:
+def is_here(value: Any) -> bool:
     """Return True unless a value is a tensor on a device; a run is read without torch, so no type is asked."""
     return bool(getattr(value, "is_cpu", True))
 
 
-def _number(name: str, value: Any) -> float:
+def number_of(name: str, value: Any) -> float:
+    """Return a metric as a plain number; raise StateError that names it if it is none."""
     try:
         return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

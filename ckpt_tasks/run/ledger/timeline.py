@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tasks.features import FEATURES
 from ckpt_tasks.format.keys import LEDGER_PREFIX, MAX_STEP, is_steps, parse_ledger_name
 from ckpt_tasks.format.ledger import Entry
 from ckpt_tasks.format.parsing import seconds_of
@@ -19,7 +20,8 @@ MOST_ENTRIES = 20_000  # These are about 10,000 commits, each followed by a reti
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
 # The parts of a resume in the order of time; docs/internals/FORMAT.md, "Events", describes them.
-RESUMED = ("start_s", "owner_s", "compiled_s", "read_s", "verify_s", "copy_s", "data_s", "step_s")
+_OF_FEATURES = [part for feature in FEATURES for part in feature.resumes]
+RESUMED = ("start_s", "owner_s", *_OF_FEATURES, "read_s", "verify_s", "copy_s", "data_s", "step_s")
 _MOST_S = 1e9  # This is about thirty years.
 # The words of ownership.py for a lost owner. An owner that released the directory is not lost: it had committed.
 _LOST = ("is gone", "has shown no life", "has been started anew", "has not released it within its grace")
@@ -28,15 +30,15 @@ _NOTES = {
     "fallback": "fallback",
     "rollback": "rollback",
     "gang": "gang",
-    "compiled": "compiled",
     SYNCED: "copied",
+    **{feature.note[0]: feature.note[0] for feature in FEATURES if feature.note},
 }
 _TOLD_BY = {
     "failure": ("because", "why"),
     "fallback": ("skipped",),
     "gang": ("on",),
     "copied": ("from",),
-    "compiled": ("size_bytes",),
+    **{feature.note[0]: feature.note[1:] for feature in FEATURES if feature.note},
 }
 
 
@@ -46,10 +48,10 @@ class Moment:
 
     `kind` is "commit", "failure" (an attempt that failed in a process that lived on), "lost" (an owner that followed a
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
-    "compiled" (compiled code was kept, of `text` bytes) or "copied". `at_s` is in seconds since 1970 by the writer's
+    "copied" or the note of a feature. `at_s` is in seconds since 1970 by the writer's
     clock. `text` is the entry's own text: why an owner took the run, what failed, which suite. A commit also has
     identities, and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None:
-    unknown; of "compiled": the first step, which built the code). `steps` are name and digest of its table of steps;
+    unknown). `steps` are name and digest of its table of steps;
     `resumed` has the parts of the preceding resume, by RESUMED. `failed_saves` counts the failed saves between the
     previous commit and this one.
     """
@@ -144,8 +146,7 @@ def moment(entry: Entry) -> Moment | None:
             return Moment(**about, kind="released", step=_step(event))
         case "note" if kind := _NOTES.get(str(event.get("note"))):
             text = _rolled_back(event) if kind == "rollback" else _text(event, *_TOLD_BY[kind])
-            first_s = _seconds(event, "step_s") if kind == "compiled" else None
-            return Moment(**about, kind=kind, step=_step(event), text=text, step_s=first_s)
+            return Moment(**about, kind=kind, step=_step(event), text=text, step_s=_seconds(event, "step_s"))
     return None
 
 

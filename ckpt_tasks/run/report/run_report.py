@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ckpt_tasks.features import FEATURES, found_at
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.curve import Curve
@@ -41,13 +42,7 @@ _SAID = {
     "copied": "copied",
 }
 # Headings for the parts in RETURNED.
-_RETURNED_SAID = dict(
-    zip(
-        RETURNED,
-        ("noticed", "start", "owner", "compiled", "read", "verify", "copy", "data", "first step"),
-        strict=True,
-    )
-)
+_RETURNED_SAID = {name: name.rpartition("_")[0] for name in RETURNED} | {"step_s": "first step"}
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
@@ -101,29 +96,17 @@ class Report:
         if steps_s:
             stalls = f"a save stalls {fine_span(median(moment.stall_s for moment in commits))}"
             rows.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
-        if (compiled := self.compiled)["size_bytes"]:
-            with_it = [f"{fine_span(compiled['with_s'])} with it"] if compiled["with_s"] is not None else []
-            without = [f"{fine_span(compiled['without_s'])} without"] if compiled["without_s"] is not None else []
-            rows.append(
-                ("compiled code", f"{size(compiled['size_bytes'])} kept; first step: {', '.join([*with_it, *without])}")
-            )
+        rows += self.of_features[1]
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
             rows.append(("last metrics", ", ".join(f"{n} {number(commits[-1].metrics[n])}" for n in shown)))
         return [*rows, ("checkpoints in", self.url)]
 
     @property
-    def compiled(self) -> dict[str, Any]:
-        """The newest compiled code: its size in bytes, and the median seconds of a first step with and without it."""
-        kept = [place.moment for place in self.course.of("compiled")]
-        first_s = [parts["step_s"] for _, parts in self.course.returns if "compiled_s" in parts and "step_s" in parts]
-        without_s = [moment.step_s for moment in kept if moment.step_s is not None]
-        last = kept[-1].text if kept else ""
-        return {
-            "size_bytes": int(last) if last.isdecimal() else 0,
-            "with_s": median(first_s) if first_s else None,
-            "without_s": median(without_s) if without_s else None,
-        }
+    def of_features(self) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+        """What features add: JSON data by name, and rows."""
+        made = [found_at(one.figures)(self.course) for one in FEATURES if one.figures]
+        return {name: data for one, _ in made for name, data in one.items()}, [row for _, rows in made for row in rows]
 
     def caveats(self) -> list[str]:
         """Return sentences about what this report cannot know."""
@@ -178,7 +161,7 @@ class Report:
             "deaths": len(course.deaths),
             "evaluations": len(course.of("evaluation")),
             "resumes": [{"step": moment.step, **parts} for moment, parts in course.returns],
-            "compiled": self.compiled,
+            **self.of_features[0],
             "copied": self.timeline.copied,
             "entries": {"damaged": self.timeline.damaged, "older": self.timeline.older},
         }

@@ -10,7 +10,14 @@ from typing import TypeVar
 
 from ckpt_tasks.errors import CkptError, IntegrityError, NoGoodCheckpointError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import digest_hex
-from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX, is_table, ledger_name, parse_attempt, parse_ledger_name
+from ckpt_tasks.format.keys import (
+    FORMAT_NAME,
+    LEDGER_PREFIX,
+    is_group_file,
+    ledger_name,
+    parse_attempt,
+    parse_ledger_name,
+)
 from ckpt_tasks.format.layout.image import parse_header
 from ckpt_tasks.format.layout.index import IndexRow
 from ckpt_tasks.format.layout.steps import MAX_STEPS_BYTES
@@ -285,7 +292,7 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
 
 
 def _header_faults(header: bytes, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:
-    if is_table(record.name):
+    if is_group_file(record.name):
         return []  # The file has no header: the index covers all of its bytes.
     try:
         entries = parse_header(header, record.size_bytes)

@@ -49,6 +49,7 @@ _FROM_NOUGHT = (
 )
 _STEP = "samples in a step"
 _OURS = {"batch_sampler", "sampler", "generator"}
+stood_in_for: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()  # A ResumableLoader is iterated in their place.
 
 
 class ResumableLoader(Started):

@@ -111,17 +111,13 @@ def renamed_places(
             return {}
         left.remove(fits[0])
         pairs |= dict([_prefixes(name, fits[0])])
-    optimizers = {name.partition("/")[0] for name in missing if name not in here}
-    if left or not pairs or len(pairs) > _MOST or not _is_of(here, missing):
+    rest = [name for name in missing if name not in here]
+    optimizers = {name.partition("/")[0] for name in rest}
+    of_parameters = all(name.partition("/")[2] in here for name in rest)
+    if left or not pairs or len(pairs) > _MOST or not of_parameters:
         return {}
     parts = {f"{key}/{new}": f"{key}/{old}" for key in sorted(optimizers) for new, old in pairs.items()}
     return {**pairs, **parts, **{name: name for name in groups}}
-
-
-def _is_of(here: Mapping[str, Described], missing: Sequence[str]) -> bool:
-    """Return True if every other missing entry is the optimizer state of a parameter in `here`."""
-    rest = [name for name in missing if name not in here]
-    return all(name.partition("/")[2] in here for name in rest)
 
 
 def _prefixes(new: str, old: str) -> tuple[str, str]:

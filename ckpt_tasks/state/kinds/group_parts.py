@@ -1,21 +1,20 @@
-"""Data of captured groups, and the interface for the restore of one group."""
+"""What a kind of group is, the data of captured groups, and the interface for the restore of one group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ckpt_tasks.format.keys import table_name
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tables.table_files import Chain, FileBytes, TableFile
+from ckpt_tasks.state.kinds.names import Scope
+from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import pack, unpack
 from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker
-from ckpt_tasks.state.tensors.tensors import TensorSet
+from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 
 @dataclass(frozen=True)
@@ -36,39 +35,37 @@ class GroupState:
         return [self.tree]
 
 
-class TableFileCapture(NamedTuple):
-    """A file of a captured lookup table: name, key, and contents; None if a commit already has the contents."""
+class Contents(Protocol):
+    """What a file holds; its bytes may be made at their first use, in the background."""
+
+    @property
+    def bytes(self) -> memoryview: ...
+
+
+class GroupFile(NamedTuple):
+    """A file that a group writes by itself: name, key, and contents; None if a committed checkpoint has the contents.
+
+    `committed` gets the identity of a checkpoint that has the file.
+    """
 
     group: str
     name: str
     key: str
-    file: TableFile
-    contents: FileBytes | None
+    contents: Contents | None
+    committed: Callable[[str], None]
 
 
-class TableCapture(NamedTuple):
-    """A captured lookup table and its files; the last file gets its rows in `take`."""
+class GroupFiles(Protocol):
+    """A captured group that writes files by itself."""
 
-    group: str
-    table: LookupTable
-    chain: Chain
+    @property
+    def group(self) -> str: ...
 
-    def take(self) -> list[TableFileCapture]:
-        """Copy the changed rows into the new file, and list all files; the next save continues this chain."""
-        self.chain.take(self.table.store, self.table.rule.slots)
-        self.table.chain = self.chain
-        shards = self.table.shards
-        of_rank = f"{shards.rank:05d}/" if shards.size > 1 else ""
-        return [
-            TableFileCapture(
-                self.group,
-                table_name(self.group, shards.rank, shards.size, file.number),
-                f"{of_rank}{file.number}",
-                file,
-                file.contents,
-            )
-            for file in self.chain.files
-        ]
+    def take(self) -> list[GroupFile]:
+        """Copy what the new file needs, and list all files of the group; its next save continues them."""
+
+    def bytes(self) -> bytes:
+        """Return the whole value, alike for equal values."""
 
 
 class Saved(Protocol):
@@ -101,7 +98,7 @@ class Captured:
     places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     replicated: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]] = field(default_factory=dict)
     one_for_all: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    tables: Sequence[TableCapture] = ()
+    files: Sequence[GroupFiles] = ()
     constant: AbstractSet[str] = frozenset()
 
 
@@ -118,6 +115,27 @@ class RestorePart(Protocol):
     def compare(self, differences: Differences) -> None: ...
     def prepare(self, make: Maker) -> None: ...
     def write(self) -> None: ...
+
+
+class GroupKind(NamedTuple):
+    """A kind of group.
+
+    `has`: the class of the values, or a function that knows them. `capture(value, name, scope, tensors, draws)` returns
+    the tree; `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says
+    how plain tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random
+    numbers. `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs all of these
+    trees, and `part` gets a list of them. `moving(value)` changes with training: a loop's variables are searched for
+    values of the class, which belong into the state.
+    """
+
+    has: type | Callable[[Any], bool]
+    capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
+    part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
+    rule: RankRule
+    draws: Callable[[Any], bool] = lambda value: False
+    resizes: bool = False
+    gathers: bool = False
+    moving: Callable[[Any], object] | None = None
 
 
 class Guard:

@@ -5,82 +5,56 @@ format/saved_kinds.py has the trees of these kinds. The process's random streams
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt_tasks.features import FEATURES, found_at
 from ckpt_tasks.format.saved_kinds import RNG
 from ckpt_tasks.state.kinds.generators import GeneratorPart, StreamsPart, capture_generator, capture_streams
-from ckpt_tasks.state.kinds.group_parts import RestorePart
+from ckpt_tasks.state.kinds.group_parts import GroupKind
 from ckpt_tasks.state.kinds.modules import ModulePart, capture_module, takes_part
-from ckpt_tasks.state.kinds.names import named_parameters, parameter_names, unwrapped
+from ckpt_tasks.state.kinds.names import Scope, unwrapped
 from ckpt_tasks.state.kinds.optimizers import OptimizerPart, capture_optimizer, is_ordinary
 from ckpt_tasks.state.kinds.plain import PlainPart, refuse_copies_of_state
 from ckpt_tasks.state.kinds.stateful import StatefulPart
-from ckpt_tasks.state.kinds.table_kind import TablePart, capture_table
-from ckpt_tasks.state.tables.table import LookupTable
-from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import has_state, pack
 from ckpt_tasks.state.tensors.random_streams import GENERATORS
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
-
-class Scope:
-    """The surroundings of a group: the flat state, its modules, and the names of all parameters.
-
-    `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
-    """
-
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        modules: Mapping[str, nn.Module],
-        can_assign: Callable[[str], bool],
-        home: str | None = None,
-    ):
-        self.home = home
-        self.state = state
-        self.modules = modules
-        self.can_assign = can_assign
-        self.parameters = named_parameters(modules)
-        self.names = parameter_names(self.parameters)
-
-    @cached_property
-    def full_keys(self) -> frozenset[str]:
-        """The full keys of all parameters; a parameter with several names has several keys."""
-        return frozenset(name for name, _ in self.parameters)
-
-
-class GroupKind(NamedTuple):
-    """A kind of group.
-
-    `has(value)`: the value is of this kind. `capture(value, name, scope, tensors, draws)` returns the tree;
-    `part(value, name, tree, scope, copies, kept)` restores the tree, except the names in `kept`. `rule` says how plain
-    tensors differ between ranks. `draws(value)`: reading the state runs foreign code, which may draw random numbers.
-    `resizes`: another number of ranks can restore the ranks' trees. `gathers`: each rank needs the trees of all ranks,
-    and `part` gets a list of them.
-    """
-
-    has: Callable[[Any], bool]
-    capture: Callable[[Any, str, Scope, TensorSet, bool], Any]
-    part: Callable[[Any, str, Any, Scope, Copies, frozenset[str]], RestorePart]
-    rule: RankRule
-    draws: Callable[[Any], bool] = lambda value: False
-    resizes: bool = False
-    gathers: bool = False
+_OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
 
 
 def kind_of(value: Any) -> str:
     """Return the kind of a value: module, optimizer, generator, stateful object or plain value."""
-    return next(name for name, kind in KINDS.items() if kind.has(value))
+    for name, kind in KINDS.items():
+        if isinstance(value, kind.has) if isinstance(kind.has, type) else kind.has(value):
+            return name
+    raise AssertionError("every value is at least plain")
 
 
 def may_draw(value: Any) -> bool:
     """Return True if foreign code (neither torch's nor ours) reads a value's state: it may draw random numbers."""
     return KINDS[kind_of(value)].draws(value)
+
+
+@runtime_checkable
+class Covering(Protocol):
+    """An object of a state that saves the state of others, as those of a trainer."""
+
+    def covered(self) -> list[Any]:
+        """Return the objects that are saved through this one, or that need no state."""
+
+
+def saves_others(value: Any) -> bool:
+    """Return True if a value saves the state of other objects, or may do so."""
+    return isinstance(value, Covering) or may_hold_others(value)
+
+
+def may_hold_others(value: Any) -> bool:
+    """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
+    return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
 def _is_foreign(value: Any) -> bool:
@@ -93,26 +67,20 @@ def _capture_plain(value: Any, name: str, scope: Scope, tensors: TensorSet, draw
     return tree
 
 
-# The rows are in the order of capture. Memory that two groups share belongs to the first, so modules come before
-# optimizers. A data loader's state_dict() may draw from a generator, so generators come after stateful objects.
-KINDS = {
-    "table": GroupKind(
-        lambda v: isinstance(v, LookupTable),
-        lambda v, name, at, to, draws: capture_table(v, name, to, at.home),
-        lambda v, name, trees, at, copies, kept: TablePart(v, name, trees, at.home),
-        RankRule.BY_RANK,
-        resizes=True,
-        gathers=True,
-    ),
+# The rows are in the order of capture; features, which may be modules too, come first. Memory that two groups share
+# belongs to the first, so modules come before optimizers. A data loader's state_dict() may draw from a generator, so
+# generators come after stateful objects.
+KINDS: dict[str, GroupKind] = {
+    **{one.kind: found_at(one.place) for one in FEATURES if one.kind},
     "module": GroupKind(
-        lambda v: isinstance(v, nn.Module),
+        nn.Module,
         lambda v, name, at, to, draws: capture_module(v, name, at.full_keys if to.many else (), to, is_plain=not draws),
         lambda v, name, tree, at, copies, kept: ModulePart(v, name, tree, copies, kept=kept),
         RankRule.REPLICATED,  # For parameters; capture_module sets the rule of buffers.
         draws=lambda v: any(map(takes_part, unwrapped(v).modules())),
     ),
     "optimizer": GroupKind(
-        lambda v: isinstance(v, Optimizer),
+        Optimizer,
         lambda v, name, at, to, draws: capture_optimizer(v, name, at.names, to, at.modules),
         lambda v, name, tree, at, copies, kept: OptimizerPart(
             v, name, tree, at.names, copies, modules=at.modules, kept=kept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,3 +79,29 @@ def module_state(module: nn.Module, group: str, *, live: bool = False) -> dict[s
     if len(named) != len(state):
         raise UnsupportedStateError("two entries of the state_dict have one name without the wrappers", key=group)
     return named
+
+
+class Scope:
+    """The surroundings of a group: the flat state, its modules, and the names of all parameters.
+
+    `home` is the identity of the committed checkpoint that a save follows, or that a restore reads.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        modules: Mapping[str, nn.Module],
+        can_assign: Callable[[str], bool],
+        home: str | None = None,
+    ):
+        self.home = home
+        self.state = state
+        self.modules = modules
+        self.can_assign = can_assign
+        self.parameters = named_parameters(modules)
+        self.names = parameter_names(self.parameters)
+
+    @cached_property
+    def full_keys(self) -> frozenset[str]:
+        """The full keys of all parameters; a parameter with several names has several keys."""
+        return frozenset(name for name, _ in self.parameters)

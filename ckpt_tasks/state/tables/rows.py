@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.format.layout.table_rows import Floats, Ids, TableRows
+from ckpt_tasks.state.tables.table_rows import Floats, Ids, TableRows
 
 _FEWEST = 1024  # The arrays first have room for this many rows, and double when full.
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from ckpt_tasks.format.layout.table_rows import Floats
+from ckpt_tasks.state.tables.table_rows import Floats
 
 
 class RowRule(Protocol):

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ckpt_tasks.format.layout.table_rows import Floats, Ids
 from ckpt_tasks.state.tables.rows import mixed
+from ckpt_tasks.state.tables.table_rows import Floats, Ids
 
 
 def owners(ids: Ids, world_size: int) -> Ids:

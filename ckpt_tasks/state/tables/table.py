@@ -19,11 +19,11 @@ from torch import nn
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError, StateError
-from ckpt_tasks.format.layout.table_rows import Floats, Ids
 from ckpt_tasks.state.tables.rows import RowStore, new_rows
 from ckpt_tasks.state.tables.rules import RULES, SGD, RowRule
 from ckpt_tasks.state.tables.sharding import Shards
 from ckpt_tasks.state.tables.table_files import Chain
+from ckpt_tasks.state.tables.table_rows import Floats, Ids
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

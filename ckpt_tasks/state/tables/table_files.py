@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.format.layout.table_rows import Ids, TableRows, write_rows
 from ckpt_tasks.state.tables.rows import RowStore
+from ckpt_tasks.state.tables.table_rows import Ids, TableRows, write_rows
 
 _MOST_DELTAS = 8
 
@@ -50,10 +50,6 @@ class TableFile:
         self.contents: FileBytes | None = None
         self.homes = tuple(homes)
 
-    def is_kept(self, parent: str | None) -> bool:
-        """Return True if a save that follows the checkpoint `parent` can use this file."""
-        return self.contents is not None or parent in self.homes
-
     def committed(self, checkpoint: str) -> None:
         """Free the contents, which `checkpoint` has. Keep the previous home: the next save may still follow it."""
         self.homes = (*self.homes[-1:], checkpoint)
@@ -70,7 +66,7 @@ class Chain:
         """Return the chain for the next save, whose last file may have no contents yet; change nothing."""
         number = self.files[-1].number + 1 if self.files else 0
         base, deltas = self.files[:1], self.files[1:]
-        if not all(file.is_kept(parent) for file in self.files):
+        if not all(file.contents is not None or parent in file.homes for file in self.files):
             base = ()
         elif not store.changed and base:
             return self

@@ -78,7 +78,9 @@ def pack(value: Any, path: str, tensors: TensorSet, depth: int = 0) -> Any:
     if kind in SETS:
         return _pack_set(value, path)
     if kind is np.ndarray and _is_ordinary(value):
-        return tensors.add(_as_tensor(value), place, array=True)
+        view = array_view(value)
+        copied = torch.from_numpy(value.copy(order="K")) if view is None else view
+        return tensors.add(copied, place, array=True)
     tag, head, parts = _taken(value, path)
     return Typed(tag, head, {name: pack(part, f"{path}/{name}", tensors, depth + 1) for name, part in parts.items()})
 
@@ -161,11 +163,6 @@ def array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 def _is_ordinary(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.name in NUMBERS and array.dtype.isnative
-
-
-def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    view = array_view(array)
-    return torch.from_numpy(array.copy(order="K")) if view is None else view
 
 
 def parts_of(tree: Any) -> Iterable[tuple[Any, Any]]:

@@ -70,7 +70,7 @@ class TensorSet:
         self.one_for_all: dict[str, torch.Tensor] = {}
         self.buffers: list[str] = []
         self.constant: set[str] = set()
-        self.tables: list[Any] = []  # Each lookup table's TableCapture (state/kinds/group_parts.py).
+        self.files: list[Any] = []  # GroupFiles (state/kinds/group_parts.py).
         self.world = world
         self._keys: set[str] = set()
         self._known: dict[tuple[Any, ...], str] = {}

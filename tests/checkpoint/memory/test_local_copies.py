@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
-from ckpt_tasks.checkpoint.memory.local_copies import LocalCopies
+from ckpt_tasks.checkpoint.extensions.local_copies import LocalCopies
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.storage.objects import ObjectStore

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.extensions.step_metrics import StepLog
 from ckpt_tasks.checkpoint.restore.reading import open_run
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.checkpoint.transfer.syncing import plan_sync, run_sync
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.run.ledger.step_tables import StepLog
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die
 from tests.support import pipelines
@@ -93,21 +93,26 @@ def test_a_damaged_table_is_counted_and_named_and_nothing_else_is_lost(tmp_path:
         assert reader.restore({"at": 0}) == 20
 
 
-def test_the_log_forgets_what_is_committed_and_thins_what_never_is() -> None:
+def attached(log: StepLog, after: int) -> tuple[StepMetrics, ...]:
+    found = log.attached(after)
+    return found.steps if found is not None else ()
+
+
+def test_the_log_forgets_what_is_committed_and_thins_what_never_is(tmp_path: Path) -> None:
     """Steps are kept until a commit has them; of very many without a commit every second one goes."""
-    log = StepLog()
+    log = StepLog(CheckpointConfig(checkpoint_dir=tmp_path), None, None)
     for step in range(10):
-        log.add(step, {"loss": step})
-    log.add(9, {"grad_norm": 2.0})
-    log.add(10, {})
-    assert [(one.step, dict(one.metrics)) for one in log.since(7)] == [
+        log.stepped(step, {}, {"loss": step})
+    log.stepped(9, {}, {"grad_norm": 2.0})
+    log.stepped(10, {}, {})
+    assert [(one.step, dict(one.metrics)) for one in attached(log, 7)] == [
         (8, {"loss": 8.0}),
         (9, {"loss": 9.0, "grad_norm": 2.0}),
     ]
-    log = StepLog(most=4)
+    log.most = 4
     for step in range(10, 16):
-        log.add(step, {"loss": step})
-    kept = [one.step for one in log.since(-1)]
+        log.stepped(step, {}, {"loss": step})
+    kept = [one.step for one in attached(log, 9)]
     assert len(kept) <= 4
     assert kept[-1] == 15
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from ckpt_tasks.errors import IntegrityError
-from ckpt_tasks.format.layout.table_rows import TableRows, read_rows, write_rows
 from ckpt_tasks.format.saved_kinds import check_group
 from ckpt_tasks.format.tree import TensorRef
+from ckpt_tasks.state.tables.table_rows import TableRows, read_rows, write_rows
 
 SLOTS = ("sum",)
 TREE: dict[str, Any] = {

@@ -9,14 +9,17 @@ are told at once, since no step may follow them.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
 from ckpt_tasks.state.groups import Groups, objects_of
+from ckpt_tasks.state.kinds.kinds import saves_others
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 
@@ -27,28 +30,39 @@ _LOST = (
 )
 
 
-class LoopPosition(Protocol):
-    """Where a loop is; a Checkpointer has it."""
+class CarriedGradients(Extension):
+    """Follows the gradients of the state's optimizers; what a save leaves out is told then, or when a step takes it."""
 
-    step: int
+    step = 0  # The loop's last completed step.
 
+    def restored(self, now: Restored) -> None:
+        """Follow the gradients of a loop that begins or resumes."""
+        self.step = now.step
+        for optimizer in now.state.values():
+            self._follow(optimizer, anew=True)
 
-def watch_gradients(state: Groups, position: LoopPosition, saved: int | None = None) -> None:
-    """Follow the gradients of the state's optimizers; `position` has the loop's last completed step.
+    def stepped(self, step: int, state: Mapping[str, Any], metrics: Metrics) -> None:
+        """Remember where the loop is."""
+        self.step = step
 
-    `saved`: the step of a save of this state. Gradients that it leaves out are told now, or when a step takes them.
-    """
-    for name, optimizer in state.items():
+    def captured(self, step: int, state: Groups) -> None:
+        """Look for gradients that the save of this state leaves out."""
+        if any(map(saves_others, state.values())):
+            return
+        for name, optimizer in state.items():
+            if (carried := self._follow(optimizer)) is not None:
+                carried.note_save(name, optimizer, step, state)
+
+    def _follow(self, optimizer: Any, *, anew: bool = False) -> _Carried | None:
         if not isinstance(optimizer, Optimizer) or not is_ordinary(optimizer):
-            continue
+            return None
         is_new = optimizer not in _watched
         if is_new:
             _watched[optimizer] = _Carried()
             optimizer.register_step_post_hook(_watched[optimizer].note_step)
-        if is_new or saved is None:
-            _watched[optimizer].begin(optimizer, position)
-        if saved is not None:
-            _watched[optimizer].note_save(name, optimizer, saved, state)
+        if is_new or anew:
+            _watched[optimizer].begin(optimizer, self)
+        return _watched[optimizer]
 
 
 class _Carried:
@@ -64,7 +78,7 @@ class _Carried:
         self._at_save: tuple[str, int] | None = None
         self._has_warned = False
 
-    def begin(self, optimizer: Optimizer, position: LoopPosition) -> None:
+    def begin(self, optimizer: Optimizer, position: CarriedGradients) -> None:
         self._position = position
         self._gradient, self._at_save, self._crosses = None, None, False
         if self._parameter is None or self._parameter() is None:

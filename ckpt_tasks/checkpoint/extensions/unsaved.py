@@ -1,6 +1,6 @@
 """Warnings of objects that a state leaves out, at the first save after a step, once for each object.
 
-The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, tables and averages
+The garbage collector lists loaders, optimizers and schedules. We search for scalers, generators, averages and tables
 only in the variables of the loop that saves, since others in the process may belong to other code; a trainer's loop is
 the code that calls the trainer. If the state has an object of an unknown class, which may hold such objects, only
 loaders that draw numbers cause a warning. A scaler or generator causes a warning only if it has changed by the next
@@ -15,9 +15,9 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -31,19 +31,19 @@ from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from ckpt_tasks.state.carried import LoopPosition, watch_gradients
+from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
-from ckpt_tasks.state.kinds.kinds import kind_of, may_draw
+from ckpt_tasks.state.kinds.kinds import KINDS, Covering, kind_of, may_draw, may_hold_others
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 from ckpt_tasks.state.kinds.started import Started
-from ckpt_tasks.state.tables.table import LookupTable
 from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, stream_state
 
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
-_lookers: WeakSet[Unsaved] = WeakSet()
+_lookers: WeakSet[UnsavedObjects] = WeakSet()
 _steps: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # True: has stepped since the start.
 _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
@@ -54,9 +54,9 @@ _BEGIN = re.compile(
 )  # In the name of a place to begin at.
 # random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
-_KINDS = (torch.amp.GradScaler, AveragedModel, LookupTable, *_GENERATORS)
-_ANY_NUMBER = ("generator", "table")
-_OURS = ("torch", "ckpt_tasks.state.data.", "ckpt_tasks.state.kinds.", "ckpt_tasks.integrations.")
+_FEATURES = {kind.has: name for name, kind in KINDS.items() if kind.moving and isinstance(kind.has, type)}
+_KINDS = (torch.amp.GradScaler, AveragedModel, *_FEATURES, *_GENERATORS)
+_ANY_NUMBER = ("generator", *_FEATURES.values())
 # The loop that saves is above the frames of these modules.
 _NOT_LOOPS = (
     *("ckpt_tasks.checkpoint.", "ckpt_tasks.state.data.", "ckpt_tasks.integrations.", "ckpt_tasks.state."),
@@ -66,43 +66,45 @@ _NOT_LOOPS = (
 _NOT_HELD = "%s (%s) is not in the state: after a resume it begins anew. Save it too: state={..., '%s': %s}"
 
 
-@runtime_checkable
-class Covering(Protocol):
-    """An object of a state that saves the state of others, as those of a trainer."""
+class UnsavedObjects(Extension):
+    """Warns of the objects that a resume of one Checkpointer would lose."""
 
-    def covered(self) -> list[Any]:
-        """Return the objects that are saved through this one, or that need no state."""
+    _has_looked = False
+    _restored_step = 0
+    _held: Sequence[Any] = ()  # The state's objects of _KINDS.
+    _watched: Sequence[tuple[str, Any, Any]] = ()
+    _outside: Mapping[Optimizer, str] = WeakKeyDictionary()
 
+    def restored(self, now: Restored) -> None:
+        """Note at a start which optimizers outside the state train its parameters, to learn whether they step.
 
-class Unsaved:
-    """The objects that a resume of one Checkpointer would lose."""
+        The program may have made an optimizer for another phase of training.
+        """
+        if now.begins:
+            _warn_of_trained(now.state)
+        self._restored_step = now.step
+        for value in _outside(now.state, _alive(Optimizer)):
+            if value not in _steps and is_ordinary(value):
+                value.register_step_post_hook(_note_step)
+            _steps[value] = not is_ordinary(value)
 
-    def __init__(self, position: LoopPosition) -> None:
-        self.has_looked = False
-        self._position = position
-        self._held: list[Any] = []  # The state's objects of _KINDS.
-        self._watched: list[tuple[str, Any, Any]] = []
-        self._outside: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
-        _lookers.add(self)
-
-    def look(self, state: Groups, step: int, restored_step: int) -> None:
+    def captured(self, step: int, state: Groups) -> None:
         """Warn of objects outside the state at the first save after a step; of scalers and generators at the next save.
 
         Considers only optimizers of the state's modules, and schedules of the state's optimizers.
         """
         self._look_again()
-        if not any(map(_saves_others, state.values())):
-            watch_gradients(state, self._position, step)
-        if self.has_looked or step <= restored_step:
+        if self._has_looked or step <= self._restored_step:
             return
-        self.has_looked = True
+        self._has_looked = True
+        _lookers.add(self)
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
         alive = _alive(*kinds)
         loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
-        parts = [*objects_of(state), *covered, *_modules_in(state)]
+        parts = [*objects_of(state), *covered, *(one for module in state.modules.values() for one in module.modules())]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
-        alone = not any(map(_may_hold_others, state.values()))
+        alone = not any(map(may_hold_others, state.values()))
         by_trainer = any(map(_is_trainer, state.values()))
         _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
@@ -113,35 +115,25 @@ class Unsaved:
             _warn_of_ranks(state, {*map(id, covered)})
             _warn_of_parameters(state)
             if not by_trainer:  # A trainer has its own position in the data.
-                _warn_of_begun_again(state, iterators, step, restored_step)
+                _warn_of_begun_again(state, iterators, step, self._restored_step)
             with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
 
     def _look_again(self) -> None:
         """Warn of what has moved, or stepped, since the save before."""
-        watched, self._watched = self._watched, []
+        watched, self._watched = self._watched, ()
         for name, value, before in watched:
-            if _has_moved(before, _moving(value)) and not any(value is one for u in _lookers for one in u._held):
+            now = _moving(value)
+            # If the seed has changed, the program seeds the generator itself, and need not save it.
+            moved = now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
+            if moved and not any(value is one for u in _lookers for one in u._held):
                 _log.warning(_NOT_HELD, name, type(value).__qualname__, _word(value), name)
         _warn_of_optimizers(self._outside)
 
 
-def _saves_others(value: Any) -> bool:
-    return isinstance(value, Covering) or _may_hold_others(value)
-
-
 def _is_trainer(value: Any) -> bool:
     return isinstance(value, Covering) and isinstance(value, Started)
-
-
-def _modules_in(state: Groups) -> list[nn.Module]:
-    return [module for value in state.modules.values() for module in value.modules()]
-
-
-def stands_in_for(loader: DataLoader[Any]) -> None:
-    """Never warn of this loader: the loop iterates over another loader in its place."""
-    _warned.add(loader)
 
 
 def _in_variables(state: Groups, parts: list[Any], loaders: list[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -179,7 +171,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 def _word(value: Any) -> str:
     """Return a group name to suggest for a value in a warning."""
-    words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", LookupTable: "table"}
+    words = {torch.amp.GradScaler: "scaler", AveragedModel: "averaged", **_FEATURES}
     return next((word for kind, word in words.items() if isinstance(value, kind)), "generator")
 
 
@@ -187,25 +179,31 @@ def _moving(value: Any) -> tuple[Any, Any]:
     """Return the state that training changes (None for an average, which may start late), and a generator's seed."""
     if isinstance(value, (torch.amp.GradScaler, AveragedModel)):
         return (None if isinstance(value, AveragedModel) else value.state_dict()), None
-    if isinstance(value, LookupTable):
-        return value.updates, None
+    if moving := KINDS[kind_of(value)].moving:
+        return moving(value), None
     return stream_state(value), value.initial_seed() if isinstance(value, torch.Generator) else None
 
 
-def _has_moved(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    # If the seed has changed, the program seeds the generator itself, and need not save it.
-    return now[0] is None or (not same_state(before[0], now[0]) and before[1] == now[1])
+def _warn_of_trained(state: Groups) -> None:
+    """Warn if a run begins with a trained state, for example in a notebook whose loop has run before."""
+    optimizers = [(name, value) for name, value in state.items() if isinstance(value, Optimizer)]
+    if trained := [name for name, value in optimizers if any(map(_has_stepped, value.state.values()))]:
+        _log.warning(
+            "The run has no checkpoint and begins at step 0 with the state as it is, and %s has taken steps. If a loop "
+            "ran before, make model and optimizer anew. After a save(0, state), restore() can go back to step 0",
+            ", ".join(trained),
+        )
 
 
-def watch_optimizers(state: Groups) -> None:
-    """Note at a start which optimizers outside the state train its parameters, to learn whether they step in this run.
+def _has_stepped(of_parameter: object) -> bool:
+    """Return True if the optimizer's state of a parameter shows a step of training.
 
-    The program may have made an optimizer for another phase of training.
+    Adagrad creates a state with step 0 at once; with schedulefree, reading a missing state creates an empty state.
     """
-    for value in _outside(state, _alive(Optimizer)):
-        if value not in _steps and is_ordinary(value):
-            value.register_step_post_hook(_note_step)
-        _steps[value] = not is_ordinary(value)
+    if of_parameter == {}:
+        return False
+    step = of_parameter.get("step") if isinstance(of_parameter, Mapping) else None
+    return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
@@ -341,7 +339,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
         for one in inner:
             if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True):
                 drawing[loader] = one
-    if new := _new(drawing):
+    if new := _new(one for one in drawing if one not in stood_in_for):
         one = drawing[new[0]]
         _log.warning(
             "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it continues "
@@ -363,11 +361,6 @@ def _deals_out(sampler: Any, *, shuffled: bool) -> bool:
 
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _may_hold_others(value: Any) -> bool:
-    """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
-    return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
 
 
 def _saves_nothing(value: Any) -> bool:

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.keys import key_of_rank
-from ckpt_tasks.format.layout.table_rows import Ids, TableRows, read_rows
+from ckpt_tasks.format.keys import group_file_name, key_of_rank
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
-from ckpt_tasks.state.kinds.group_parts import Guard, TableCapture
+from ckpt_tasks.state.kinds.group_parts import GroupFile, GroupKind, Guard
+from ckpt_tasks.state.kinds.names import Scope
 from ckpt_tasks.state.tables.rows import RowStore
 from ckpt_tasks.state.tables.sharding import owners
 from ckpt_tasks.state.tables.table import LookupTable, replace_all, table_settings
 from ckpt_tasks.state.tables.table_files import Chain, TableFile, merged
+from ckpt_tasks.state.tables.table_rows import Ids, TableRows, read_rows
 from ckpt_tasks.state.tensors.tensor_sources import Maker
-from ckpt_tasks.state.tensors.tensors import TensorSet
+from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 _MUST_FIT = ("dim", "rule", "slots")
 
 
-def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: str | None) -> dict[str, Any]:
-    """Return a table's tree, which refers to each file of its chain; `parent`: the checkpoint that the save follows.
+class TableCapture(NamedTuple):
+    """A captured lookup table and its files; the last file gets its rows in `take`."""
+
+    group: str
+    table: LookupTable
+    chain: Chain
+
+    def take(self) -> list[GroupFile]:
+        """Copy the changed rows into the new file, and list all files; the next save continues this chain."""
+        self.chain.take(self.table.store, self.table.rule.slots)
+        self.table.chain = self.chain
+        shards = self.table.shards
+        of_rank = f"{shards.rank:05d}/" if shards.size > 1 else ""
+        return [
+            GroupFile(
+                self.group,
+                group_file_name(self.group, shards.rank, shards.size, file.number),
+                f"{of_rank}{file.number}",
+                file.contents,
+                file.committed,
+            )
+            for file in self.chain.files
+        ]
+
+    def bytes(self) -> bytes:
+        """Return all rows in the order of their ids."""
+        return self.table.store.bytes_by_id()
+
+
+def _capture(table: LookupTable, group: str, scope: Scope, tensors: TensorSet, draws: bool) -> dict[str, Any]:
+    """Return a table's tree, which refers to each file of its chain.
 
     Raises UnsupportedStateError if the table has another rank or number of ranks than the save.
     """
@@ -33,8 +63,8 @@ def capture_table(table: LookupTable, group: str, tensors: TensorSet, parent: st
         here = f"rank {table.shards.rank} of {table.shards.size}"
         hint = "Make the table and the Checkpointer after init_process_group, with one process group."
         raise UnsupportedStateError(f"the table is {here}, and is saved by {world}", key=group, hint=hint)
-    captured = TableCapture(group, table, table.chain.following(table.store, parent))
-    tensors.tables.append(captured)
+    captured = TableCapture(group, table, table.chain.following(table.store, scope.home))
+    tensors.files.append(captured)
     keys = [f"{group}/{file.number}" for file in captured.chain.files]
     if world is not None and world.size > 1:
         keys = [key_of_rank(key, world.rank) for key in keys]
@@ -96,3 +126,14 @@ class TablePart:
     def write(self) -> None:
         """Replace the table's rows by the new rows."""
         replace_all(self._table, self._trees[0], self._store, self._chain)
+
+
+TABLE = GroupKind(
+    LookupTable,
+    _capture,
+    lambda v, name, trees, at, copies, kept: TablePart(v, name, trees, at.home),
+    RankRule.BY_RANK,
+    resizes=True,
+    gathers=True,
+    moving=lambda table: table.updates,
+)
