@@ -21,7 +21,7 @@ from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.checkpoint.save.pruning import Pruner
-from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
+from ckpt_tasks.checkpoint.save.schedule import SaveSchedule, TrainingPosition
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.checkpoint.save.writer import Writer
 from ckpt_tasks.checkpoint.telling import Start
@@ -86,6 +86,7 @@ class HeldRun:
         self._ranks = Agreement(process_group, config)
         self._cache = SnapshotCache(self._history.store, config.memory_dir, config.local_dir, self._ranks.world)
         self._line = Line()
+        self._at = TrainingPosition()
         self._schedule = SaveSchedule(self._history, config)
         self._extensions = Extensions(config, self._history)
         self._writer = Writer(
@@ -130,10 +131,12 @@ class HeldRun:
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
 
-        Raises StoreError if the store takes no bytes of a checkpoint for `flush_timeout_s`.
+        The report does not count the time before the return as training. Raises StoreError if the store takes no bytes
+        of a checkpoint for `flush_timeout_s`.
         """
         self._process.check()
         self._writer.wait()
+        self._at.waited()
 
     def acquire(self) -> None:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""

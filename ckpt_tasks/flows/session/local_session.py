@@ -254,6 +254,7 @@ class LocalSession(StateSession):
     def run(self, until: int) -> None:
         """Train from the position to step `until`; report every step to the Checkpointer and to the watcher."""
         program, watch = self.program, watcher.get()
+        self.ckpt.wait()  # Do not count the time between two batches as a step's.
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
             started = time.perf_counter()

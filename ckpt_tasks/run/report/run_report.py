@@ -25,11 +25,12 @@ from ckpt_tasks.run.report.words import count, fine_span, number, percent, print
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
     "lost": "training that was thrown away, and done again",
+    "data": "waiting for the next batch",
     "saving": "waiting for snapshots",
     "starting": "from a start or a failure until training continued",
     "down": "from the last entry of a process that died to the next process",
     "idle": "released, and held by no process",
-    "other": "the rest: evaluations, waiting for commits, Prefect",
+    "unattributed": "not measured: between steps, or behind the last commit",
 }
 _SAID = {
     "failure": "an attempt failed",

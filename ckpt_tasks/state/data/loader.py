@@ -298,7 +298,7 @@ class ResumableLoader(Started):
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._ends_again = self._asked = False
-        self._restored, self._passed, self._home, self.found_s = True, False, None, None
+        self._restored, self._passed, self._home, self.found_s, self.waited_s = True, False, None, None, 0.0
         self._epoch = None if self._over else self._epoch
 
     def skip_batches(self, count: int) -> None:
@@ -313,14 +313,17 @@ class ResumableLoader(Started):
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch, moves, began_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
+        epoch, moves, asked_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
         while True:
             for batch in batches:
-                if self._restored:
-                    self._restored, self._passed, self.found_s = False, True, system().monotonic() - began_s
+                waited_s = system().monotonic() - asked_s
+                self.waited_s += 0.0 if self.found_s is None else waited_s
+                if self._restored or self.found_s is None:
+                    self._restored, self._passed, self.found_s = False, True, waited_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
+                asked_s = system().monotonic()
                 if self.sampler.moves > moves:
                     break
             if self.sampler.moves == moves or self.sampler.epoch != epoch or self._ending is not None:

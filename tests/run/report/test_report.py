@@ -40,7 +40,7 @@ def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: 
         line: dict[str, Any] = {"identity": str(n), "parent": str(n - 1) if n > 1 else None}
         metrics = {} if value is None else {name: value}
         found.append(
-            Moment(kind="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, step_s=every_s, **line)
+            Moment(kind="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, trained_s=every_s, **line)
         )
     if evaluate is not None:
         last = found[-1]
