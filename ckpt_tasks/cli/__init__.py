@@ -63,7 +63,7 @@ _EXAMPLES = {
     "rm": "ckpt rm runs/lm@10 --dry-run",
     "rollback": "ckpt rollback runs/lm@400 --skip-batches 405-414",
     "sync": "ckpt sync runs/lm s3://bucket/lm",
-    "fork": "ckpt fork runs/lm@40 runs/lm-2 --set lr=1e-4",
+    "fork": "ckpt fork runs/lm@40 runs/lm-2 --param lr=1e-4",
     "export": "ckpt export runs/lm@best lm.safetensors",
     "import": "ckpt import model.pt runs/lm --step 5",
     "push": "ckpt push runs/lm@best org/lm --format peft",

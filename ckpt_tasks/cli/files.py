@@ -15,6 +15,7 @@ from ckpt_tasks.cli.arguments import (
     KeyOption,
     SingleOption,
     argument,
+    complete_group,
     option,
     parse_target,
 )
@@ -42,7 +43,12 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 OutArgument = Annotated[str, argument("OUT", "NAME.safetensors, NAME.pt, or a directory for shards or DCP")]
 GroupOption = Annotated[
     list[str] | None,
-    option("--group", "NAME", "a group to export; may be repeated [default: modules; for torch all groups]"),
+    option(
+        "--group",
+        "NAME",
+        "a group to export; may be repeated [default: modules; for torch all groups]",
+        autocompletion=complete_group,
+    ),
 ]
 FormatOption = Annotated[
     Literal["safetensors", "torch", "dcp", "peft"] | None,

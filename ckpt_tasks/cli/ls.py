@@ -21,7 +21,7 @@ from ckpt_tasks.cli.arguments import (
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.run.report.kept import kept_because
-from ckpt_tasks.run.report.words import age, check_words, count, number, size, span, when
+from ckpt_tasks.run.report.words import age, check_words, count, fine_span, number, size, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
@@ -118,7 +118,7 @@ _HEAD = (
 )
 _TAIL = (
     Column("size_bytes", "size", attrgetter("checkpoint.size_bytes"), size, numbers=True),
-    Column("cost_s", "cost", attrgetter("checkpoint.cost_s"), span, numbers=True),
+    Column("cost_s", "waited", attrgetter("checkpoint.cost_s"), fine_span, numbers=True),
     Column("metrics", None, lambda row: dict(row.checkpoint.metrics)),
     Column("evaluations", None, attrgetter("evaluations")),
     Column("kept_because", None, attrgetter("kept")),

@@ -19,7 +19,7 @@ from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete
 from ckpt_tasks.cli.output import console, output, rendered, title, writing
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.parsing import finite_json
-from ckpt_tasks.run.report.words import age, number, printable, size, span
+from ckpt_tasks.run.report.words import age, fine_span, number, printable, size
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -182,7 +182,9 @@ class _Course:
             lines.append("There is no checkpoint yet.")
         else:
             speed = "" if rate is None else f", {number(rate)} steps/s"
-            saved = f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {span(newest.cost_s)}"
+            saved = (
+                f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {fine_span(newest.cost_s)}"
+            )
             lines += [[("step ", "dim"), (f"{newest.step:,}", "bold"), speed], [("last commit ", "dim"), saved]]
         if self._free is None and owner is not None:
             lines.append([("owner ", "dim"), ("alive", "green"), f": process {owner.pid} on {owner.host}"])
@@ -264,7 +266,7 @@ def _line(event: dict[str, Any]) -> str:
 
 _TOKEN = "CKPT_SERVE_TOKEN"  # noqa: S105 (a variable's name)
 
-RunsArgument = Annotated[str, argument("ROOT", "a directory that holds runs, or a run", complete_run)]
+RunsArgument = Annotated[str, argument("DIR", "a directory that holds runs, or a run", complete_run)]
 PortOption = Annotated[int, option("--port", "N", "the port; 0: any that is free")]
 HostOption = Annotated[str, option("--host", "ADDRESS", "listen at this address; others than this host need a token")]
 OpenOption = Annotated[bool, option("--open", None, "open the page in a browser")]

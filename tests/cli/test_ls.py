@@ -68,6 +68,9 @@ def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
         ckpt_.acquire()
         ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2, values=list(range(301)))
     about = ckpt("show", run_dir, "--json").data
+    sizes = [(run_dir / one["name"]).stat().st_size for one in about["objects"]]
+    assert [one["size_bytes"] for one in about["objects"]] == sizes
+    assert sum(sizes) == about["size_bytes"]
     assert about["parent_step"] == 1
     assert [note["error"] for note in about["notes"]] == ["CUDA out of memory \x1b[2J"]
     shown = ckpt("show", run_dir).out

@@ -306,7 +306,7 @@ class LocalSession(StateSession):
         if not alike(old, self._fresh):
             raise ConfigError(
                 f"another {', '.join(changed)} than the run's would be lost: a restore brings back what it sets",
-                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --set NAME=VALUE.",
+                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --param NAME=VALUE.",
             )
 
     def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:
