@@ -190,7 +190,7 @@ def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
     try:
         yield out
     except CkptError as error:
-        _print_error(error, out)
+        print_error(error, out)
         raise typer.Exit(error_exit) from error
 
 
@@ -296,7 +296,8 @@ def _fits(made: Table, screen: Console) -> bool:
     return Measurement.get(screen, screen.options.update(max_width=1000), narrowest).minimum <= screen.width
 
 
-def _print_error(error: CkptError, out: Output) -> None:
+def print_error(error: CkptError, out: Output) -> None:
+    """Print an error in one line on stderr; with --json, as an object on stdout."""
     if out.as_json:
         fields = ("message", "key", "step", "hint")
         fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}
