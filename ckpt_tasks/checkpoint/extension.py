@@ -116,6 +116,7 @@ FEATURES = [
     Feature(f"{_HERE}.going_back:GoingBackFromBadMetrics"),
     Feature(f"{_HERE}.left_out:LeftOutBatches"),
     Feature(f"{_HERE}.space_forecast:SpaceForecast"),
+    Feature(f"{_HERE}.live_steps:LiveSteps"),
     Feature(f"{_HERE}.compiled:CompiledCode", option="compile_cache"),
     Feature(f"{_HERE}.notices:SpotNotices", option="spot_notices", agent=True),
 ]

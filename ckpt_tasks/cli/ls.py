@@ -251,6 +251,7 @@ _RUN_COLUMNS = (
         tuple,
     ),
     column("step", lambda run: "" if run.step is None else run.step, numbers=True),
+    column("not committed", lambda run: "" if run.live_step is None else f"to {run.live_step}", numbers=True),
     column("saved", lambda run: age(run.saved_at) if run.saved_at else "", whole=True),
     column("live", "checkpoints", numbers=True),
     column("size", lambda run: size(run.size_bytes) if run.checkpoints else "", numbers=True),

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import Entry
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.run.ledger.history import Head
+    from ckpt_tasks.run.ledger.live_steps import LiveStep
     from ckpt_tasks.run.ledger.timeline import Moment
 
 _FIRST = 256  # Read this many ledger entries for the first curve.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
-_QUIET = ("lease",)  # Evaluators and copies write many leases, which say nothing about training.
+_QUIET = ("lease", "live")  # There are many leases, which say nothing about training; the panel shows live steps.
 
 LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400
@@ -101,6 +102,7 @@ class _Course:
         self._free: str | None = None
         self._store_error: str | None = None
         self._owner_known = False
+        self._live: list[LiveStep] = []
 
     def first(self) -> dict[str, Any]:
         """Return the first event of a watch: the run, its newest step and that step's metrics."""
@@ -122,6 +124,7 @@ class _Course:
                 events.append(self._entry(self._next_n))
                 self._next_n += 1
             events += self._owner()
+            events += self._live_steps()
             self._store_error = None
         except StoreError as error:
             if self._store_error is None:
@@ -158,6 +161,18 @@ class _Course:
         text = free or (f"process {owner.pid} on {owner.host}" if owner else "")
         return [{"event": "owner", "alive": free is None, "text": text}]
 
+    def _live_steps(self) -> list[dict[str, Any]]:
+        """Return an event with the newest step that the owner has not committed, if it is new."""
+        from ckpt_tasks.run.ledger.live_steps import read_live_steps
+
+        newest, before = self._newest(), self._live[-1:]
+        owner = self._head.state.owner if self._free is None else None
+        self._live = read_live_steps(self._run.history.store, owner, newest.step if newest else None)
+        if not self._live or self._live[-1:] == before:
+            return []
+        last = self._live[-1]
+        return [{"event": "live", "step": last.step, "metrics": last.metrics, "committed": newest and newest.step}]
+
     def _newest(self) -> Checkpoint | None:
         from ckpt_tasks.format.ledger import lineage
 
@@ -186,6 +201,9 @@ class _Course:
                 f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {fine_span(newest.cost_s)}"
             )
             lines += [[("step ", "dim"), (f"{newest.step:,}", "bold"), speed], [("last commit ", "dim"), saved]]
+        for last in self._live[-1:]:
+            shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in [*last.metrics.items()][:3])
+            lines.append([("now at ", "dim"), (f"step {last.step:,}", "bold"), f", not committed yet: {shown}"])
         if self._free is None and owner is not None:
             lines.append([("owner ", "dim"), ("alive", "green"), f": process {owner.pid} on {owner.host}"])
         else:
@@ -201,7 +219,7 @@ class _Course:
         name = main_metric(commit.metrics for commit in self._commits)
         if name is None:
             return []
-        values = [commit.metrics[name] for commit in self._commits if name in commit.metrics]
+        values = [one.metrics[name] for one in (*self._commits, *self._live) if name in one.metrics]
         label, last = printable(f"{name} "), f" {number(values[-1])}"
         return [[(label, "dim"), sparkline(values, width - len(label) - len(last)), last]]
 

@@ -137,9 +137,9 @@ def test_a_mistake_is_one_line_or_one_object(world: Path, line: str, says: str, 
 
 
 def test_a_call_that_is_wrong_exits_with_2() -> None:
-    """A missing argument is neither success nor a difference found: exit status 2, with the usage on stderr."""
+    """A missing argument is neither success nor a difference found: exit status 2, with what is missing on stderr."""
     answer = ckpt("ls")
-    assert (answer.status, "Usage" in answer.err) == (2, True)
+    assert (answer.status, "ckpt ls needs DIR" in answer.err) == (2, True)
 
 
 def test_its_own_file_is_replaced(world: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.servers.process import free_port
-from tests.support.cli_runs import ckpt
 from tests.support.waiting import until
 
 PATIENCE_S = 300.0  # nothing here is about speed
@@ -293,11 +292,14 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
     assert "complete" not in other
 
 
-def test_a_program_that_raises_on_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("harness")
+def test_a_program_that_raises_on_import_is_named(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The error is the module's own last line, with its file and line, and no frame of ours."""
     (tmp_path / "broken_program.py").write_text("import os\nlimit = int('many')\n")
-    monkeypatch.chdir(tmp_path)
-    answer = ckpt("train", "broken_program:Program")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        app(["train", "broken_program:Program", "--checkpoint-dir", str(run_dir)])
     said = "broken_program:Program cannot be imported: ValueError: invalid literal for int() with base 10: 'many'"
-    assert answer.status == 1
-    assert answer.err == f"error: {said} (at {tmp_path / 'broken_program.py'}, line 2)\n"
+    assert capsys.readouterr().err == f"error: {said} (at {tmp_path / 'broken_program.py'}, line 2)\n"

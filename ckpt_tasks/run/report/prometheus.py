@@ -137,6 +137,14 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: seconds_of(look.summary.saved_at) if look.summary.saved_at else None),
     ),
     "last_checkpoint_step": ("its step", _one(lambda look, course: look.summary.step)),
+    "live_step": (
+        "the newest step that a running owner has trained and not committed",
+        _one(lambda look, course: look.summary.live_step),
+    ),
+    "live_metric": (
+        "a metric of that step",
+        lambda look, course: [({"name": name}, value) for name, value in look.summary.live.items()],
+    ),
     "checkpoints": ("live checkpoints", _one(lambda look, course: None if look.partial else look.summary.checkpoints)),
     "size_bytes": (
         "bytes of the live checkpoints",
