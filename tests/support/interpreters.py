@@ -73,7 +73,8 @@ class Python:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.returncode is None:
-            self.send(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # The server has waited for it, and has not said so yet.
+                self.send(signal.SIGKILL)
             self.wait()
         self.stdout.close()
         self._stderr.close()
@@ -131,7 +132,8 @@ class Process:
 
     def kill(self) -> None:
         if self.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # The server has waited for it, and has not said so yet.
+                os.kill(self.pid, signal.SIGKILL)
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended, at most for a time."""

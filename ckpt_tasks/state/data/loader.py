@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.data.drawing import own_random_numbers
+from ckpt_tasks.state.data.drawing import OwnNumbers
 from ckpt_tasks.state.data.passes import Form, Pass, check_form, counts_anew, form_of, loop_frame
 from ckpt_tasks.state.data.sampler import ResumableSampler, SampleId
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
@@ -368,7 +368,7 @@ class _Batches(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
         self._dataset = dataset
         self._collate = collate
-        self._seed = seed
+        self._own = OwnNumbers(seed)
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
@@ -377,10 +377,13 @@ class _Batches(Dataset[Any]):
         if not samples:
             return self._collate([])
         what = f"{int(samples[0])}/batch"
-        with own_random_numbers(self._seed, samples[0].epoch, what, self._dataset, self._collate):
-            several = getattr(self._dataset, "__getitems__", None)
-            ids = [int(sample) for sample in samples]
+        several = getattr(self._dataset, "__getitems__", None)
+        ids = [int(sample) for sample in samples]
+
+        def make() -> Any:
             return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
+
+        return self._own.make(make, samples[0].epoch, what, self._dataset, self._collate)
 
 
 def _is_stream(dataset: Any) -> bool:

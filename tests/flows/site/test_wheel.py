@@ -46,9 +46,8 @@ def run(place: Path, *command: str | Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("python", OTHERS, ids=lambda path: path.parents[1].name)
 def test_other_pythons_import_the_wheel(python: Path, tmp_path: Path) -> None:
-    """On every other Python that is here: each module compiles, the package is imported, and the help is there."""
+    """On every other Python that is here each module compiles, and the package is imported without what is compiled."""
     programs = install(python, tmp_path)
     (package,) = (tmp_path / "environment").glob("lib/python3.*/site-packages/ckpt_tasks")
     run(tmp_path, programs / "python", "-W", "error", "-m", "compileall", "-q", "-f", package)
     run(tmp_path, programs / "python", "-W", "error", "-c", "import ckpt_tasks; dir(ckpt_tasks)")
-    assert "Start:" in run(tmp_path, programs / "ckpt", "--help")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,3 +67,55 @@ def test_elsewhere_it_is_told_seed_and_epoch() -> None:
     for given in (dict[str, Any](), {"seed": 1}, {"epoch": 1}):
         with pytest.raises(ConfigError, match=r"sample_generator\(index, seed=…, epoch=…\)"):
             sample_generator(3, **given)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "python's second gauss": lambda: random.gauss(0.0, 1.0),
+    "numpy": np.random.random,
+    "numpy's second gauss": np.random.standard_normal,
+    "torch": lambda: float(torch.rand(())),
+    "the seed of torch": lambda: float(torch.initial_seed() % 2**20),
+}
+
+
+class Late(Dataset[Any]):
+    """Samples that are numbers; from the thirtieth on, every other one has a number that is drawn."""
+
+    def __init__(self, draw: Callable[[], float]):
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), self._draw() if index >= 30 and index % 2 else 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("workers", "odd"), [(0, ""), (0, "python"), (0, "numpy"), (1, "")])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+def test_the_first_draw_after_many_batches_without_one_has_its_own_number(
+    draw: Callable[[], float], workers: int, odd: str
+) -> None:
+    """P23, P24: the streams are set where something draws, and are as they were; a resume there draws the same.
+
+    So it is where training draws too, and has left the second of two Gaussian numbers in a stream (`odd`).
+    """
+    loader = ResumableLoader(Late(draw), 2, seed=5, num_workers=workers)
+    batches, before = [], None
+    for batch in loader:
+        assert before is None or before == global_streams()
+        batches.append(batch)
+        if len(batches) in (3, 11):
+            np.random.standard_normal(2 - (odd == "numpy" and len(batches) > 3))  # noqa: NPY002 (a global stream)
+            _ = [random.gauss(0.0, 1.0) for _ in range(2 - (odd == "python" and len(batches) > 3))]
+        before = global_streams()
+    resumed = ResumableLoader(Late(draw), 2, seed=5)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 30})
+    assert torch.equal(torch.cat(batches[15:]), torch.cat([*resumed]))
+    assert len({float(row[1]) for row in torch.cat(batches[15:])}) == 6
+
+
+def global_streams() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()  # noqa: NPY002 (a global stream)
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
