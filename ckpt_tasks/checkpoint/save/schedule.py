@@ -83,7 +83,8 @@ class TrainingPosition:
         """
         mean_s = self._steps_s / self._steps if self._steps else self._first_s
         self._steps_s, self._first_s = self._steps_s + min(self._first_s, mean_s), 0.0
-        data_s = sum(value.waited_s for value in objects_of(state) if isinstance(value, Started))
+        data = [value for value in objects_of(state) if isinstance(value, Started)]
+        data_s = sum(value.waited_s - (value.found_s or 0.0) for value in data)
         return Spent(self._steps_s, data_s, self.step_s)
 
     def saved(self, step: int, epoch: int | None, *, interim: bool) -> None:

@@ -141,8 +141,9 @@ def add_live(
         had = [(one.step, one.at_s - began_s(course), one.metrics[name]) for one in steps if name in one.metrics]
         values = [one for one in had if low <= (one[1] if by == "time" else one[0]) <= high]
         if values:
-            line = lines.setdefault(name, {"line": thin(*np.empty((3, 0)), 1), "left": []})
-            line["left"].append(thin(*np.array(values, np.float64).T, len(values)))
+            none, (step, elapsed_s, value) = np.empty(0), np.array(values, np.float64).T
+            line = lines.setdefault(name, {"line": thin(none, none, none, 1), "left": []})
+            line["left"].append(thin(step, elapsed_s, value, len(values)))
 
 
 def began_s(course: Course) -> float:

@@ -297,9 +297,8 @@ class ResumableLoader(Started):
         """Set the position, at which the next `iter` continues. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
-        self._ends_again = self._asked = False
         self._restored, self._passed, self._home, self.found_s, self.waited_s = True, False, None, None, 0.0
-        self._epoch = None if self._over else self._epoch
+        self._ends_again, self._asked, self._epoch = False, False, None if self._over else self._epoch
 
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched batches."""
@@ -316,8 +315,7 @@ class ResumableLoader(Started):
         epoch, moves, asked_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
         while True:
             for batch in batches:
-                waited_s = system().monotonic() - asked_s
-                self.waited_s += 0.0 if self.found_s is None else waited_s
+                self.waited_s += (waited_s := system().monotonic() - asked_s)
                 if self._restored or self.found_s is None:
                     self._restored, self._passed, self.found_s = False, True, waited_s
                 self.sampler.advance()

@@ -128,7 +128,7 @@
   const COLUMNS = [
     { key: "name", title: "run" },
     { key: "state", title: "state" },
-    { key: "step", title: "step", numbers: true, value: (run) => run.live_step ?? run.step, words: stepWords },
+    { key: "step", title: "step (saved)", numbers: true, value: (run) => run.live_step ?? run.step, words: stepWords },
     { key: "saved_at", title: "saved", extra: true, words: (run) => age(run.saved_at) },
     { key: "checkpoints", title: "live", numbers: true, rare: true, words: (run) => (run.checkpoints === null ? "…" : run.checkpoints) },
     { key: "size_bytes", title: "size", numbers: true, rare: true, words: (run) => (run.size_bytes === null ? "…" : size(run.size_bytes)) },
@@ -158,7 +158,7 @@
   function stepWords(run) {
     const committed = run.step === null ? "" : run.step.toLocaleString("en");
     if (run.live_step === null) return committed;
-    return `${run.live_step.toLocaleString("en")} (${committed || "none"} committed)`;
+    return `${run.live_step.toLocaleString("en")} (${committed || "none"})`;
   }
 
   const valueOf = (column, run) => (column.value ? column.value(run) : run[column.key]);
