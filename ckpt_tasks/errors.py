@@ -71,7 +71,7 @@ class CkptError(Exception):
         self.key = key
         self.step = step
         self.hint = hint
-        show_briefly()
+        show_briefly(CkptError)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -16,16 +17,16 @@ _OURS = f"{Path(__file__).parent}{os.sep}"
 _ALL = "CKPT_TRACEBACK"
 
 
-def show_briefly() -> None:
-    """Print errors of ours by `_print` when they end the program, unless the program has a hook of its own."""
+def show_briefly(ours: type[BaseException]) -> None:
+    """Print errors of this class by `_print` if they end the program, unless the program has a hook of its own."""
     if sys.excepthook is sys.__excepthook__ and os.environ.get(_ALL, "") in ("", "0"):
-        sys.excepthook = _print
+        sys.excepthook = partial(_print, ours)
 
 
-def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    from ckpt_tasks.errors import CkptError
-
-    if not isinstance(error, CkptError):
+def _print(
+    ours: type[BaseException], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not isinstance(error, ours):
         sys.__excepthook__(kind, error, trace)
         return
     try:
