@@ -8,6 +8,7 @@ import secrets
 import time
 import webbrowser
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -219,7 +220,9 @@ class _Course:
         name = main_metric(commit.metrics for commit in self._commits)
         if name is None:
             return []
-        values = [one.metrics[name] for one in (*self._commits, *self._live) if name in one.metrics]
+        known: list[Mapping[str, float]] = [one.metrics for one in self._commits]
+        known += [one.metrics for one in self._live]
+        values = [metrics[name] for metrics in known if name in metrics]
         label, last = printable(f"{name} "), f" {number(values[-1])}"
         return [[(label, "dim"), sparkline(values, width - len(label) - len(last)), last]]
 
