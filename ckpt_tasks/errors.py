@@ -29,6 +29,8 @@
 
 from __future__ import annotations
 
+from ckpt_tasks.uncaught import show_briefly
+
 __all__ = [
     "CheckpointNotFoundError",
     "CkptError",
@@ -69,6 +71,7 @@ class CkptError(Exception):
         self.key = key
         self.step = step
         self.hint = hint
+        show_briefly(CkptError)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"

@@ -45,6 +45,7 @@ FEATURES = [
     Feature(f"{_EXTENSIONS}.carried:CarriedGradients"),
     Feature(f"{_EXTENSIONS}.step_metrics:StepLog"),
     Feature(f"{_EXTENSIONS}.space_forecast:SpaceForecast"),
+    Feature(f"{_EXTENSIONS}.live_steps:LiveSteps"),
     Feature(f"{_EXTENSIONS}.local_copies:LocalCopies", option="local_dir"),
     Feature(
         f"{_EXTENSIONS}.compiled:CompiledCode",

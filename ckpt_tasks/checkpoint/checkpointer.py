@@ -20,7 +20,7 @@ from ckpt_tasks.checkpoint.restore.restore import RestoreReport, of_checkpoints,
 from ckpt_tasks.checkpoint.rollback import goes_back
 from ckpt_tasks.checkpoint.save.parts import encode_groups
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot, checkpoint_of
-from ckpt_tasks.checkpoint.save.schedule import TrainingPosition, check_epoch, check_step, point
+from ckpt_tasks.checkpoint.save.schedule import check_epoch, check_step, point
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.policy.cadence import SavePoint
@@ -82,7 +82,6 @@ class Checkpointer(HeldRun):
         self._interrupt = Interrupt(self._extensions.holding)
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
-        self._at = TrainingPosition()
         self._resumed = False  # True from a restore of the whole newest checkpoint to the end of the block.
 
     def __enter__(self) -> Self:
@@ -324,7 +323,7 @@ class Checkpointer(HeldRun):
             attached = [one for one in offered if one is not None]
             saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, attached=attached)
             snapshot = self._writer.snapshot(
-                tenure, saving, captured, started_s=started_s, keep=keep, step_s=self._at.step_s
+                tenure, saving, captured, started_s=started_s, keep=keep, spent=self._at.spent(live)
             )
         self._at.saved(step, epoch, interim=interim)
         return snapshot

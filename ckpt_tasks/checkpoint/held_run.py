@@ -21,7 +21,7 @@ from ckpt_tasks.checkpoint.rollback import checked_skip
 from ckpt_tasks.checkpoint.save.ending import end_with_interpreter
 from ckpt_tasks.checkpoint.save.listening import Listener
 from ckpt_tasks.checkpoint.save.pruning import Pruner
-from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
+from ckpt_tasks.checkpoint.save.schedule import SaveSchedule, TrainingPosition
 from ckpt_tasks.checkpoint.save.tenure import Line, Tenure
 from ckpt_tasks.checkpoint.save.writer import Writer
 from ckpt_tasks.checkpoint.telling import Start
@@ -46,7 +46,7 @@ _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
     " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
-    " the run: ckpt fork DIR NEW --set NAME=VALUE"
+    " the run: ckpt fork DIR NEW --param NAME=VALUE"
 )
 
 
@@ -85,6 +85,7 @@ class HeldRun:
         self._extensions = Extensions.of(config, self._history, self._ranks.world)
         self._cache = SnapshotCache(self._history.store, config.memory_dir, self._extensions, self._ranks.world)
         self._line = Line()
+        self._at = TrainingPosition()
         self._schedule = SaveSchedule(self._history, config)
         self._writer = Writer(
             self._history,
@@ -129,10 +130,12 @@ class HeldRun:
     def wait(self) -> None:
         """Wait until every snapshot is committed; raise the failure of one that is not. Does not wait for pruning.
 
-        Raises StoreError if the store takes no bytes of a checkpoint for `flush_timeout_s`.
+        The report does not count the time before the return as training. Raises StoreError if the store takes no bytes
+        of a checkpoint for `flush_timeout_s`.
         """
         self._process.check()
         self._writer.wait()
+        self._at.waited()
 
     def acquire(self) -> None:
         """Take the run directory now, as the first restore or save does; raises OwnedError and RunMismatchError."""

@@ -26,6 +26,7 @@ from ckpt_tasks.cli.ls import ls
 from ckpt_tasks.cli.report import metrics, report
 from ckpt_tasks.cli.show import samples, show
 from ckpt_tasks.cli.start import down, evaluate, init, train, up
+from ckpt_tasks.cli.usage import explained
 from ckpt_tasks.cli.watch import serve, watch
 from ckpt_tasks.process import fill_standard_descriptors
 
@@ -63,7 +64,7 @@ _EXAMPLES = {
     "rm": "ckpt rm runs/lm@10 --dry-run",
     "rollback": "ckpt rollback runs/lm@400 --skip-batches 405-414",
     "sync": "ckpt sync runs/lm s3://bucket/lm",
-    "fork": "ckpt fork runs/lm@40 runs/lm-2 --set lr=1e-4",
+    "fork": "ckpt fork runs/lm@40 runs/lm-2 --param lr=1e-4",
     "export": "ckpt export runs/lm@best lm.safetensors",
     "import": "ckpt import model.pt runs/lm --step 5",
     "push": "ckpt push runs/lm@best org/lm --format peft",
@@ -115,6 +116,14 @@ def _print_script(context: typer.Context, shell: str | None) -> None:
 class _Verbs(TyperGroup):
     """The command with its verbs, each listed under the heading of its `rich_help_panel`."""
 
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        with explained(info_name or "ckpt", args):
+            return super().make_context(info_name, args, *more, **extra)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with explained(ctx.command_path, args):
+            return super().resolve_command(ctx, args)
+
     def get_params(self, ctx: Any) -> Any:
         # Drop typer's completion flags: they work only for the current shell, and write into its start-up files.
         return [one for one in super().get_params(ctx) if one.name not in ("show_completion", "install_completion")]
@@ -132,6 +141,10 @@ class _Verbs(TyperGroup):
 
 class _Verb(TyperCommand):
     """A verb whose options are listed under the headings of their `rich_help_panel`."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        with explained(f"ckpt {info_name}", args):
+            return super().make_context(info_name, args, *more, **extra)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = []

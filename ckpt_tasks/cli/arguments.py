@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args,
 
 import typer
 
-from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.errors import CkptError, ConfigError
 from ckpt_tasks.run.ledger.config import CheckpointConfig, option_texts
 from ckpt_tasks.run.ledger.targets import split_target
 
@@ -70,14 +71,41 @@ def complete_checkpoint(incomplete: str) -> list[str]:
     if not at or not directory or "://" in directory or not os.path.isdir(directory):
         return complete_run(incomplete)
     from ckpt_tasks.checkpoint.restore.reading import open_run
-    from ckpt_tasks.errors import CkptError
 
-    try:
+    steps: list[str] = []
+    with _quiet():
         steps = [str(checkpoint.step) for checkpoint in open_run(directory).checkpoints()]
-    except CkptError:
-        return []
     names = dict.fromkeys(["latest", "best", *steps[:_STEPS_SHOWN]]) if steps else {}
     return [f"{directory}@{name}" for name in names if name.startswith(which)]
+
+
+def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the groups of the checkpoint that the command line names first."""
+    from ckpt_tasks.run.opening import open_checkpoint
+
+    target, names = next((word for word in ctx.args if not word.startswith("-")), ""), list[str]()
+    if "://" not in target:
+        with _quiet():
+            run, checkpoint = parse_target(target).find()
+            names = [*open_checkpoint(run.history.store, checkpoint).groups]
+    return [name for name in names if name.startswith(incomplete) and _PLAIN.fullmatch(name)]
+
+
+def complete_choice(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a completion that offers these words."""
+    return lambda incomplete: [word for word in choices if word.startswith(incomplete)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Print no warning of the block into the prompt; a run or checkpoint that cannot be read completes nothing."""
+    logging.disable()
+    try:
+        yield
+    except CkptError:
+        pass
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _is_shown(entry: os.DirEntry[str], begun: str) -> bool:
@@ -131,7 +159,7 @@ def parse_target(text: str) -> Target:
 
 
 def written(value: Any) -> str:
-    """Write a parameter's value in the form that --set takes."""
+    """Write a parameter's value in the form that --param takes."""
     return json.dumps(value)
 
 
@@ -158,8 +186,13 @@ ParamsOption = Annotated[str, option("--params", "JSON", "parameters as one JSON
 SeedOption = Annotated[int | None, option("--seed", "N", "short for --param seed=N")]
 
 _PANEL = "Checkpoints"
-_DEFAULTS = {"checkpoint_dir": "runs/RUN_KEY", "run_key": "the program's name: byte-lm for ByteLM"}
-_UNITS: dict[type, str] = {bool: "true|false", int: "N", float: "SECONDS", str: "NAME"}
+_DEFAULTS = {
+    "checkpoint_dir": "runs/RUN_KEY",
+    "run_key": "the program's name: byte-lm for ByteLM",
+    **dict.fromkeys(("step_interval", "epoch_interval", "save_interval_secs"), ""),
+    "cadence": "auto, if no interval is given",
+}
+_UNITS: dict[type, str] = {int: "N", float: "SECONDS", str: "NAME"}
 _SWITCH = {"true": True, "false": False}
 
 
@@ -285,23 +318,25 @@ def repeated_command(ctx: typer.Context, *, without: Sequence[str] = (), **chang
 
 
 def _option(setting: Field[Any], kind: Any, text: str) -> Any:
-    default = _DEFAULTS.get(setting.name) or (
-        "none"
-        if setting.default is None
-        else str(setting.default).lower()
-        if setting.default is False
-        else setting.default
-    )
-    first = re.split(r"(?<=[.;]) ", text)[0].rstrip(".;:").replace("`", "").replace("None", "none")
-    begin = first[0] if first[1:2].isupper() else first[0].lower()  # "URL" stays; "A metric" becomes "a metric".
-    shown = f"{begin}{first[1:]} [default: {default}]"
+    plain = re.sub(r"[;.] see below[^.]*(?=\.)", "", text, flags=re.IGNORECASE)  # "Below" is a text of a page.
+    plain = re.sub(r"[`\"]", "", plain).replace("None", "none").rstrip(".")
+    shown = (plain[0] if plain[1].isupper() else plain[0].lower()) + plain[1:]  # "URL" stays.
+    default = _DEFAULTS.get(setting.name, setting.default)
+    default = str(default).lower() if default in (None, False) else default
+    about = f"{shown} [default: {default}]" if default else shown
+    choices = _choices(kind)
+    more = {"autocompletion": complete_choice(choices)} if choices else {}
     flag = "--" + setting.name.replace("_", "-")
-    return option(flag, _metavar(setting.name, kind), shown, rich_help_panel=_PANEL, show_default=False)
+    return option(flag, _metavar(setting.name, kind), about, rich_help_panel=_PANEL, show_default=False, **more)
+
+
+def _choices(kind: Any) -> list[str]:
+    words = [word for type_ in (kind, *get_args(kind)) if get_origin(type_) is Literal for word in get_args(type_)]
+    return words or ([*_SWITCH] if kind is bool else [])
 
 
 def _metavar(name: str, kind: Any) -> str:
-    choices = [word for type_ in (kind, *get_args(kind)) if get_origin(type_) is Literal for word in get_args(type_)]
-    if choices:
+    if choices := _choices(kind):
         return "|".join(choices)
     if name.endswith("dir"):
         return "DIR"

@@ -16,6 +16,7 @@ import typer
 from ckpt_tasks.cli.arguments import (
     CheckpointArgument,
     JsonOption,
+    complete_group,
     option,
     parse_target,
 )
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 _VALUES_SHOWN = 5
 _DIFFERENCES_SHOWN = 24
-GroupOption = Annotated[list[str] | None, option("--group", "NAME", "compare only this group; may be repeated")]
+GroupOption = Annotated[
+    list[str] | None,
+    option("--group", "NAME", "compare only this group; may be repeated", autocompletion=complete_group),
+]
 IgnoreOption = Annotated[list[str] | None, option("--ignore", "NAME", "leave this group out; may be repeated")]
 MetricsOption = Annotated[bool, option("--metrics", None, "also compare metrics and evaluations")]
 DifferencesOption = Annotated[
@@ -209,7 +213,7 @@ def verify_resume(
     ] = None,
     params: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="a parameter of the program; the value as JSON has it"),
+        typer.Option("--param", metavar="NAME=VALUE", help="a parameter of the program; the value as JSON has it"),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(metavar="N", help="train a program on as many processes of this host [default: 1]")
@@ -259,7 +263,7 @@ def _proof(program: list[str], steps: int | None, params: list[str], ranks: int 
         return prove(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
     if steps is not None or ranks is not None or params:
         raise ConfigError(
-            "--steps, --set and --ranks are for a program", hint="Give a command its own options, after the --."
+            "--steps, --param and --ranks are for a program", hint="Give a command its own options, after the --."
         )
     from ckpt_tasks.cli.proving.script import verify_script
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 CopyArgument = Annotated[str, argument("TO", "the target run directory: a new one, or a copy of this run")]
 ForkArgument = Annotated[str, argument("TO", "the new run directory")]
-SetOption = Annotated[
+ChangeOption = Annotated[
     list[str] | None,
-    option("--set", "NAME=VALUE", "a parameter of the program to change; the value as JSON has it"),
+    option("--param", "NAME=VALUE", "a parameter of the program to change; the value as JSON has it"),
 ]
 
 
@@ -167,7 +167,7 @@ def fork(
     checkpoint: CheckpointArgument,
     to: ForkArgument,
     *,
-    changes: SetOption = None,
+    changes: ChangeOption = None,
     run_key: KeyOption = None,
     single_writer: SingleOption = False,
     dry_run: DryOption = False,
@@ -227,8 +227,8 @@ def _check_changes(run: Run, changed: Mapping[str, Any]) -> None:
     state = run.head().state
     if changed and state.program is None and state.params is None:
         raise ConfigError(
-            "--set changes parameters of a program, and no flow has recorded one for this run",
-            hint="Fork without --set and change the values in your own loop, after its restore.",
+            "--param changes parameters of a program, and no flow has recorded one for this run",
+            hint="Fork without --param and change the values in your own loop, after its restore.",
         )
 
 
@@ -240,7 +240,7 @@ def parse_changes(changes: Sequence[str]) -> dict[str, Any]:
     """
     parsed: dict[str, Any] = {}
     for change in changes:
-        name, text = name_and_text("--set", change)
+        name, text = name_and_text("--param", change)
         if name in parsed:
             raise ConfigError(f"the parameter {name!r} is set twice")
         parsed[name] = _value(name, text)

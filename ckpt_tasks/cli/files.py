@@ -15,11 +15,12 @@ from ckpt_tasks.cli.arguments import (
     KeyOption,
     SingleOption,
     argument,
+    complete_group,
     option,
     parse_target,
 )
 from ckpt_tasks.cli.output import column, first, from_here, listing, output, reading, title
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, ObjectNotFoundError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, IntegrityError, ObjectNotFoundError
 from ckpt_tasks.run.report.words import count, size
 
 if TYPE_CHECKING:
@@ -42,7 +43,12 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 OutArgument = Annotated[str, argument("OUT", "NAME.safetensors, NAME.pt, or a directory for shards or DCP")]
 GroupOption = Annotated[
     list[str] | None,
-    option("--group", "NAME", "a group to export; may be repeated [default: modules; for torch all groups]"),
+    option(
+        "--group",
+        "NAME",
+        "a group to export; may be repeated [default: modules; for torch all groups]",
+        autocompletion=complete_group,
+    ),
 ]
 FormatOption = Annotated[
     Literal["safetensors", "torch", "dcp", "peft"] | None,
@@ -101,6 +107,9 @@ def export(
                     report = write_export(run.history.store, plan, on_progress)
         except ObjectNotFoundError as error:
             raise _why_gone(run, record, error) from error
+        except IntegrityError as error:
+            error.hint = error.hint or _damaged(target.checkpoint_dir, run, record)
+            raise
         names = ("tensors", "size_bytes", "tied", "dtypes", "left_out")
         facts = {
             "checkpoint_dir": run.history.store.url,
@@ -154,10 +163,18 @@ def _size_bytes(text: str) -> int:
 def _why_gone(run: Run, checkpoint: Checkpoint, error: ObjectNotFoundError) -> CkptError:
     """Return the error for a missing object: its checkpoint was pruned during the read, or is damaged."""
     if any(live.manifest_digest == checkpoint.manifest_digest for live in run.checkpoints()):
+        error.hint = error.hint or _damaged(run.history.store.url, run, checkpoint)
         return error
     return CheckpointNotFoundError(
         "the run has pruned the checkpoint meanwhile", step=checkpoint.step, hint="Take a newer one: DIR@latest."
     )
+
+
+def _damaged(directory: str, run: Run, checkpoint: Checkpoint) -> str:
+    """Return what to do about a damaged checkpoint: take another one, if there is any."""
+    others = [str(one.step) for one in run.checkpoints() if one.manifest_digest != checkpoint.manifest_digest]
+    export = f", and export a good one: there are steps {', '.join(others[:_LINES_SHOWN])}" if others else ""
+    return f"The checkpoint is damaged, and nothing was written. `ckpt verify {directory}` names what is bad{export}."
 
 
 _FILES = (

@@ -12,10 +12,11 @@ from ckpt_tasks.cli.arguments import (
     DryOption,
     JsonOption,
     argument,
+    complete_group,
     option,
     parse_target,
 )
-from ckpt_tasks.cli.files import GroupOption, SizeOption, how_to_export, plan_files
+from ckpt_tasks.cli.files import SizeOption, how_to_export, plan_files
 from ckpt_tasks.cli.output import Output, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.run.report.words import count, size
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 RepositoryArgument = Annotated[str, argument("REPO", "ORG/NAME or ORG/NAME@REVISION, a model repository of the Hub")]
 PulledArgument = Annotated[str, argument("TO", "a new directory")]
+GroupOption = Annotated[
+    list[str] | None,
+    option("--group", "NAME", "a module to send; may be repeated [default: all]", autocompletion=complete_group),
+]
 PrivateOption = Annotated[bool, option("--private", None, "make REPO private, if it does not exist yet")]
 PushFormatOption = Annotated[
     Literal["safetensors", "peft"], option("--format", "FORMAT", "of weights: safetensors, or peft: an adapter")

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ from ckpt_tasks.cli.arguments import (
 from ckpt_tasks.cli.output import Column, Output, column, listing, output, row_facts, title, widest_listing
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
 from ckpt_tasks.run.report.kept import kept_because
-from ckpt_tasks.run.report.words import age, check_words, count, number, size, span, when
+from ckpt_tasks.run.report.words import age, check_words, count, fine_span, number, size, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.run.overview import RunSummary
 
 _METRICS_SHOWN = 3
+_ROWS_SHOWN = 50
 _EVALUATIONS_SHOWN = 2
 
 RootArgument = Annotated[str, argument("DIR", "a run directory, or one that holds runs", complete_run)]
@@ -40,16 +42,22 @@ SortOption = Annotated[
     str | None,
     option("--sort", "NAME", "sort runs by name, state, step, saved, checkpoints, size or a metric; -NAME reverses"),
 ]
+AllOption = Annotated[bool, option("--all", None, f"show every checkpoint of a run, not only the newest {_ROWS_SHOWN}")]
 
 
 def ls(
-    directory: RootArgument, *, metrics: MetricsOption = None, sort: SortOption = None, as_json: JsonOption = False
+    directory: RootArgument,
+    *,
+    metrics: MetricsOption = None,
+    sort: SortOption = None,
+    every: AllOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the checkpoints of a run, or the runs of a directory.
 
-    Lists checkpoints newest first. Lists each run in one row: its state, the step and age of its newest checkpoint, the
-    number and size of its live checkpoints, and its last metrics; suite/metric is a metric of an evaluation. Exits with
-    1 if a run is damaged.
+    Lists the newest 50 checkpoints, newest first; --all and --json list every one. Lists each run in one row: its
+    state, the step and age of its newest checkpoint, the number and size of its live checkpoints, and its last metrics;
+    suite/metric is a metric of an evaluation. Exits with 1 if a run is damaged.
     """
     from ckpt_tasks.checkpoint.restore.reading import open_run
     from ckpt_tasks.run.overview import summaries_below
@@ -64,11 +72,14 @@ def ls(
             runs = summaries_below(store)
             if not runs:
                 raise
+            if every:
+                hint = "Every run of a directory is listed."
+                raise ConfigError("--all is for the checkpoints of one run", hint=hint) from None
             _list_runs(out, store.url, runs, chosen, sort)
             return
         if sort is not None:
             raise ConfigError("--sort is for a directory of many runs", hint="The checkpoints of one are newest first.")
-        _list_run(out, run, chosen)
+        _list_run(out, run, chosen, None if every else _ROWS_SHOWN)
 
 
 # ── the checkpoints of a run ─────────────────────────────────────────────────────────────────────────────────────
@@ -107,7 +118,7 @@ _HEAD = (
 )
 _TAIL = (
     Column("size_bytes", "size", attrgetter("checkpoint.size_bytes"), size, numbers=True),
-    Column("cost_s", "cost", attrgetter("checkpoint.cost_s"), span, numbers=True),
+    Column("cost_s", "waited", attrgetter("checkpoint.cost_s"), fine_span, numbers=True),
     Column("metrics", None, lambda row: dict(row.checkpoint.metrics)),
     Column("evaluations", None, attrgetter("evaluations")),
     Column("kept_because", None, attrgetter("kept")),
@@ -121,12 +132,17 @@ _TAIL = (
 )
 
 
-def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
+def _list_run(out: Output, run: Run, metrics: list[str], most: int | None) -> None:
     head = run.head()
-    state, rows = head.state, _Row.all_of(head.state)
+    rows = _Row.all_of(head.state)
     columns = [_column(name, rows) for name in metrics]
-    names = ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
-    facts = {
+    out.answer(partial(_facts, run, head, rows), _parts(run, head, rows, columns, most))
+    out.fail(head.entry is None and bool(head.damaged))
+
+
+def _facts(run: Run, head: Head, rows: list[_Row]) -> dict[str, Any]:
+    state, names = head.state, ("epoch", "host", "pid", "flow_run_id", "taken_at", "released")
+    return {
         "run_key": run.run_key,
         "checkpoint_dir": run.history.store.url,
         "owner": None if state.owner is None else {name: getattr(state.owner, name) for name in names},
@@ -136,19 +152,20 @@ def _list_run(out: Output, run: Run, metrics: list[str]) -> None:
         "ledger": {"entries": head.next_n, "damaged": list(head.damaged)},
         "checkpoints": row_facts((*_HEAD, *_TAIL), rows),
     }
-    out.answer(facts, _parts(run, head, rows, columns))
-    out.fail(head.entry is None and bool(head.damaged))
 
 
-def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]) -> Iterator[Any]:
+def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]], most: int | None) -> Iterator[Any]:
     yield title(run)
-    columns = chosen or _metric_columns(rows)[:_METRICS_SHOWN]
+    shown = rows[:most]
+    columns = chosen or _metric_columns(shown)[:_METRICS_SHOWN]
     if rows:
         names = [f"{suite}/{name}" if suite else name for suite, name in columns]
         fewest = len(chosen)
-        yield from widest_listing(lambda shown: _listing(rows, columns[:shown]), names, fewest)
+        yield from widest_listing(lambda fit: _listing(shown, columns[:fit]), names, fewest)
     else:
         yield "\nThere is no checkpoint yet.\n"
+    if len(shown) < len(rows):
+        yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
     if (origin := head.state.origin) is not None:
@@ -234,6 +251,7 @@ _RUN_COLUMNS = (
         tuple,
     ),
     column("step", lambda run: "" if run.step is None else run.step, numbers=True),
+    column("not committed", lambda run: "" if run.live_step is None else f"to {run.live_step}", numbers=True),
     column("saved", lambda run: age(run.saved_at) if run.saved_at else "", whole=True),
     column("live", "checkpoints", numbers=True),
     column("size", lambda run: size(run.size_bytes) if run.checkpoints else "", numbers=True),

@@ -86,11 +86,14 @@ class Output:
         """Make the verb exit with status 1 if `failed`."""
         self.failed |= failed
 
-    def answer(self, facts: Mapping[str, Any], parts: Iterable[Any] = ()) -> None:
-        """Print the facts as one JSON object if --json was given, else the parts, as `print` does."""
+    def answer(self, facts: Mapping[str, Any] | Callable[[], Mapping[str, Any]], parts: Iterable[Any] = ()) -> None:
+        """Print the facts as one JSON object if --json was given, else the parts, as `print` does.
+
+        Facts that take long to make are given as a function, which is called for --json only.
+        """
         if self.as_json:
             with writing():
-                typer.echo(json.dumps(finite_json(facts), indent=2))
+                typer.echo(json.dumps(finite_json(facts() if callable(facts) else facts), indent=2))
         else:
             self.print(*parts)
 
@@ -187,7 +190,7 @@ def report_errors(as_json: bool, *, error_exit: int = 1) -> Iterator[Output]:
     try:
         yield out
     except CkptError as error:
-        _print_error(error, out)
+        print_error(error, out)
         raise typer.Exit(error_exit) from error
 
 
@@ -282,15 +285,19 @@ def _fits(made: Table, screen: Console) -> bool:
     """Give each wrapping column the width of its longest word, up to 20; return True if the table then fits."""
     from rich.measure import Measurement
 
+    narrowest = plain_table()  # Rich measures its only row, instead of each cell of a long table.
     for column in made.columns:
         cells = [str(cell) for cell in (column.header, *column.cells)]
         pieces = [piece for cell in cells for piece in (cell.splitlines() if column.no_wrap else cell.split())]
         longest = max(map(len, pieces), default=0)
         column.min_width = longest if column.no_wrap else min(longest, _LONGEST_WORD)
-    return Measurement.get(screen, screen.options.update(max_width=1000), made).minimum <= screen.width
+        narrowest.add_column()
+    narrowest.add_row(*("x" * (column.min_width or 0) for column in made.columns))
+    return Measurement.get(screen, screen.options.update(max_width=1000), narrowest).minimum <= screen.width
 
 
-def _print_error(error: CkptError, out: Output) -> None:
+def print_error(error: CkptError, out: Output) -> None:
+    """Print an error in one line on stderr; with --json, as an object on stdout."""
     if out.as_json:
         fields = ("message", "key", "step", "hint")
         fields_of_error = {"type": type(error).__name__, **{name: getattr(error, name) for name in fields}}

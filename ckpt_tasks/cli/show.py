@@ -11,11 +11,12 @@ from ckpt_tasks.cli.arguments import CheckpointArgument, JsonOption, lineage_fac
 from ckpt_tasks.cli.output import column, grid, listing, output, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_shard
-from ckpt_tasks.run.report.words import age, count, number, size, span, when
+from ckpt_tasks.run.report.words import age, count, fine_span, number, size, when
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
     from ckpt_tasks.format.layout.index import IndexRow
+    from ckpt_tasks.format.manifest import Manifest
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.run.opening import Opened
 
@@ -67,11 +68,16 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
             if e.manifest_digest == checkpoint.manifest_digest
         ],
         "groups": [_group(name, saved.kind, by_group.get(name, [])) for name, saved in opened.groups.items()],
-        "objects": [
-            {"name": record.name, "size_bytes": record.size_bytes} for record in (*manifest.objects, manifest.index)
-        ],
+        "objects": [{"name": name, "size_bytes": size_bytes} for name, size_bytes in _sizes(checkpoint, manifest)],
         "notes": run.notes(),
     }
+
+
+def _sizes(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """Yield name and size of every object, which together are as large as the checkpoint."""
+    objects = (*manifest.objects, manifest.index)
+    yield from ((record.name, record.size_bytes) for record in objects)
+    yield checkpoint.manifest, checkpoint.size_bytes - sum(record.size_bytes for record in objects)
 
 
 def _group(name: str, kind: str, rows: list[IndexRow]) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         came = origin is not None and origin["identity"] == facts["manifest_digest"]
         parent = "the run that it was forked from" if came else "none: training began here"
     yield "saved", f"{age(facts['saved_at'])}, {when(facts['saved_at'])}"
-    yield "cost", f"training waited {span(facts['cost_s'])}"
+    yield "waited", f"training waited {fine_span(facts['cost_s'])} for the snapshot"
     yield "size", f"{size(facts['size_bytes'])} from {count(facts['world_size'], 'rank')}"
     if facts["metrics"]:
         yield "metrics", _named(facts["metrics"])

@@ -23,6 +23,7 @@ from ckpt_tasks.cli.arguments import (
     SeedOption,
     argument,
     ckpt_command,
+    complete_checkpoint,
     config_of_options,
     importing_prefect,
     json_object,
@@ -59,7 +60,13 @@ MinRanksOption = Annotated[
     int | None, option("--min-ranks", "N", "with Ray: train on so many while its cluster has no room for all")
 ]
 ForkOption = Annotated[
-    str | None, option("--fork-from", "DIR@STEP", "begin with this checkpoint of another run; a fork continues")
+    str | None,
+    option(
+        "--fork-from",
+        "DIR@STEP",
+        "begin with this checkpoint of another run; a fork continues",
+        autocompletion=complete_checkpoint,
+    ),
 ]
 WhichOption = Annotated[
     str,

@@ -8,6 +8,7 @@ import secrets
 import time
 import webbrowser
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete
 from ckpt_tasks.cli.output import console, output, rendered, title, writing
 from ckpt_tasks.errors import ConfigError, IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.parsing import finite_json
-from ckpt_tasks.run.report.words import age, number, printable, size, span
+from ckpt_tasks.run.report.words import age, fine_span, number, printable, size
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from ckpt_tasks.format.ledger import Entry
     from ckpt_tasks.format.records import Checkpoint
     from ckpt_tasks.run.ledger.history import Head
+    from ckpt_tasks.run.ledger.live_steps import LiveStep
     from ckpt_tasks.run.ledger.timeline import Moment
 
 _FIRST = 256  # Read this many ledger entries for the first curve.
 _POINTS = 512
 _EVENTS_SHOWN = 5
 _BARS = "▁▂▃▄▅▆▇█"
-_QUIET = ("lease",)  # Evaluators and copies write many leases, which say nothing about training.
+_QUIET = ("lease", "live")  # There are many leases, which say nothing about training; the panel shows live steps.
 
 LinesOption = Annotated[bool, option("--json", None, "print one JSON object per event and line")]
 _MOST_S = 86_400
@@ -101,6 +103,7 @@ class _Course:
         self._free: str | None = None
         self._store_error: str | None = None
         self._owner_known = False
+        self._live: list[LiveStep] = []
 
     def first(self) -> dict[str, Any]:
         """Return the first event of a watch: the run, its newest step and that step's metrics."""
@@ -122,6 +125,7 @@ class _Course:
                 events.append(self._entry(self._next_n))
                 self._next_n += 1
             events += self._owner()
+            events += self._live_steps()
             self._store_error = None
         except StoreError as error:
             if self._store_error is None:
@@ -158,6 +162,18 @@ class _Course:
         text = free or (f"process {owner.pid} on {owner.host}" if owner else "")
         return [{"event": "owner", "alive": free is None, "text": text}]
 
+    def _live_steps(self) -> list[dict[str, Any]]:
+        """Return an event with the newest step that the owner has not committed, if it is new."""
+        from ckpt_tasks.run.ledger.live_steps import read_live_steps
+
+        newest, before = self._newest(), self._live[-1:]
+        owner = self._head.state.owner if self._free is None else None
+        self._live = read_live_steps(self._run.history.store, owner, newest.step if newest else None)
+        if not self._live or self._live[-1:] == before:
+            return []
+        last = self._live[-1]
+        return [{"event": "live", "step": last.step, "metrics": last.metrics, "committed": newest and newest.step}]
+
     def _newest(self) -> Checkpoint | None:
         from ckpt_tasks.format.ledger import lineage
 
@@ -182,8 +198,13 @@ class _Course:
             lines.append("There is no checkpoint yet.")
         else:
             speed = "" if rate is None else f", {number(rate)} steps/s"
-            saved = f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {span(newest.cost_s)}"
+            saved = (
+                f"saved {age(newest.saved_at)}, {size(newest.size_bytes)}, training waited {fine_span(newest.cost_s)}"
+            )
             lines += [[("step ", "dim"), (f"{newest.step:,}", "bold"), speed], [("last commit ", "dim"), saved]]
+        for last in self._live[-1:]:
+            shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in [*last.metrics.items()][:3])
+            lines.append([("now at ", "dim"), (f"step {last.step:,}", "bold"), f", not committed yet: {shown}"])
         if self._free is None and owner is not None:
             lines.append([("owner ", "dim"), ("alive", "green"), f": process {owner.pid} on {owner.host}"])
         else:
@@ -199,7 +220,9 @@ class _Course:
         name = main_metric(commit.metrics for commit in self._commits)
         if name is None:
             return []
-        values = [commit.metrics[name] for commit in self._commits if name in commit.metrics]
+        known: list[Mapping[str, float]] = [one.metrics for one in self._commits]
+        known += [one.metrics for one in self._live]
+        values = [metrics[name] for metrics in known if name in metrics]
         label, last = printable(f"{name} "), f" {number(values[-1])}"
         return [[(label, "dim"), sparkline(values, width - len(label) - len(last)), last]]
 
@@ -264,7 +287,7 @@ def _line(event: dict[str, Any]) -> str:
 
 _TOKEN = "CKPT_SERVE_TOKEN"  # noqa: S105 (a variable's name)
 
-RunsArgument = Annotated[str, argument("ROOT", "a directory that holds runs, or a run", complete_run)]
+RunsArgument = Annotated[str, argument("DIR", "a directory that holds runs, or a run", complete_run)]
 PortOption = Annotated[int, option("--port", "N", "the port; 0: any that is free")]
 HostOption = Annotated[str, option("--host", "ADDRESS", "listen at this address; others than this host need a token")]
 OpenOption = Annotated[bool, option("--open", None, "open the page in a browser")]

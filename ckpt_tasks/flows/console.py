@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from rich.console import Console
 from ckpt_tasks.checkpoint.acquiring import await_store_of
 from ckpt_tasks.checkpoint.interrupt import taking_stop_signals
 from ckpt_tasks.checkpoint.restore.reading import run_of
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, SiteError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, ConfigError, OwnedError, ProgramError, SiteError
 from ckpt_tasks.flows.evaluate import evaluate, evaluate_in
 from ckpt_tasks.flows.gang.launched import LaunchedPlace, launched
 from ckpt_tasks.flows.prefect.config import BatchLength, check_ranks, position_of_run
@@ -77,7 +78,7 @@ class TerminalTraining:
         check_ranks(self.ranks, self.engine, self.min_ranks)
         await_store_of(self.config)
         check_program(self.config, self.program)
-        factory = find_program(self.program)
+        factory = _import_program(self.program)
         if self.fork_from is not None:
             fork_run(self.fork_from, self.config, self.params)
         find_program(self.program, effective_params(factory, recorded_params(self.config), self.params))
@@ -195,7 +196,7 @@ def evaluate_in_terminal(
     out = Screen(stderr=stderr)
     with _exit_status() as status:
         await_store_of(config)
-        find_program(program)
+        _import_program(program)
         with _prefect(out), EvaluationLine(out):
             where: dict[str, Any] = {"run_key": str(config.run_key), "checkpoint_dir": config.location}
             results = evaluate(**where, program=program, suite=suite, which=which, **asked)
@@ -206,6 +207,19 @@ def evaluate_in_terminal(
             out.print(f"Step {results[0].step}, suite {suite}: {recorded}.")
             print_evaluation(out, results[0])
     return Ended(status=status[0], step=max((result.step for result in results), default=0), evaluations=tuple(results))
+
+
+def _import_program(name: str) -> Callable[..., Any]:
+    """Import a program; raise ProgramError with the last line of what its module raises, and where it was raised."""
+    try:
+        return find_program(name)
+    except CkptError:
+        raise
+    except Exception as error:
+        frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+        said = traceback.format_exception_only(error)[-1].strip()
+        where = f"{frames[-1].filename}, line {frames[-1].lineno}"
+        raise ProgramError(f"{name} cannot be imported: {said}", key=where) from error
 
 
 def _announce(out: Console, training: TerminalTraining, start: int) -> EvaluationResult | None:

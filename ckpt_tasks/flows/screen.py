@@ -132,7 +132,7 @@ class LiveLine(_Line):
         if not progress.commit:
             return " · ".join(parts)
         line = " · ".join([*parts, f"committed {progress.commit.step}"])
-        waited = f" in {fine_span(progress.commit.cost_s)}"
+        waited = f", waited {fine_span(progress.commit.cost_s)}"
         return line + waited if len(line) + len(waited) <= width else line
 
 
@@ -141,7 +141,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
     table = plain_table()
     newest_first = run_of(config).checkpoints()
     metrics = sort_metrics({name for checkpoint in newest_first for name in checkpoint.metrics})[:_MOST_METRICS]
-    for name in ("step", *metrics, "size", "took", "saved (UTC)"):
+    for name in ("step", *metrics, "size", "waited", "saved (UTC)"):
         table.add_column(name, justify="right")
     for checkpoint in reversed(newest_first):
         table.add_row(*_cells(checkpoint, metrics))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import FORMAT_NAME, LEDGER_PREFIX
 from ckpt_tasks.format.ledger import State, lineage
 from ckpt_tasks.format.records import Evaluation
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import Head, History
+from ckpt_tasks.run.ledger.live_steps import read_live_steps
 from ckpt_tasks.run.ledger.ownership import Signs, identify, why_free
 from ckpt_tasks.storage.locations import stores_below
 from ckpt_tasks.storage.port import Store
@@ -29,7 +30,8 @@ class RunSummary:
     `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
     release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
     over live checkpoints: an object that several checkpoints use counts several times. `metrics`: the metrics of the
-    newest checkpoint, and the newest results of each evaluation suite, as "suite/metric".
+    newest checkpoint, and the newest results of each evaluation suite, as "suite/metric". `live_step` is the newest
+    step that a running owner has trained and not committed, and `live` has its metrics.
     """
 
     name: str
@@ -43,6 +45,8 @@ class RunSummary:
     pinned: int = 0
     size_bytes: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    live_step: int | None = None
+    live: Mapping[str, float] = field(default_factory=dict)
 
 
 def summaries_below(store: Store) -> list[RunSummary]:
@@ -111,6 +115,7 @@ def look_at(name: str, store: Store, *, whole: bool = True) -> Look | None:
         pinned=len(head.state.pins),
         size_bytes=sum(checkpoint.size_bytes for checkpoint in newest_first),
         metrics={**(newest.metrics if newest else {}), **_evaluated(head.state)},
+        **live_facts(store, head.state, state, newest.step if newest else None),
     )
     return Look(summary, head.state, is_partial, head.next_n - 1)
 
@@ -135,6 +140,17 @@ def life_of(history: History, state: State) -> tuple[str, str]:
         return ("ended", "") if state.live else ("new", "nothing is saved yet")
     free = why_free(owner, identify(None), Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
     return ("running", "") if free is None else ("silent", free)
+
+
+def live_facts(store: Store, state: State, about: str, committed: int | None) -> dict[str, Any]:
+    """Return what a summary says of the steps that a running owner has not committed; {} if nothing is known."""
+    if about != "running":
+        return {}
+    try:
+        steps = read_live_steps(store, state.owner, committed)
+    except StoreError:
+        return {}
+    return {"live_step": steps[-1].step, "live": steps[-1].metrics} if steps else {}
 
 
 def _evaluated(state: State) -> dict[str, float]:

@@ -18,8 +18,8 @@ def test_the_page_is_what_the_verbs_print() -> None:
     ("values", "says"),
     [
         ([1, 0.5], "number"),
-        ([None, "a", True], "text or yes or null"),
-        ([{"a": [1, None], "b": {}}, {"a": ["x"]}], '{"a": [number or text or null], "b": {}}'),
+        ([None, "a", True], "boolean or string or null"),
+        ([{"a": [1, None], "b": {}}, {"a": ["x"]}], '{"a": [number or string or null], "b": {}}'),
     ],
 )
 def test_a_form_has_what_values_have_in_common(values: list[object], says: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_runs import ckpt, save_steps
+from tests.support.cli_runs import ckpt, flip, save_steps
 
 DRIVER = """\
 source completion.bash
@@ -30,6 +30,8 @@ def root(fast_dir: Path) -> Path:
     (made / "empty" / "deep").mkdir(parents=True)
     for name in ("z$(touch broken)", "z`touch broken`", "z; touch broken", "z*", "zebra"):
         save_steps(made / "odd" / name, 1)
+    save_steps(made / "damaged", 1, 2)
+    flip(min((made / "damaged" / "ledger").iterdir()), 40)  # The newest entry, a release.
     program = made / "bin" / "ckpt"
     program.write_text(f"#!{sys.executable}\nfrom ckpt_tasks.cli import main\nmain()\n")
     program.chmod(0o755)
@@ -59,6 +61,15 @@ def run(root: Path, *command: str, **environment: str) -> list[str]:
         ("ckpt show empty/", [""]),  # nothing: bash completes files by itself
         ("ckpt show s3://bucket/run@", [""]),
         ("ckpt show none@", [""]),
+        ("ckpt train m:P --fork-from runs/first@", ["latest", "best", "100", "9"]),
+        ("ckpt train m:P --on-non-finite st", ["stop"]),
+        ("ckpt train m:P --cadence ", ["auto"]),
+        ("ckpt train m:P --best-mode m", ["min", "max"]),
+        ("ckpt train m:P --compile-cache t", ["true"]),
+        ("ckpt diff runs/first@9 runs/first --group ", ["model", "position", "rng"]),
+        ("ckpt export runs/first out --group mo", ["model"]),
+        ("ckpt show damaged@", ["latest", "best", "2", "1"]),  # A warning would stand in the prompt.
+        ("ckpt export nothing out --group ", [""]),
     ],
 )
 def test_bash(root: Path, line: str, found: list[str]) -> None:

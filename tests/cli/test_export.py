@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.transfer import export as exporting
 from ckpt_tasks.cli.files import how_to_export
-from tests.support.cli_runs import ckpt, config, only, save, save_steps
+from tests.support.cli_runs import ckpt, config, flip, only, save, save_steps
 from tests.support.measured import memory_of
 
 
@@ -96,3 +96,13 @@ def test_a_file_for_torch(tmp_path: Path, run_dir: Path) -> None:
     found = torch.load(tmp_path / "all.pt", weights_only=True)["model"]
     alone = torch.load(tmp_path / "m.bin", weights_only=True)
     assert all(torch.equal(one["weight"], models[1].weight) for one in (found, alone))
+
+
+def test_a_damaged_checkpoint_says_what_to_do(run_dir: Path, tmp_path: Path) -> None:
+    """The error names the checkpoint's object, the verb that lists what is bad, and the other steps."""
+    save_linears(run_dir, 1, 2)
+    flip(only(run_dir, "checkpoint_000000000002/*/model-*.safetensors"), -1)
+    answer = ckpt("export", run_dir, tmp_path / "out.safetensors")
+    assert answer.status == 1
+    assert f"`ckpt verify {run_dir}` names what is bad, and export a good one: there are steps 1." in answer.err
+    assert not [*tmp_path.glob("out*")]

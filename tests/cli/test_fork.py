@@ -17,7 +17,7 @@ def test_a_fork_is_one_command(run_dir: Path, tmp_path: Path) -> None:
     """A table says from where to where, at which step, how the bytes came, what was set, and what to do next."""
     train(run_dir, 2, {"lr": 0.02})
     train(run_dir, 4, {"lr": 0.02})
-    answer = ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--set", "lr=1e-4", "--set", "schedule=step")
+    answer = ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--param", "lr=1e-4", "--param", "schedule=step")
     assert answer.status == 0, answer.err
     for words in (str(run_dir), str(tmp_path / "b"), "in files of both runs", "lr = 0.0001 (was 0.02)", '"step"'):
         assert words in answer.out
@@ -32,12 +32,12 @@ def test_a_fork_is_one_command(run_dir: Path, tmp_path: Path) -> None:
     assert f"Forked from run ({run_dir}) at step 2, with lr=0.0001" in " ".join(ckpt("ls", tmp_path / "b").out.split())
     assert ckpt("verify", tmp_path / "b").status == 0
     assert ckpt("diff", f"{run_dir}@2", f"{tmp_path / 'b'}@2").status == 0
-    again = ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--set", "lr=1e-4", "--set", "schedule=step")
+    again = ckpt("fork", f"{run_dir}@2", tmp_path / "b", "--param", "lr=1e-4", "--param", "schedule=step")
     assert (again.status, "There already" in again.out) == (0, True)  # as after an interruption
 
 
 def test_a_plain_loop_is_forked_too(run_dir: Path, tmp_path: Path) -> None:
-    """Without --set a run that no flow has trained is forked, and goes on in a loop."""
+    """Without --param a run that no flow has trained is forked, and goes on in a loop."""
     save_steps(run_dir, 1)
     forked = ckpt("fork", run_dir, tmp_path / "b")
     assert forked.status == 0

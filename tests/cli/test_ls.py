@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.checkpoint.restore.reading import open_run
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.storage.local import LocalStore
 from tests.support.cli_runs import ckpt, config, flip, save_steps, some_state
+from tests.support.ledgers import made
 
 
 def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
@@ -64,6 +68,9 @@ def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
         ckpt_.acquire()
         ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2, values=list(range(301)))
     about = ckpt("show", run_dir, "--json").data
+    sizes = [(run_dir / one["name"]).stat().st_size for one in about["objects"]]
+    assert [one["size_bytes"] for one in about["objects"]] == sizes
+    assert sum(sizes) == about["size_bytes"]
     assert about["parent_step"] == 1
     assert [note["error"] for note in about["notes"]] == ["CUDA out of memory \x1b[2J"]
     shown = ckpt("show", run_dir).out
@@ -72,3 +79,23 @@ def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
     assert "1, 2, 3" in shown
     assert "299, 300" not in shown
     assert "\x1b" not in shown
+
+
+def test_ls_shows_the_newest_of_many_checkpoints(run_dir: Path) -> None:
+    """Of 300 checkpoints the newest 50 are shown, with a line that says so; --all shows every one, as --json does."""
+    history = History(LocalStore(run_dir))
+    history.create("many")
+    live = tuple(replace(made(step, 0, metrics={"loss": 0.5}), manifest_digest=f"{step:032x}") for step in range(300))
+    history.append({"kind": "note", "note": "many"}, lambda state, n: replace(state, live=live), owner=None)
+
+    def steps(shown: str) -> list[int]:
+        return [int(line.split()[0]) for line in shown.splitlines() if " B " in line]
+
+    listed = [row["step"] for row in ckpt("ls", run_dir, "--json").data["checkpoints"]]
+    assert len(listed) == 300
+    short = ckpt("ls", run_dir).out
+    assert steps(short) == listed[:50]
+    assert "The newest 50 of 300 checkpoints; --all shows every one." in short
+    whole = ckpt("ls", run_dir, "--all").out
+    assert steps(whole) == listed
+    assert "--all" not in whole

@@ -100,6 +100,23 @@ def test_an_answer_on_a_full_disk_is_an_error(run: Path, verb: str, form: str) -
     assert json.loads(err)["error"]["message"] == message if form else err == f"error: {message}. Send it elsewhere.\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("train --steps abc", "--steps must be a whole number, not 'abc'. See `ckpt train --help`."),
+        ("serve runs --port=x", "--port must be a whole number, not 'x'. See `ckpt serve --help`."),
+        ("train --stepz 3", "there is no option --stepz. Did you mean --steps?"),
+        ("ls", "ckpt ls needs DIR: a run directory, or one that holds runs. `ckpt ls --help` has an example."),
+        ("lz runs", "no such command 'lz'. `ckpt --help` lists them all."),
+    ],
+)
+def test_a_wrong_command_line_is_said_in_our_words(command: str, wanted: str) -> None:
+    """A mistake in the options is one line, as every other error, and the status is 2; --json has it as an object."""
+    answer = ckpt(*command.split())
+    assert (answer.status, answer.out, answer.err) == (2, "", f"error: {wanted}\n")
+    assert ckpt(*command.split(), "--json").data["error"]["type"] == "ConfigError"
+
+
 def test_every_option_says_what_it_takes() -> None:
     """Help has a word for the value of each option, names no argument of another verb, and is written in one way."""
     root: Any = get_command(app)

@@ -42,13 +42,13 @@ MISTAKES = {
     "rollback nets": "'nets' names no step. Write DIR@STEP",
     "sync nets@7 new": "It has steps 1, 2, 3",
     "sync nets plain": "plain",
-    "fork nets new --set lr=1": "no flow has recorded",
-    "fork nets new --set lr": "is not NAME=VALUE",
-    "fork nets new --set =1": "is not NAME=VALUE",
-    "fork nets new --set optimizer.lr=1": "plain name",
-    "fork nets new --set lr=1 --set lr=2": "set twice",
-    "fork nets new --set lr=.1": "not a value that JSON knows",
-    "fork nets new --set lr=nan": "not a value that JSON knows",
+    "fork nets new --param lr=1": "no flow has recorded",
+    "fork nets new --param lr": "is not NAME=VALUE",
+    "fork nets new --param =1": "is not NAME=VALUE",
+    "fork nets new --param optimizer.lr=1": "plain name",
+    "fork nets new --param lr=1 --param lr=2": "set twice",
+    "fork nets new --param lr=.1": "not a value that JSON knows",
+    "fork nets new --param lr=nan": "not a value that JSON knows",
     "fork nets new --run-key ../up": "run's key",
     **{f"export nets new --max-shard-size={size}": "size" for size in ("big", "-1GB", "GB", "1e9", "0", "5GBB")},
     "export nets new.pt --max-shard-size 5GB": "shard",
@@ -72,7 +72,7 @@ MISTAKES = {
     "export nets new.safetensors --format dcp": "the name of a safetensors file",
     "show nets@111111111111111111111": "names neither",
     "verify nets@1 --history": "whole run",
-    "verify-resume m:P --set lr=1 --set lr=2": "set twice",
+    "verify-resume m:P --param lr=1 --param lr=2": "set twice",
     "prune plain --best-mode max": "best_mode needs best_metric",
     "fork nets new --run-key ''": "run's key",
     "init new --name ''": "is not a name",
@@ -137,9 +137,9 @@ def test_a_mistake_is_one_line_or_one_object(world: Path, line: str, says: str, 
 
 
 def test_a_call_that_is_wrong_exits_with_2() -> None:
-    """A missing argument is neither success nor a difference found: exit status 2, with the usage on stderr."""
+    """A missing argument is neither success nor a difference found: exit status 2, with what is missing on stderr."""
     answer = ckpt("ls")
-    assert (answer.status, "Usage" in answer.err) == (2, True)
+    assert (answer.status, "ckpt ls needs DIR" in answer.err) == (2, True)
 
 
 def test_its_own_file_is_replaced(world: Path, tmp_path: Path) -> None:

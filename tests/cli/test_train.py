@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def test_every_option_of_the_config_is_one_of_the_command() -> None:
     assert {option.name: getattr(config, option.name) for option in fields(config)} == {
         name: value for name, (_, value) in GIVEN.items()
     }
+
+
+def test_the_help_of_an_option_says_all_of_it() -> None:
+    """No sentence of an option's text is left out, and no trigger of a save is said to be absent by default."""
+    said = " ".join(ckpt("train", "--help").out.split())
+    assert "It is code: who can write to the run can run code in that process" in said
+    assert "Of the three intervals the first that is due counts" in said
+    assert "[default: auto, if no interval is given]" in said
+    assert not re.search(r"--(step|epoch|save)-interval\S* \S+ [^-[]*\[default: none\]", said)
+    assert "see below" not in said.lower()
 
 
 def test_an_evaluation_without_a_program_knows_the_example_by_its_old_name(run_dir: Path) -> None:

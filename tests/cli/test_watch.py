@@ -32,6 +32,8 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
         assert child.until(lambda: any(event["event"] == "owner" for event in told(child)))
         assert owner.ask("save 2") == "ok 2"
         assert child.until(lambda: any(event["event"] == "commit" for event in told(child)))
+        assert owner.ask("measure 3") == "ok"
+        assert child.until(lambda: any(event["event"] == "live" for event in told(child)))
         ckpt("pin", f"{run_dir}@2", "-m", "mine")
         ckpt("unpin", f"{run_dir}@2")
         assert child.until(lambda: any(event["event"] == "unpin" for event in told(child)))
@@ -41,7 +43,7 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
         child.send(signal.SIGINT)
         assert child.wait() == 0
         events = told(child)
-    assert [event["event"] for event in events if event["event"] != "pruned"] == [
+    assert [event["event"] for event in events if event["event"] not in ("pruned", "live")] == [
         "watching",
         "owner",
         "commit",
@@ -52,6 +54,12 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
     assert (events[0]["step"], events[0]["run_key"]) == (1, run_dir.name)
     assert events[1]["alive"] is True
     assert next(event["step"] for event in events if event["event"] == "commit") == 2
+    assert next(event for event in events if event["event"] == "live") == {
+        "event": "live",
+        "step": 3,
+        "metrics": {"loss": 1 / 3},
+        "committed": 2,
+    }
     assert next(event["text"] for event in events if event["event"] == "pin") == "mine"
     assert events[-1]["alive"] is False
     assert "is gone" in events[-1]["text"]

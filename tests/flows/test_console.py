@@ -290,3 +290,16 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
     other = said("train", "--steps", "3", "--program", "tests.support.forks:Scheduled", status=1)
     assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in other
     assert "complete" not in other
+
+
+@pytest.mark.usefixtures("harness")
+def test_a_program_that_raises_on_import_is_named(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error is the module's own last line, with its file and line, and no frame of ours."""
+    (tmp_path / "broken_program.py").write_text("import os\nlimit = int('many')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        app(["train", "broken_program:Program", "--checkpoint-dir", str(run_dir)])
+    said = "broken_program:Program cannot be imported: ValueError: invalid literal for int() with base 10: 'many'"
+    assert capsys.readouterr().err == f"error: {said} (at {tmp_path / 'broken_program.py'}, line 2)\n"

@@ -128,7 +128,7 @@ def test_the_source_of_a_fork_is_read_as_any_ledger(run_dir: Path, corpus: str, 
 
 
 def test_a_forks_learning_rate_comes_from_its_record(run_dir: Path) -> None:
-    """`ckpt fork --set lr=…` trains with it though the flow is given nothing."""
+    """`ckpt fork --param lr=…` trains with it though the flow is given nothing."""
     trained(run_dir, 2, PROGRAM, params={"lr": 0.02})
     target = run_dir.with_name("fork")
     fork(run_dir, 2, target, {"lr": 0.0002}, run_key="r")

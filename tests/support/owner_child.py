@@ -14,7 +14,7 @@ from tests.support.interpreters import Process
 
 
 class OwnerChild:
-    """Start a process; `tell` and `ask` send it a verb (acquire, restore, save N, step N, sleep S, close)."""
+    """Start a process; `tell` and `ask` send it a verb: acquire, restore, save N, step N, measure N, sleep S, close."""
 
     def __init__(self, root: Path, flow_run_id: str = "", timeout_s: float = 120.0, take_over: bool = False):
         self._pipe, theirs = Pipe()
@@ -63,6 +63,8 @@ def _do(ckpt: Checkpointer, state: dict[str, Any], verb: str, rest: str) -> str:
         return f"ok {ckpt.save(int(rest), state).step}"
     if verb == "step":
         ckpt.step(int(rest), state)
+    if verb == "measure":
+        ckpt.step(int(rest), state, metrics={"loss": 1 / int(rest)})
     if verb == "sleep":
         time.sleep(float(rest))
         return ""

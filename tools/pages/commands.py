@@ -30,7 +30,7 @@ What `ckpt --help` and `ckpt VERB --help` print, on one page, with examples.
 `python -m tools.pages.commands` writes it, and a test compares it with the help of today.
 
 Every verb has `--json` and `--help`. With `--json` a verb prints one object. Its form stands below the examples:
-`text`, `number`, `yes` (true or false) and `null` stand for values. A verb that fails prints
+`string`, `number`, `boolean` and `null` stand for values. A verb that fails prints
 `{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
 The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
@@ -107,7 +107,7 @@ def form(value: Any) -> Form:
         return Form(keys={key: form(one) for key, one in value.items() if key not in _FRAMEWORKS})
     if isinstance(value, list):
         return Form(items=reduce(either, map(form, value), Form()))
-    names = {bool: "yes", int: "number", float: "number", str: "text", type(None): "null"}
+    names = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null"}
     return Form(frozenset({names[type(value)]}))
 
 

@@ -17,18 +17,18 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpt_tasks.checkpoint.memory.memory import SLOTS
 from ckpt_tasks.checkpoint.memory.snapshot import ImageSet, LateCopy
 from ckpt_tasks.checkpoint.save.ending import say_wait
 from ckpt_tasks.checkpoint.save.parts import Digested, Saving
 from ckpt_tasks.checkpoint.save.prepared import PreparedCheckpoint
-from ckpt_tasks.checkpoint.save.tenure import Tenure
+from ckpt_tasks.checkpoint.save.tenure import Spent, Tenure
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.format.records import Checkpoint, Compared, Seal
 from ckpt_tasks.state.kinds.group_parts import GroupFile
@@ -79,7 +79,7 @@ class Snapshot:
     images: ImageSet
     stall_s: float
     keep: bool
-    observed: Mapping[str, Any]
+    spent: Spent
     copy: DeviceCopy | LateCopy | None = None
     compared: Callable[[], Compared] = dict
     files: Sequence[GroupFile] = ()

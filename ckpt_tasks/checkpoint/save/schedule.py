@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import SupportsIndex
 
-from ckpt_tasks.checkpoint.save.tenure import Resume
+from ckpt_tasks.checkpoint.save.tenure import Resume, Spent
 from ckpt_tasks.errors import StateError
 from ckpt_tasks.format.keys import MAX_STEP
 from ckpt_tasks.format.ledger import Entry
@@ -17,6 +18,8 @@ from ckpt_tasks.format.policy.retention import Save
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.observing import LearningCadence
+from ckpt_tasks.state.groups import objects_of
+from ckpt_tasks.state.kinds.started import Started
 from ckpt_tasks.system import system
 
 _STEPS = 20
@@ -33,7 +36,6 @@ class TrainingPosition:
         self.restored(0, None)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
         self.has_trained = False  # True if a step was reported behind the restored one.
-        self._since: SavePoint | None = None  # The point at which the current step began.
 
     @property
     def step_s(self) -> float | None:
@@ -53,6 +55,8 @@ class TrainingPosition:
         """Continue from a checkpoint, or from the beginning; the next step ends the `resume`."""
         self.step = self.saved_step = step
         self.last, self._resume = point(step, epoch), resume
+        self._since: SavePoint | None = None  # The point at which the current step began.
+        self._steps_s, self._steps, self._first_s = 0.0, 0, 0.0
 
     def saves(self, now: SavePoint) -> tuple[Save, Save]:
         """Return the save at `now` and the previous save, as retention rules take them."""
@@ -64,11 +68,24 @@ class TrainingPosition:
         self.has_trained |= now.step > self.step
         self.step = now.step
         if self._resume is not None:
-            self._resume.stepped()
+            self._first_s = self._resume.stepped()
             self._resume = None
         if self._since is not None and now.step > self._since.step:
-            self._seconds.append((now.clock_s - self._since.clock_s) / (now.step - self._since.step))
+            took_s, steps = now.clock_s - self._since.clock_s, now.step - self._since.step
+            self._steps_s, self._steps = self._steps_s + took_s, self._steps + steps
+            self._seconds.append(took_s / steps)
         self._since = now
+
+    def spent(self, state: Mapping[str, object]) -> Spent:
+        """Return the time of the steps so far; the loaders in the state know how long training has waited for data.
+
+        The first step also starts workers and compiles code: it counts as long as the mean of the steps after it.
+        """
+        mean_s = self._steps_s / self._steps if self._steps else self._first_s
+        self._steps_s, self._first_s = self._steps_s + min(self._first_s, mean_s), 0.0
+        data = [value for value in objects_of(state) if isinstance(value, Started)]
+        data_s = sum(value.waited_s - (value.found_s or 0.0) for value in data)
+        return Spent(self._steps_s, data_s, self.step_s)
 
     def saved(self, step: int, epoch: int | None, *, interim: bool) -> None:
         """Record a save; an interim save does not begin a new interval."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tasks.checkpoint.save.parts import Saving, Stored, new_attempt
 from ckpt_tasks.errors import CkptError
@@ -24,18 +24,34 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.save.commit import Committer
 
 
+class Spent(NamedTuple):
+    """The seconds of all steps since a restore, without saves; of them, those that waited for data; and of one step."""
+
+    steps_s: float = 0.0
+    data_s: float = 0.0
+    step_s: float | None = None
+
+    def since(self, before: Spent) -> dict[str, float]:
+        """Return what was added since an earlier moment, as fields of a commit's event (docs/internals/FORMAT.md)."""
+        data_s = max(0.0, self.data_s - before.data_s)
+        trained_s = max(0.0, self.steps_s - before.steps_s - data_s)
+        fields = {"step_s": self.step_s, "trained_s": trained_s, "data_s": data_s or None}
+        return {name: round(value, 6) for name, value in fields.items() if value is not None}
+
+
 @dataclass
 class Line:
     """The line of checkpoints that this process continues; it outlives an ownership.
 
     `parent`: the checkpoint that was restored or committed last; the next checkpoint follows it. `known_n`: the number
-    of the newest commit that this process knows. `unsure`: a save of many ranks failed in this rank but may have been
-    committed, so other ranks may have another parent.
+    of the newest commit that this process knows. `spent`: the time of the steps up to `parent`. `unsure`: a save of
+    many ranks failed in this rank but may have been committed, so other ranks may have another parent.
     """
 
     parent: Checkpoint | None = None
     last_commit: Checkpoint | None = None
     known_n: int = -1
+    spent: Spent = field(default_factory=Spent)
     unsure: bool = False
     # The digest of a manifest, and the objects of its checkpoint: at least those of this rank.
     stored: tuple[str, Stored] | None = None
@@ -72,7 +88,7 @@ class Line:
 
     def follow(self, parent: Checkpoint | None) -> None:
         """Set the parent of the next checkpoint, which is the same in all ranks; None if it has no parent."""
-        self.parent, self.unsure = parent, False
+        self.parent, self.unsure, self.spent = parent, False, Spent()
 
     def committed(self, checkpoint: Checkpoint, stored: Stored) -> None:
         """Continue from a checkpoint that this process has committed; `stored` holds this rank's objects of it."""
@@ -114,18 +130,19 @@ class Resume:
         self._at_s = system().monotonic()
         return self
 
-    def stepped(self) -> None:
-        """End the resume: its first step is done."""
+    def stepped(self) -> float:
+        """End the resume, as its first step is done; return the seconds of that step."""
         step_s = system().monotonic() - self._at_s
         if self.first_s is None:
             self.first_s = step_s
         if not self._parts:
-            return  # Nothing was restored.
+            return step_s  # Nothing was restored.
         data = [value.found_s for value in objects_of(self._state) if isinstance(value, Started)]
         data_s = sum(found_s for found_s in data if found_s is not None)
         self._parts |= {"data_s": data_s} if any(data) else {}
         self._parts["step_s"] = step_s - data_s
         self.parts, self._state = {name: round(max(0.0, part), 6) for name, part in self._parts.items()}, {}
+        return step_s - data_s
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from ckpt_tasks.checkpoint.save.pipeline import Committed, Failed, Outcome, Pipe
 from ckpt_tasks.checkpoint.save.pruning import Pruner
 from ckpt_tasks.checkpoint.save.rank_saver import RankSaver
 from ckpt_tasks.checkpoint.save.schedule import SaveSchedule
-from ckpt_tasks.checkpoint.save.tenure import Tenure
+from ckpt_tasks.checkpoint.save.tenure import Spent, Tenure
 from ckpt_tasks.errors import CkptError, FencedError, StateError, StoreError
 from ckpt_tasks.format.ledger import Entry, State
 from ckpt_tasks.format.records import Checkpoint
@@ -105,14 +105,14 @@ class Writer(Pipeline):
         *,
         started_s: float,
         keep: bool,
-        step_s: float | None = None,
+        spent: Spent,
     ) -> Snapshot | None:
         """Copy a captured state and submit it; training has waited since `started_s`.
 
-        `keep`: no newer snapshot may replace this one. `step_s`: seconds per step, for the ledger. Host tensors are
-        copied on return; device tensors are copied before any device work that training queues later. Raises StoreError
-        if there is no memory. If no slot may be filled, copies nothing, keeps the failure for `take_failure`, and
-        returns None.
+        `keep`: no newer snapshot may replace this one. `spent`: the time of the steps, for the ledger. Host
+        tensors are copied on return; device tensors are copied before any device work that training queues later.
+        Raises StoreError if there is no memory. If no slot may be filled, copies nothing, keeps the failure for
+        `take_failure`, and returns None.
         """
         try:
             slot = self.take_slot()
@@ -131,7 +131,6 @@ class Writer(Pipeline):
             self.refuse(tenure, error, saving.number)
         self._early = saving.attempt.step == 0
         stall_s = system().monotonic() - started_s
-        observed = {"stall_s": round(stall_s, 6)} | ({} if step_s is None else {"step_s": round(step_s, 6)})
         snapshot = Snapshot(
             slot=slot,
             tenure=tenure,
@@ -139,7 +138,7 @@ class Writer(Pipeline):
             images=images,
             stall_s=stall_s,
             keep=keep,
-            observed=observed,
+            spent=spent,
             copy=copy,
             compared=compared,
             files=files,
@@ -352,7 +351,8 @@ class Writer(Pipeline):
         assert run.committer is not None  # This is rank 0.
         present = same_step([part for part in parts if part is not None])
         more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
-        observed = {**snapshot.observed, **{name: value for name, value in more.items() if value}}
+        observed: dict[str, object] = {"stall_s": round(cost_s, 6), **snapshot.spent.since(run.line.spent)}
+        observed |= {name: value for name, value in more.items() if value}
         commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
         entry, _ = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
         run.resume.parts, run.failed_saves = {}, 0
@@ -380,6 +380,7 @@ class Writer(Pipeline):
         for file in snapshot.files:
             file.committed(checkpoint.manifest_digest)
         tenure.line.committed(checkpoint, Stored.of(part.objects, part.index))
+        tenure.line.spent = snapshot.spent
         self._cache.forget_left()
         self.listeners.committed(checkpoint, system().monotonic() - snapshot.taken_s)
         if tenure.committer is not None and entry is not None:

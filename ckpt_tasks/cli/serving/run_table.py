@@ -21,7 +21,7 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.history import History
-from ckpt_tasks.run.overview import Look, life_of, look_at, places_of
+from ckpt_tasks.run.overview import Look, life_of, live_facts, look_at, places_of
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.storage.port import Store, inner_store
 
@@ -149,8 +149,9 @@ class RunTable:
             state, why = life_of(History(store), known.look.state)
         except CkptError as error:
             state, why = "unreadable", str(error)
-        look = known.look._replace(summary=replace(known.look.summary, state=state, why=why))
-        self._put(name, {**known.facts, "state": state, "why": why}, known.sign, look)
+        live = {"live_step": None, "live": {}} | live_facts(store, known.look.state, state, known.look.summary.step)
+        look = known.look._replace(summary=replace(known.look.summary, state=state, why=why, **live))
+        self._put(name, {**known.facts, "state": state, "why": why, **live}, known.sign, look)
 
     def _put(self, name: str, facts: Mapping[str, Any], sign: object, look: Look) -> None:
         with self._changed:

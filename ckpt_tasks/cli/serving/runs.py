@@ -13,8 +13,10 @@ from ckpt_tasks.format.parsing import finite_json
 from ckpt_tasks.run.ledger.curve import Curve, read_tables
 from ckpt_tasks.run.ledger.goodput import Course, Followed
 from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.live_steps import LiveStep, read_live_steps
 from ckpt_tasks.run.opening import read_manifest
-from ckpt_tasks.run.report.charts import Curves, chart_data
+from ckpt_tasks.run.overview import life_of
+from ckpt_tasks.run.report.charts import Curves, add_live, chart_data
 from ckpt_tasks.run.report.kept import kept_because
 from ckpt_tasks.run.report.run_report import SHARES_MEAN, make_report
 from ckpt_tasks.storage.port import Store
@@ -40,7 +42,16 @@ class OpenRun:
         """Return the data for charts of some metrics."""
         with self._lock:
             course = self._read_curves()
-            return chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
+            data = chart_data(self._curves, course, names, by=by, low=low, high=high, most=most)
+            add_live(data["lines"], names, self._live_steps(), course, by=by, low=low, high=high)
+            return data
+
+    def _live_steps(self) -> list[LiveStep]:
+        history = History(self._store, whole=False)
+        state = history.head().state
+        if life_of(history, state)[0] != "running":
+            return []
+        return read_live_steps(self._store, state.owner, next((one.step for one in lineage(state.live)), None))
 
     def about(self) -> dict[str, Any]:
         """Return the run's report, and the environment that made its newest checkpoint."""

@@ -254,6 +254,7 @@ class LocalSession(StateSession):
     def run(self, until: int) -> None:
         """Train from the position to step `until`; report every step to the Checkpointer and to the watcher."""
         program, watch = self.program, watcher.get()
+        self.ckpt.wait()  # Do not count the time between two batches as a step's.
         unit = str(getattr(program, "unit", "samples"))
         while self.ckpt.position < until:
             started = time.perf_counter()
@@ -305,7 +306,7 @@ class LocalSession(StateSession):
         if not alike(old, self._fresh):
             raise ConfigError(
                 f"another {', '.join(changed)} than the run's would be lost: a restore brings back what it sets",
-                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --set NAME=VALUE.",
+                hint="To change learning rates and the like, fork the run: ckpt fork DIR NEW --param NAME=VALUE.",
             )
 
     def _settings_with(self, recorded: Mapping[str, Any]) -> Settings:

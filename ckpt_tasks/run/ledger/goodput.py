@@ -5,13 +5,14 @@ ML productivity", 2024; github.com/AI-Hypercomputer/ml-goodput-measurement), mea
 log of every step. Wall time runs from the first owner to the last entry of an owner. A commit counts at the time of its
 snapshot (its entry's time less `flush_s`). The time between two such entries a and b is divided like this:
 
-- useful: b is a commit of the final line: its steps beyond a, times the seconds that a step took then.
+- useful: b is a commit of the final line: the time of its steps, as its process measured it (`trained_s`).
 - lost: the same for a commit of an abandoned line; and the time of a failed attempt, from the entry before it.
+- data: b is a commit: how long its steps waited for batches of a ResumableLoader (`data_s`).
 - saving: b is a commit: how long training waited for its snapshot (`stall_s`).
 - starting: b is the first commit of an owner or after a failure, and none of the above: start, restore, retry delay.
 - down: b is an owner, and the owner before it had not released the run: the time since that owner's last entry.
 - idle: b is an owner, and the run had been released.
-- other: b is a commit or a release, and none of the above: evaluations, waiting for a commit, Prefect.
+- unattributed: b is a commit or a release, and none of the above.
 
 The final line is the newest commit, its parent, and so on. The ledger does not say when a killed process died: its
 training since its last entry counts as "down", not as "lost". Times are by the writers' clocks: a clock that was set
@@ -25,13 +26,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
 
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import RESUMED, Moment, Timeline, read_timeline
 from ckpt_tasks.storage.port import Store
 
-SHARES = ("useful", "lost", "saving", "starting", "down", "idle", "other")
+SHARES = ("useful", "lost", "data", "saving", "starting", "down", "idle", "unattributed")
 # The parts of the time until training runs again, in order; "noticed_s" lasts from the previous owner's last entry to
 # the start of the process.
 RETURNED = ("noticed_s", *RESUMED)
@@ -142,11 +142,9 @@ def follow(moments: Iterable[Moment]) -> Course:
     """Lay out a run's moments (oldest first) in time, and assign every span to a share."""
     known = list(moments)
     line = _final_line([moment for moment in known if moment.kind == "commit"])
-    usual_s = _usual_step_s(known)
-    steps = {moment.identity: moment.step or 0 for moment in known if moment.identity is not None}
     placed: list[Placed] = []
     spans: list[TimeSpan] = []
-    before, now_s, elapsed_s, last_step = None, 0.0, 0.0, 0
+    before, now_s, elapsed_s = None, 0.0, 0.0
     for moment in known:
         if moment.kind not in _CLOCK:
             late_s = max(0.0, moment.at_s - now_s) if before else 0.0
@@ -157,12 +155,8 @@ def follow(moments: Iterable[Moment]) -> Course:
             at_s = max(at_s, now_s)
         gap_s = max(0.0, at_s - now_s) if before else 0.0
         if before is not None:
-            more = (moment.step or 0) - steps.get(moment.parent or "", last_step)
-            pieces = _cut(gap_s, before, moment, steps=more, usual_s=usual_s, in_line=moment.n in line)
-            spans += _laid(pieces, elapsed_s, gap_s)
+            spans += _laid(_cut(gap_s, before, moment, in_line=moment.n in line), elapsed_s, gap_s)
         before, now_s, elapsed_s = moment, at_s, elapsed_s + gap_s
-        if moment.kind == "commit" and moment.step is not None:
-            last_step = moment.step
         placed.append(Placed(elapsed_s, moment))
     return Course(placed=tuple(_within(placed, elapsed_s)), spans=tuple(spans), line=line, wall_s=elapsed_s)
 
@@ -188,32 +182,29 @@ class Followed:
         return self.course
 
 
-def _usual_step_s(moments: list[Moment]) -> float | None:
-    paces = [moment.step_s for moment in moments if moment.step_s is not None]
-    return median(paces) if paces else None
+def _begun_s(moment: Moment) -> float:
+    """Return the time when a commit's snapshot was taken, or the time of any other moment."""
+    return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
 
 
-def _cut(
-    gap_s: float, before: Moment, moment: Moment, *, steps: int, usual_s: float | None, in_line: bool
-) -> Mapping[str, float]:
+def _cut(gap_s: float, before: Moment, moment: Moment, *, in_line: bool) -> Mapping[str, float]:
     """Divide the time between two moments of owners into shares by kind, in the order of time.
 
-    `moment` adds `steps` steps to its parent; `usual_s` is the time of a step if the moment has none. `in_line`: the
-    moment is on the final line, so its steps are not lost.
+    `in_line`: the moment is on the final line, so its steps are not lost.
     """
     if moment.kind in _OWNERS:
         return {"idle" if before.kind == "released" else "down": gap_s}
     if moment.kind == "failure":
         return {"lost": gap_s}
     if moment.kind == "released":
-        return {"other": gap_s}
-    saving_s = min(gap_s, moment.stall_s)
-    step_s = moment.step_s if moment.step_s is not None else usual_s
-    most_s = steps * step_s if step_s is not None else gap_s if steps > 0 else 0.0
-    trained_s = max(0.0, min(gap_s - saving_s, most_s))
-    rest_s = max(0.0, gap_s - saving_s - trained_s)
-    rest = "other" if before.kind == "commit" else "starting"
-    return {rest: rest_s, "useful" if in_line else "lost": trained_s, "saving": saving_s}
+        return {"unattributed": gap_s}
+    pieces, rest_s = dict[str, float](), gap_s
+    measured = {"saving": moment.stall_s, "useful" if in_line else "lost": moment.trained_s, "data": moment.data_s}
+    for kind, length_s in measured.items():
+        pieces[kind] = min(rest_s, length_s)
+        rest_s = max(0.0, rest_s - length_s)
+    pieces["unattributed" if before.kind == "commit" else "starting"] = rest_s
+    return dict(reversed(pieces.items()))
 
 
 def _laid(pieces: Mapping[str, float], begin_s: float, gap_s: float) -> Iterator[TimeSpan]:

@@ -50,10 +50,10 @@ class Moment:
     dead one), "taken" (any other new owner), "released", "evaluation", "fallback", "rollback", "gang", "pruned",
     "copied" or the note of a feature. `at_s` is in seconds since 1970 by the writer's
     clock. `text` is the entry's own text: why an owner took the run, what failed, which suite. A commit also has
-    identities, and seconds: how long training waited, the time from snapshot to commit, and the time of a step (None:
-    unknown). `steps` are name and digest of its table of steps;
-    `resumed` has the parts of the preceding resume, by RESUMED. `failed_saves` counts the failed saves between the
-    previous commit and this one.
+    identities, and seconds: how long training waited, the time from snapshot to commit, the time of a step (None:
+    unknown), the time of all its steps, and how long they waited for data. `steps` are name and digest of its table of
+    steps; `resumed` has the parts of the preceding resume, by RESUMED. `failed_saves` counts the failed saves between
+    the previous commit and this one.
     """
 
     kind: str
@@ -69,6 +69,8 @@ class Moment:
     stall_s: float = 0.0
     flush_s: float = 0.0
     step_s: float | None = None
+    trained_s: float = 0.0
+    data_s: float = 0.0
     steps: tuple[str, str] | None = None
     resumed: Mapping[str, float] = field(default_factory=dict)
     failed_saves: int = 0
@@ -174,6 +176,8 @@ def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
         stall_s=cost_s if stall_s is None else stall_s,
         flush_s=cost_s if flush_s is None else flush_s,
         step_s=_seconds(event, "step_s"),
+        trained_s=_seconds(event, "trained_s") or 0.0,
+        data_s=_seconds(event, "data_s") or 0.0,
         steps=steps_of(event, made.step) if made else None,
         resumed=_resumed(event.get("resumed")),
         failed_saves=failed if type(failed := event.get("failed_saves")) is int and failed > 0 else 0,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ckpt_tasks.format.layout.steps import StepMetrics
 from ckpt_tasks.run.ledger.curve import Curve
 from ckpt_tasks.run.ledger.goodput import Course
+from ckpt_tasks.run.ledger.live_steps import LiveStep
 from ckpt_tasks.run.ledger.timeline import Moment
 from ckpt_tasks.run.report.picture import sort_metrics, strip_of
 
@@ -123,6 +124,26 @@ def chart_data(
         "strip": strip_of(course, _COLUMNS),
         "wall_s": course.wall_s,
     }
+
+
+def add_live(
+    lines: dict[str, Any],
+    names: Iterable[str],
+    steps: Sequence[LiveStep],
+    course: Course,
+    *,
+    by: str,
+    low: float,
+    high: float,
+) -> None:
+    """Add the steps that are not committed yet to a chart's `lines`, as a stretch beside the final line (dashed)."""
+    for name in names:
+        had = [(one.step, one.at_s - began_s(course), one.metrics[name]) for one in steps if name in one.metrics]
+        values = [one for one in had if low <= (one[1] if by == "time" else one[0]) <= high]
+        if values:
+            none, (step, elapsed_s, value) = np.empty(0), np.array(values, np.float64).T
+            line = lines.setdefault(name, {"line": thin(none, none, none, 1), "left": []})
+            line["left"].append(thin(step, elapsed_s, value, len(values)))
 
 
 def began_s(course: Course) -> float:

@@ -50,7 +50,8 @@ _COLOURS = {
     "starting": "#7d8ff0",
     "down": "#8b8f98",
     "idle": "#c9ccd3",
-    "other": "#5fb3c4",
+    "data": "#8f6bb3",
+    "unattributed": "#5fb3c4",
 }
 _STYLE = """
 .ckr-back{fill:#ffffff}.ckr-grid{stroke:#e6e6e6}.ckr-line{stroke:#1f4e79}.ckr-dot{fill:#1f4e79}.ckr-axis{stroke:#888888}

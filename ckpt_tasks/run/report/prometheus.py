@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import RunCheck
-from ckpt_tasks.run.ledger.goodput import Course, Followed, follow
+from ckpt_tasks.run.ledger.goodput import SHARES, Course, Followed, follow
 from ckpt_tasks.run.ledger.timeline import Moment
 from ckpt_tasks.run.overview import Look, looks_at, places_of
 from ckpt_tasks.storage.port import Store
@@ -137,6 +137,14 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: seconds_of(look.summary.saved_at) if look.summary.saved_at else None),
     ),
     "last_checkpoint_step": ("its step", _one(lambda look, course: look.summary.step)),
+    "live_step": (
+        "the newest step that a running owner has trained and not committed",
+        _one(lambda look, course: look.summary.live_step),
+    ),
+    "live_metric": (
+        "a metric of that step",
+        lambda look, course: [({"name": name}, value) for name, value in look.summary.live.items()],
+    ),
     "checkpoints": ("live checkpoints", _one(lambda look, course: None if look.partial else look.summary.checkpoints)),
     "size_bytes": (
         "bytes of the live checkpoints",
@@ -163,7 +171,7 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: course.redone_steps),
     ),
     "time_seconds_total": (
-        "the run's wall time, by what it went into: useful, lost, saving, starting, down, idle, other",
+        f"the run's wall time, by what it went into: {', '.join(SHARES)}",
         lambda look, course: [({"share": share}, value) for share, value in course.seconds.items()],
     ),
     "goodput_ratio": ("the useful share of the wall time", _one(lambda look, course: course.goodput)),

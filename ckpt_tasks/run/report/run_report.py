@@ -26,11 +26,12 @@ from ckpt_tasks.run.report.words import count, fine_span, number, percent, print
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
     "lost": "training that was thrown away, and done again",
+    "data": "waiting for the next batch",
     "saving": "waiting for snapshots",
     "starting": "from a start or a failure until training continued",
     "down": "from the last entry of a process that died to the next process",
     "idle": "released, and held by no process",
-    "other": "the rest: evaluations, waiting for commits, Prefect",
+    "unattributed": "not measured: between steps, or behind the last commit",
 }
 _SAID = {
     "failure": "an attempt failed",
@@ -81,12 +82,12 @@ class Report:
         """Return the run's figures: (name, text)."""
         course, commits = self.course, [moment.moment for moment in self.course.of("commit")]
         deaths, failures = len(course.deaths), len(course.of("failure"))
-        taken = count(len(course.of("taken", "lost")), "time")
+        resumed = count(len(course.resumes), "time")
         runs = len({moment.moment.flow_run_id for moment in course.of("taken", "lost") if moment.moment.flow_run_id})
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
-            ("resumed", f"{taken} by {count(runs, 'flow run')}" if runs else taken),
+            ("resumed", f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed),
             ("evaluations", f"{len(course.of('evaluation')):,}"),
         ]
         if course.placed:
@@ -94,8 +95,10 @@ class Report:
             rows.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
         steps_s = [moment.step_s for moment in commits if moment.step_s is not None]
         if steps_s:
-            stalls = f"a save stalls {fine_span(median(moment.stall_s for moment in commits))}"
-            rows.append(("median", f"a step takes {fine_span(median(steps_s))}, {stalls}"))
+            stalls_s = sorted(moment.stall_s for moment in commits)
+            rows.append(("a step takes", f"{fine_span(median(steps_s))} (median)"))
+            most = f", {fine_span(stalls_s[-1])} at most, {fine_span(sum(stalls_s))} in all"
+            rows.append(("a save stalls", f"{fine_span(median(stalls_s))} (median){most}"))
         rows += self.of_features[1]
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
@@ -216,7 +219,7 @@ def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list
             **{name: number(record.metrics[name]) if name in record.metrics else "" for name in metrics},
             **{f"{s}: {name}": number(results[s, name]) if (s, name) in results else "" for s, name in shown},
             "size": size(record.size_bytes),
-            "cost": fine_span(record.cost_s),
+            "waited": fine_span(record.cost_s),
             **({} if kept is None else {"kept because": kept.get(record.manifest_digest, "")}),
             **({"": "left behind" if record.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
         }

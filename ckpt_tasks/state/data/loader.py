@@ -298,9 +298,8 @@ class ResumableLoader(Started):
         """Set the position, at which the next `iter` continues. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
-        self._ends_again = self._asked = False
-        self._restored, self._passed, self._home, self.found_s = True, False, None, None
-        self._epoch = None if self._over else self._epoch
+        self._restored, self._passed, self._home, self.found_s, self.waited_s = True, False, None, None, 0.0
+        self._ends_again, self._asked, self._epoch = False, False, None if self._over else self._epoch
 
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched batches."""
@@ -314,14 +313,16 @@ class ResumableLoader(Started):
             self.sampler.rank, self.sampler.world_size = distributed.get_rank(), distributed.get_world_size()
 
     def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch, moves, began_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
+        epoch, moves, asked_s = self.sampler.epoch, self.sampler.moves, system().monotonic()
         while True:
             for batch in batches:
-                if self._restored:
-                    self._restored, self._passed, self.found_s = False, True, system().monotonic() - began_s
+                self.waited_s += (waited_s := system().monotonic() - asked_s)
+                if self._restored or self.found_s is None:
+                    self._restored, self._passed, self.found_s = False, True, waited_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
                 yield batch
+                asked_s = system().monotonic()
                 if self.sampler.moves > moves:
                     break
             if self.sampler.moves == moves or self.sampler.epoch != epoch or self._ending is not None:

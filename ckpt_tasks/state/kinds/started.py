@@ -38,6 +38,8 @@ class Started:
     is_tried = False
     # The seconds from a restore to the first batch, for an object that yields batches.
     found_s: float | None = None
+    # The seconds that the loop has waited for batches since a restore, `found_s` included.
+    waited_s = 0.0
 
 
 def note_changes(target: Started, live: Any, saved: Any, differences: Differences) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,6 @@ def test_a_bit_in_memory_falls_back_to_storage(run_dir: Path) -> None:
     ckpt.save(2, new)
     (cached,) = [one for one in ckpt._cache.restorable(ckpt.checkpoints()) if one.checkpoint.step == 2]
     row = max(cached.open().index.rows, key=lambda row: row.end - row.begin)
-    cached.store.map(row.object)  # It is there.
     slot = next(
         Path(cached.store.url.removeprefix("memory://")).rglob(f"{cached.slot}/{row.object.rpartition('/')[2]}")
     )
@@ -154,15 +154,15 @@ def test_foreign_code_is_given_a_checkpoint_that_is_known_to_be_good(run_dir: Pa
     saved(config, state_of(1.0, own=Foreign()), state_of(2.0, own=Foreign()))
     with Checkpointer(config) as ckpt:
         ckpt.acquire()
-        for step in (1, 2):
-            name, at = next(region for region in regions_of(ckpt, step) if "/model-" in region[0])
+        damage = [next(one for one in regions_of(ckpt, step) if "/model-" in one[0]) for step in (1, 2)]
+        for name, at in damage:
             flip(run_dir / name, at)
         own, before = Foreign(), state_of(0.0)
         state = state_of(0.0, own=own)
         with pytest.raises(NoGoodCheckpointError, match="target is untouched"):
             ckpt.restore(state)
         assert (own.given, equal(state, before)) == ([], True)
-        flip(run_dir / name, at)
+        flip(run_dir / damage[1][0], damage[1][1])
         assert ckpt.restore(state, step=2) == 2
         assert len(own.given) == 1
 
@@ -204,7 +204,7 @@ def test_a_store_that_fails_within_a_restore_is_raised_and_the_note_says_whether
     for nth in range(1, reads + 1):
         store.count, store.nth, state, wrote = 0, nth, state_of(0.0), list[int]()
         with pytest.raises(StoreError, match="the store is gone") as raised:
-            restore_newest(store, checkpoints, state, writing=lambda nth=nth, wrote=wrote: wrote.append(nth))
+            restore_newest(store, checkpoints, state, writing=partial(wrote.append, nth))
         noted = any("half restored" in note for note in getattr(raised.value, "__notes__", ()))
         assert noted == bool(wrote)
         assert wrote or equal(state, state_of(0.0))

@@ -45,7 +45,7 @@ def test_a_program_that_fails_after_a_resume() -> None:
 @pytest.mark.slow
 def test_a_whole_state_is_proved() -> None:
     """P73: killed within two steps and resumed twice, every value of every step is equal; the status is 0."""
-    done = CliRunner().invoke(app, ["verify-resume", f"{PROGRAMS}:Whole", "--steps", "9", "--set", "lr=0.1"])
+    done = CliRunner().invoke(app, ["verify-resume", f"{PROGRAMS}:Whole", "--steps", "9", "--param", "lr=0.1"])
     assert done.exit_code == 0, done.output
     assert "Every step is equal bit for bit" in done.stdout
 
@@ -125,7 +125,7 @@ def test_a_script_that_makes_no_run_there_is_told_how() -> None:
         verify_script(["sh", "-c", "echo no such step; exit 3"])
     done = CliRunner().invoke(app, ["verify-resume", "--steps", "9", "--", "python", "train.py"])
     assert done.exit_code == 1
-    assert "--steps, --set and --ranks are for a program" in done.output
+    assert "--steps, --param and --ranks are for a program" in done.output
 
 
 @pytest.mark.slow

@@ -24,10 +24,13 @@ from ckpt_tasks.cli.serving.access import is_loopback
 from ckpt_tasks.cli.serving.run_table import RunTable
 from ckpt_tasks.cli.serving.server import PageServer
 from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.run.ledger.live_steps import LIVE_STEPS_NAME
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.children import Child
 from tests.support.cli_runs import ckpt, config, save_steps, some_state, tree
 from tests.support.histories import Told, trained
+from tests.support.owner_child import OwnerChild
+from tests.support.waiting import until
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -315,3 +318,32 @@ def test_a_port_that_is_taken_is_an_error(asked: Asked, root: Path) -> None:
     answer = ckpt("serve", root, "--port", str(asked.port))
     assert answer.status == 1
     assert "--port 0" in answer.err
+
+
+def test_steps_that_no_commit_has_are_shown_and_marked(tmp_path: Path) -> None:
+    """The table, the curves, /metrics and `ckpt ls` have the step that training has reached, apart from the committed.
+
+    They are gone with its commit. What a foreign process writes in their place breaks nothing, and shows nothing.
+    """
+    place = tmp_path / "runs" / "live"
+    shown, owner = place / LIVE_STEPS_NAME, OwnerChild(place)
+    assert owner.ask("save 10") == "ok 10"
+    assert [owner.ask(f"measure {step}") for step in (11, 12, 13)] == ["ok"] * 3
+    until(lambda: shown.exists() and b'"step":13' in shown.read_bytes())
+    with (asked := Asked(tmp_path / "runs")).server:
+        row = asked.rows()["live"]
+        assert (row["state"], row["step"], row["live_step"], row["live"]) == ("running", 10, 13, {"loss": 1 / 13})
+        line = asked.data(f"/api/curves?run=live&metrics={quote(json.dumps(['loss']))}")["lines"]["loss"]
+        assert (line["line"]["step"], line["left"][-1]["step"]) == ([], [11, 12, 13])
+        assert b'ckpt_live_step{run="live"} 13.0' in asked.raw("/metrics")[2]
+        assert "to 13" in ckpt("ls", tmp_path / "runs").out
+        whole = shown.read_bytes()
+        for foreign in (b"", b"{", b"[" * 10_000, whole.replace(b":13}", b":-1}"), whole.replace(b"0.0", b"Infinity")):
+            shown.write_bytes(foreign)
+            assert asked.rows()["live"]["live_step"] is None
+        assert owner.ask("save 14") == "ok 14"
+        shown.write_bytes(whole)
+        assert (asked.rows()["live"]["step"], asked.rows()["live"]["live_step"]) == (14, None)
+    assert owner.ask("close") == "ok"
+    assert not shown.exists()
+    owner.kill()

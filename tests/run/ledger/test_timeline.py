@@ -108,10 +108,10 @@ def test_a_far_store_is_read_several_at_a_time_in_order(run_dir: Path) -> None:
 
 def test_every_share_has_its_cause() -> None:
     """One run with all of it: start, saves, a death, a failed attempt, a stop, waiting; each second in its place."""
-    fast = {"step_s": 0.5, "stall_s": 1.0}
+    fast = {"trained_s": 40.0, "data_s": 10.0, "stall_s": 1.0}
     run = told(
         (0.0, "taken", {}),
-        (60.0, "commit", {"step": 100, **fast}),  # 9 s of start, 50 s of steps, 1 s of save
+        (60.0, "commit", {"step": 100, **fast}),  # 9 s of start, 40 s of steps, 10 s without data, 1 s of save
         (115.0, "commit", {"step": 200, **fast}),  # 4 s of something else, 50 s of steps, 1 s of save
         (200.0, "lost", {}),  # it had died somewhere in these 85 s
         (261.0, "commit", {"step": 300, **fast}),  # 10 s of start
@@ -123,21 +123,22 @@ def test_every_share_has_its_cause() -> None:
     )
     course = follow(run)
     assert shares(course) == {
-        "useful": 250.0,
+        "useful": 200.0,
+        "data": 50.0,
         "lost": 19.0,
         "saving": 5.0,
         "starting": 9.0 + 10.0 + 9.0,
         "down": 85.0,
         "idle": 658.0,
-        "other": 4.0 + 2.0,
+        "unattributed": 4.0 + 2.0,
     }
     assert course.wall_s == 1051.0
-    assert course.goodput == pytest.approx(250 / 1051)
+    assert course.goodput == pytest.approx(200 / 1051)
     assert [one.elapsed_s for one in course.deaths] == [115.0]
     assert [one.elapsed_s for one in course.resumes] == [200.0, 1000.0]
 
 
-STEP = {"step_s": 1.0}
+STEP = {"trained_s": 10.0}
 SMALL: dict[str, tuple[list[tuple[float, str, dict[str, Any]]], dict[str, float], set[int]]] = {
     "nothing": ([], {}, set()),
     "steps on a line that was left are lost": (
@@ -213,7 +214,8 @@ moments = st.lists(
         parent=st.none() | st.sampled_from("abcdef"),
         stall_s=seconds,
         flush_s=seconds,
-        step_s=st.none() | seconds,
+        trained_s=seconds,
+        data_s=seconds,
     ),
     max_size=30,
 ).map(lambda found: [Moment(n=n, **one) for n, one in enumerate(found)])

@@ -40,7 +40,7 @@ def run_of(*values: float, every_s: float = 60.0, name: str = "loss", evaluate: 
         line: dict[str, Any] = {"identity": str(n), "parent": str(n - 1) if n > 1 else None}
         metrics = {} if value is None else {name: value}
         found.append(
-            Moment(kind="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, step_s=every_s, **line)
+            Moment(kind="commit", n=n, epoch=1, at_s=n * every_s, step=n, metrics=metrics, trained_s=every_s, **line)
         )
     if evaluate is not None:
         last = found[-1]
@@ -216,7 +216,7 @@ def shows_as_it_is(name: str) -> None:
 
 
 def test_checkpoints_are_rows_with_the_same_columns() -> None:
-    """Metrics, evaluations by suite, size, cost and why it stays; a value that is missing leaves its cell empty."""
+    """Metrics, evaluations by suite, size, wait and why it stays; a value that is missing leaves its cell empty."""
     live = (made(1, 1, metrics={"loss": 0.5}), made(2, 2, "1@1", metrics={"lr": math.inf}, abandoned=True))
     evaluation = Evaluation(
         manifest_digest="1@1", step=1, suite="quick", metrics={"acc": 0.9}, table="t", table_digest="", evaluated_at=""
@@ -225,7 +225,7 @@ def test_checkpoints_are_rows_with_the_same_columns() -> None:
     first, second = checkpoint_rows(state, {"1@1": "newest"})
     assert list(first) == list(second)
     assert (first["step"], first["loss"], first["lr"], first["quick: acc"]) == ("1", "0.5", "", "0.9")
-    assert (first["size"], first["cost"], first["kept because"]) == ("1 B", "500 ms", "newest")
+    assert (first["size"], first["waited"], first["kept because"]) == ("1 B", "500 ms", "newest")
     assert (second["lr"], second["kept because"], second[""]) == ("inf", "", "left behind")
 
 

@@ -4,7 +4,7 @@
 
 (() => {
   const { Chart, SHARES, element, number, span, colour, dash } = ckptChart;
-  const EVERY_MS = 2000;
+  const EVERY_MS = 1000;
   const SLOWEST_MS = 15000;
   const CHARTS = 6;
   const METRIC_COLUMNS = 2;
@@ -128,7 +128,7 @@
   const COLUMNS = [
     { key: "name", title: "run" },
     { key: "state", title: "state" },
-    { key: "step", title: "step", numbers: true, words: (run) => (run.step === null ? "" : run.step.toLocaleString("en")) },
+    { key: "step", title: "step (saved)", numbers: true, value: (run) => run.live_step ?? run.step, words: stepWords },
     { key: "saved_at", title: "saved", extra: true, words: (run) => age(run.saved_at) },
     { key: "checkpoints", title: "live", numbers: true, rare: true, words: (run) => (run.checkpoints === null ? "…" : run.checkpoints) },
     { key: "size_bytes", title: "size", numbers: true, rare: true, words: (run) => (run.size_bytes === null ? "…" : size(run.size_bytes)) },
@@ -147,12 +147,18 @@
   }
 
   function columns() {
-    const names = metricNames([...runs.values()].map((run) => Object.keys(run.metrics))).slice(0, METRIC_COLUMNS);
+    const names = metricNames([...runs.values()].map((run) => Object.keys({ ...run.live, ...run.metrics }))).slice(0, METRIC_COLUMNS);
     const metrics = names.map((name, n) => ({
       key: `metric ${name}`, title: name, numbers: true, extra: n > 0,
-      value: (run) => run.metrics[name], words: (run) => number(run.metrics[name]),
+      value: (run) => run.live[name] ?? run.metrics[name], words: (run) => number(run.live[name] ?? run.metrics[name]),
     }));
     return [...COLUMNS.slice(0, 4), ...metrics, ...COLUMNS.slice(4)];
+  }
+
+  function stepWords(run) {
+    const committed = run.step === null ? "" : run.step.toLocaleString("en");
+    if (run.live_step === null) return committed;
+    return `${run.live_step.toLocaleString("en")} (${committed || "none"})`;
   }
 
   const valueOf = (column, run) => (column.value ? column.value(run) : run[column.key]);

@@ -13,7 +13,7 @@ const ckptChart = (() => {
   // What the time went into, as in the table of a report.
   const SHARES = {
     useful: "#2e9e6b", lost: "#d1495b", saving: "#d9a100", starting: "#7d8ff0", down: "#8b8f98", idle: "#c9ccd3",
-    other: "#5fb3c4",
+    data: "#8f6bb3", unattributed: "#5fb3c4",
   };
   const charts = new Set();
 
