@@ -131,19 +131,16 @@ class Checkpointer(HeldRun):
     ) -> int:
         """Restore the newest good checkpoint (or the one of `step`) into the state; return its step, or 0 without one.
 
-        Modules, optimizers and other objects with a state are restored in place; plain values of `state` are replaced.
-        A restore is strict. It skips a damaged checkpoint and takes the next older one; `last_restore` names the
-        skipped ones, with reasons. Raises StateMismatchError, CheckpointNotFoundError, NoGoodCheckpointError,
-        OwnedError or RunMismatchError; the state is unchanged then. Damage inside of a file is found later: without an
-        older good checkpoint the state is half restored, the error says so, and `step` and `save` raise StateError.
+        Objects with a state are restored in place; plain values of `state` are replaced. A restore is strict. It skips
+        a damaged checkpoint and takes the next older one; `last_restore` says which and why. The state is unchanged
+        after StateMismatchError, CheckpointNotFoundError, OwnedError, RunMismatchError and NoGoodCheckpointError; the
+        last one says if it is half restored: damage inside of a file is found late. `step` and `save` raise then.
 
         A loose restore takes a part of a checkpoint, for fine-tuning. `only`: the groups ("model", "rng") and keys
-        ("model/head") to take, or a mapping of them to their names in the checkpoint. `leave`: groups and keys not to
-        take. With `missing="keep"` values that the checkpoint lacks stay as they are. Raises ConfigError for a name
-        that matches nothing.
+        ("model/head") to take, or a mapping of them to their names in the checkpoint. `leave`: what not to take. With
+        `missing="keep"` values that it lacks stay as they are. Raises ConfigError for a name that matches nothing.
         """
-        selection, began_s = Selection.of(only, missing, leave), system().monotonic()
-        groups = storable(state)
+        selection, began_s, groups = Selection.of(only, missing, leave), system().monotonic(), storable(state)
         check_dealt(groups)
         resume = self._own().resume
         self._be_idle(groups)

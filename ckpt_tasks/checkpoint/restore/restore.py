@@ -131,12 +131,10 @@ def restore_newest(
     or no rank restores any; `topic` names their agreement. Returns the checkpoint, the report, and the snapshot that
     was used (None: storage).
 
-    `writing` is called before the first live tensor changes; an error after that leaves the state half restored, and
-    says so. A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest
-    again.
+    `writing` is called before the first live tensor changes; an error after that says that the state is half restored.
+    A failing store does not mean a damaged checkpoint: StoreError is raised, so that a retry tries the newest again.
     """
-    skipped: list[tuple[int, str]] = []
-    wrote: list[None] = []
+    skipped, wrote = list[tuple[int, str]](), list[None]()
 
     def begin() -> None:
         wrote.append(None)
@@ -168,11 +166,9 @@ def restore_newest(
         report = RestoreReport(**{**vars(report), "skipped": tuple(skipped), "damaged": damaged})
         _log_restored(report, checkpoint, cached)
         return checkpoint, report, cached
-    raise NoGoodCheckpointError(
-        f"none of the {len(skipped)} checkpoints of {store.url} can be restored",
-        reasons=tuple(skipped),
-        hint=f"{HALF_RESTORED if wrote else 'The target is untouched.'} `ckpt verify` lists the damage.",
-    )
+    hint = f"{HALF_RESTORED if wrote else 'The target is untouched.'} `ckpt verify` lists the damage."
+    why = f"none of the {len(skipped)} checkpoints of {store.url} can be restored"
+    raise NoGoodCheckpointError(why, reasons=tuple(skipped), hint=hint)
 
 
 def _log_restored(report: RestoreReport, checkpoint: Checkpoint, cached: HostSnapshot | None) -> None:
@@ -219,17 +215,15 @@ def restore_one(
 ) -> RestoreReport:
     """Restore one checkpoint into `state`; with `partial` only the groups that `state` names, and no random streams.
 
-    `selection` restores a part. With `writing`, the bytes of live tensors are read once, if no rank's state has foreign
-    code and the whole checkpoint is restored; it is called before the first of them changes. The bytes come from
-    `snapshot` if it is not None. `together` are the ranks that restore at the same time. If another number of ranks
-    saved the checkpoint, each rank but 0 seeds its random streams from rank 0's streams and its own number.
+    `selection` restores a part. With `writing`, which is called before the first live tensor changes, all are read once
+    if no rank's state has foreign code and all of it is restored. The bytes come from `snapshot` if it is not None.
+    `together` are the ranks that restore at once. If another number of ranks saved the checkpoint, each rank but 0
+    seeds its random streams from rank 0's streams and its own number.
 
-    Raises IntegrityError or StoreError if the checkpoint's bytes are not good, StateMismatchError if the checkpoint
-    does not fit, and RunMismatchError if it does not belong to the run `run_key`; the target is unchanged then, unless
-    `writing` was called.
+    Raises IntegrityError or StoreError if the bytes are not good, StateMismatchError if the checkpoint does not fit,
+    RunMismatchError if it is not of the run `run_key`; the target is unchanged then, unless `writing` was called.
     """
-    started = system().monotonic()
-    together = together or Together(ALONE)
+    started, together = system().monotonic(), together or Together(ALONE)
     rank, world_size = together.rank, together.size
     if snapshot is not None:
         store, opened = snapshot.store, snapshot.open()
@@ -241,16 +235,14 @@ def restore_one(
         plan = _plan(opened, checkpoint, state, (rank, world_size), partial=partial, selection=selection)
     with plan.lazy.undone():
         wanted = opened.index.of_tensors(plan.keys).rows
-        names = {row.object for row in wanted} if partial or selection is not None else None
+        whole = selection is None and not partial
+        names = None if whole else {row.object for row in wanted}
         headers = [record for record in opened.manifest.objects if names is None or record.name in names]
-        for record in headers if snapshot is not None else headers[rank::world_size]:
-            _check_header(store, record, opened.index)
+        _check_headers(store, headers if snapshot is not None else headers[rank::world_size], opened.index)
         stored = StoredTensors if store.near else DownloadedTensors
         source = snapshot.tensors(store, wanted) if snapshot is not None else stored(store, wanted, together)
-        once = writing is not None and selection is None and not partial and plan.is_simple
-        if together.size > 1:
-            once = together(b"once" if once else b"", _all_alike) == b"once"
-        verify_s, copy_s = _apply(plan, source, together, checkpoint.step, writing if once else None)
+        once = _agreed(together, writing if whole and plan.is_simple else None)
+        verify_s, copy_s = _apply(plan, source, together, checkpoint.step, once)
     derived = RNG in plan.chosen.groups and world_size != opened.manifest.world_size
     if derived and rank:
         saved = canonical_json(dict(opened.manifest.groups[RNG]))  # Rank 0's streams.
@@ -294,8 +286,11 @@ def _plan(
     )
 
 
-def _all_alike(words: list[bytes]) -> bytes:
-    return words[0] if len({*words}) == 1 else b""
+def _agreed(together: Together, writing: Callable[[], object] | None) -> Callable[[], object] | None:
+    """Return `writing` if every rank has one, so that all read once or none does."""
+    if together.size == 1:
+        return writing
+    return writing if together(b"" if writing is None else b"once", min) else None
 
 
 def _apply(
@@ -321,6 +316,11 @@ def _naming(step: int) -> Iterator[None]:
     except StateError as error:
         error.step = step
         raise
+
+
+def _check_headers(store: ReadableStore, records: Iterable[ObjectRecord], index: Index) -> None:
+    for record in records:
+        _check_header(store, record, index)
 
 
 def _check_header(store: ReadableStore, record: ObjectRecord, index: Index) -> None:

@@ -375,14 +375,13 @@ class _Batches(Dataset[Any]):
     def __getitems__(self, samples: list[SampleId]) -> Any:
         if not samples:
             return self._collate([])
-        what = f"{int(samples[0])}/batch"
         several = getattr(self._dataset, "__getitems__", None)
         ids = [int(sample) for sample in samples]
 
         def make() -> Any:
             return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
 
-        return self._own.make(make, samples[0].epoch, what, self._dataset, self._collate)
+        return self._own.make(make, samples[0].epoch, f"{int(samples[0])}/batch", self._dataset, self._collate)
 
 
 def _is_stream(dataset: Any) -> bool:
