@@ -31,6 +31,7 @@ class LiveSteps(Extension):
 
     _tenure: Tenure | None = None
     _stop: threading.Event | None = None
+    _there = False  # True if this owner has written the object.
 
     def owned(self, tenure: Tenure) -> None:
         """Write from now on, in rank 0."""
@@ -66,9 +67,9 @@ class LiveSteps(Extension):
         if self._stop is not None:
             self._stop.set()
             self._stop = None
-            if self.history is not None and self._owns():
+            if self.history is not None and self._there and self._owns():
                 drop_live_steps(self.history.store)
-        self._tenure = None
+        self._tenure, self._there = None, False
 
     def write(self) -> None:
         """Write the steps that are not committed, if there is anything new."""
@@ -78,6 +79,7 @@ class LiveSteps(Extension):
         self._written = True
         steps = [one for one in self._steps.copy() if one.step > self._committed]
         with suppress(CkptError):  # Commits report a store that fails.
+            self._there = True
             write_live_steps(history.store, tenure.owner, steps)
 
     def _owns(self) -> bool:
