@@ -44,6 +44,7 @@ def free_port() -> int:
         try:
             ours.bind(f"\0ckpt-tasks-test-port-{port}")
         except OSError:
+            ours.close()
             continue
         _taken.append(ours)
         with socket.socket() as trial:
