@@ -31,7 +31,7 @@ _LOST = (
 
 
 class CarriedGradients(Extension):
-    """Follows the gradients of the state's optimizers; what a save leaves out is told then, or when a step takes it."""
+    """Warns of gradients that a save leaves out: at the save, or at the optimizer's step that uses them."""
 
     step = 0  # The loop's last completed step.
 

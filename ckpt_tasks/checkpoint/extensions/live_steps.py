@@ -18,7 +18,7 @@ from ckpt_tasks.errors import CkptError
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.live_steps import LiveStep, drop_live_steps, write_live_steps
-from ckpt_tasks.run.ledger.metrics import number_of
+from ckpt_tasks.run.ledger.metrics import is_here, number_of
 from ckpt_tasks.system import system
 
 _EVERY_S = 2.0
@@ -90,7 +90,7 @@ class LiveSteps(Extension):
 
 
 def _here(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): number_of(str(name), value) for name, value in metrics.items() if getattr(value, "is_cpu", True)}
+    return {str(name): number_of(str(name), value) for name, value in metrics.items() if is_here(value)}
 
 
 def _write_again_and_again(of: ref[LiveSteps], stop: threading.Event, every_s: float) -> None:

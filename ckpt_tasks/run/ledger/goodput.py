@@ -182,11 +182,6 @@ class Followed:
         return self.course
 
 
-def _begun_s(moment: Moment) -> float:
-    """Return the time when a commit's snapshot was taken, or the time of any other moment."""
-    return moment.at_s - (moment.flush_s if moment.kind == "commit" else 0.0)
-
-
 def _cut(gap_s: float, before: Moment, moment: Moment, *, in_line: bool) -> Mapping[str, float]:
     """Divide the time between two moments of owners into shares by kind, in the order of time.
 

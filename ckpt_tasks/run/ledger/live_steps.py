@@ -17,6 +17,7 @@ from msgspec import Meta
 from ckpt_tasks.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_tasks.format.digests import canonical_json
 from ckpt_tasks.format.keys import MAX_STEP
+from ckpt_tasks.format.parsing import declared
 from ckpt_tasks.format.records import Owner
 from ckpt_tasks.storage.port import Store
 
@@ -35,6 +36,7 @@ class LiveStep:
     metrics: dict[Annotated[str, Meta(max_length=_LONGEST_NAME)], float]
 
 
+@declared
 @dataclass(frozen=True)
 class _Body:
     owner: str
