@@ -239,9 +239,8 @@ class Checkpointer(HeldRun):
             self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
         elif self._knows_line and self._writer.unprepared:
             self._writer.prepare(capture(state, world=self._ranks.world))
-        if ending:  # A signal that has come since `_due` waits for the next step, which is saved.
-            self._writer.wait()
-            self._deliver_signal(everywhere=True)
+        if taken:  # A signal that has come since `_due` waits for a step that is saved; ranks agree on it first.
+            self._deliver_signal(everywhere=ending)
         return taken
 
     def save(
@@ -385,6 +384,7 @@ class Checkpointer(HeldRun):
     def _deliver_signal(self, *, everywhere: bool = False) -> None:
         """Deliver a pending signal if this rank is alone, or if all ranks end at this step (`everywhere`)."""
         if self._interrupt.pending is not None and (everywhere or self._ranks.alone):
+            self._writer.wait()
             # Without a release the next owner would wait for a timeout; a later save takes the directory again.
             self._release(prune_s=0)
             self._interrupt.deliver()

@@ -235,6 +235,10 @@ class _Loader:
                 "DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True).",
             )
 
+    def covered(self) -> list[Any]:
+        """Return the loader and the one that it iterates."""
+        return [self._loader, self._loader.base_dataloader]
+
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         in_epoch = self._loader in self._loader.gradient_state.dataloader_references

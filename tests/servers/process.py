@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ LAUNCHER = Path(__file__).with_name("tied.py")
 _PORTS = range(20_000, 32_000)
 # Not the generator that a test seeds: workers that choose alike would meet on every port.
 _dice = random.SystemRandom()
-_taken: list[socket.socket] = []  # names that the kernel forgets with this process
+_KEPT = 64  # who asks for a port listens on it before so many more are asked for
+_taken = deque[socket.socket]()  # names that the kernel forgets when they are closed
 
 
 Server = TypeVar("Server")
@@ -37,7 +39,7 @@ class StartError(RuntimeError):
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens now, and that no other process of tests gets while this one lives."""
+    """Return a port on which nothing listens now, and that no other process of tests gets for a while."""
     while True:
         port = _dice.choice(_PORTS)
         ours = socket.socket(socket.AF_UNIX)
@@ -47,6 +49,8 @@ def free_port() -> int:
             ours.close()
             continue
         _taken.append(ours)
+        if len(_taken) > _KEPT:
+            _taken.popleft().close()
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

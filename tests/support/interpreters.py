@@ -26,7 +26,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from multiprocessing import context, popen_spawn_posix, reduction
+from multiprocessing import connection, context, popen_spawn_posix, reduction
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, Self
@@ -41,7 +41,6 @@ _IMPORTED = (
     *("tests.support.cli_runs", "tests.support.gang"),
 )
 _PR_SET_PDEATHSIG = 1
-_ABOVE_ALL = 512  # no process that asks has so many descriptors
 _started = subprocess.Popen  # for which a test may put Forked
 
 
@@ -137,7 +136,7 @@ class Process:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended, at most for a time."""
-        if self.exitcode is None and select.select([self._ended], [], [], timeout_s)[0]:
+        if self.exitcode is None and connection.wait([self._ended], timeout_s):
             self.exitcode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
             os.close(self._ended)
 
@@ -194,7 +193,7 @@ class Forked(subprocess.Popen[Any]):
         if self._program is None:
             return super().wait(timeout)
         if self.returncode is None:
-            if not select.select([self._program.ended], [], [], timeout)[0]:
+            if not connection.wait([self._program.ended], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
             with self._program as ended:
                 self.returncode = ended.wait()
@@ -261,10 +260,10 @@ def serve(line: socket.socket) -> list[str] | None:
             if (pid := os.fork()) == 0:
                 os.dup2(into, 1)
                 os.dup2(errors, 2)
-                above = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for fd in passed]
+                arguments, directory, environment, numbers = json.loads(data)
+                above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in passed]
                 for held in (*fds, *living, *(ends for _, ends in living.values()), line.detach()):
                     os.close(held)
-                arguments, directory, environment, numbers = json.loads(data)
                 for held, number in zip(above, numbers, strict=True):
                     os.dup2(held, number)
                     os.close(held)

@@ -106,7 +106,8 @@ class UnsavedObjects(Extension):
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(may_hold_others, state.values()))
         by_trainer = any(map(_is_trainer, state.values()))
-        _warn_of_drawing(loaders, nested=alone and not by_trainer)
+        without = [one for one in loaders if not any(one is known for known in covered)]
+        _warn_of_drawing(without, nested=alone and not by_trainer)
         if alone:
             outside = _outside(state, optimizers)
             _warn_of_optimizers(outside)

@@ -14,12 +14,12 @@ import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ class _Server:
     def serve(self) -> NoReturn:
         """Fork ranks, and tell the agent which ranks have ended, until the agent ends."""
         while True:
-            ready, _, _ = select.select([self._agent, self._woken], [], [])
+            ready = wait([self._agent, self._woken])  # select() takes no descriptor above 1,023.
             if self._woken in ready:
                 self._woken.recv(1 << 12)
                 self._tell_ended()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import resource
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,22 @@ def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_p
         session.run(9)
         session.save(9)
     assert trained(run_dir)[0] == 9
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_with_many_open_files_has_ranks(run_dir: Path) -> None:
+    """Descriptors above 1,023, which select() refuses, are as good as any: a loader or a store may hold the others."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, most[0]), most[1]))
+    with ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+        while held.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        with GangSession(config_of(run_dir), PARALLEL, {}, ranks=2, engine=Gang()) as session:
+            session.restore()
+            session.run(4)
+            session.save(4)
+    assert trained(run_dir)[0] == 4
 
 
 def test_a_metric_that_is_not_finite_rolls_the_gang_back(
