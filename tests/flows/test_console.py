@@ -132,7 +132,6 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     process.kill()
     process.communicate(timeout=PATIENCE_S)  # it would wait for ever for an orphan that holds the pipe
     until(lambda: embedded.servers() == [])
-    committed = embedded.steps()[0]
 
     status, said = embedded.finish(*arguments)
     assert status == 0, said
@@ -290,7 +289,9 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
     assert "step 3/3 · loss" in trained
     assert f"\nTraining begins at step 0: {run_dir} has no checkpoint\nStep 0 is saved in {run_dir}\n" in trained
     resumed = said("train", "--steps", "4", "--params", params)
-    assert re.search(rf"^Resumed from step 3 of {run_dir}, saved .* \(.*\), from (memory|storage)", resumed, re.M)
+    assert re.search(
+        rf"^Resumed from step 3 of {run_dir}, saved .* \(.*\), from (memory|storage)", resumed, re.MULTILINE
+    )
     assert "has no checkpoint" not in resumed
     for says in ("Step 3, suite full: recorded.", "Step 3, suite full: recorded before"):
         assert says in said("evaluate", "--which", "3", "--suite", "full")
