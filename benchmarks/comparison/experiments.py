@@ -1,7 +1,8 @@
 """What becomes of a training with each tool: killed, killed while it saves, its files cut or flipped, two writers.
 
 `python -m benchmarks.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow,
-Orbax and torch_checkpointing have an environment of their own (`make peers`); without it what results.json has of them stays.
+Orbax and torch_checkpointing have an environment of their own (`make peers`); without it what results.json has of them
+stays.
 """
 
 from __future__ import annotations
