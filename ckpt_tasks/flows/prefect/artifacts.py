@@ -48,7 +48,7 @@ from ckpt_tasks.run.upkeep.verifying import plan_prune
 
 _PROGRESS_EVERY_S = 5.0  # Update at most this often, since an update takes 7 ms.
 _REPORT_EVERY_S = 20.0  # With the pause before it and its own time, no page is older than 30 s.
-_REPORT_PART = 1 / 500  # Reports of a very long run come less often: they take at most this share of the time.
+_REPORT_PART = 1 / 200  # Reports of a very long run come less often: they take at most this share of the time.
 _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
 # A completed run tries for 8 s, every 2 s, to update its pages, because nothing updates them later.
