@@ -34,7 +34,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     (tmp_path / "old").mkdir()
-    saved = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
+    saved: dict[str, object] = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
     saved |= {"scheduler": scheduler.state_dict(), "epoch": 3, "step": 1200}
     torch.save(saved, tmp_path / "old/checkpoint.pt")
     page = (Path(__file__).parents[2] / "docs/FILES.md").read_text(encoding="utf-8")
