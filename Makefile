@@ -80,7 +80,7 @@ $(AZURITE_STAMP): Makefile | $(STAMP)
 	npm install --silent --no-audit --no-fund --prefix .venv/azurite $(AZURITE)
 	@touch $@
 
-peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow and Orbax
+peers: $(PEERS_STAMP) ## install the tools that the comparison in the README runs: Metaflow, Orbax, torch_checkpointing
 
 $(PEERS_STAMP): benchmarks/comparison/requirements.txt | $(STAMP)
 	test -x .venv/peers/bin/python || $(BIN)/python -m venv .venv/peers

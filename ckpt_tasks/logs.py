@@ -11,7 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import IO
+
+TOLD = "ckpt_tasks.told"  # The logger of the lines that a person sees at every start, also under `ckpt train`.
 
 
 @contextmanager
@@ -27,15 +30,15 @@ def unread() -> Iterator[None]:
 
 
 def guard_log() -> None:
-    """Keep errors of log handlers (of `ckpt_tasks` and of the loggers above it) from reaching the code that logs."""
-    log = logging.getLogger("ckpt_tasks")
-    handle: Callable[[logging.LogRecord], None] = log.handle
+    """Keep errors of log handlers (of our loggers and of those above them) from reaching the code that logs."""
+    for name in ("ckpt_tasks", TOLD):
+        log = logging.getLogger(name)
+        log.handle = partial(_guarded, log.handle)  # type: ignore[method-assign]
 
-    def guarded(record: logging.LogRecord) -> None:
-        with unread():
-            handle(record)
 
-    log.handle = guarded  # type: ignore[method-assign]
+def _guarded(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    with unread():
+        handle(record)
 
 
 def write_line(line: str) -> None:
@@ -49,7 +52,7 @@ def tell(line: str) -> None:
     """Log a line at INFO; if the program has set no logging, write the line to stderr."""
     log = logging.getLogger("ckpt_tasks")
     if log.hasHandlers():
-        log.info("%s", line)
+        logging.getLogger(TOLD).info("%s", line)
     elif max(log.level, log.manager.disable) <= logging.INFO:
         write_line(f"ckpt: {line}")
 

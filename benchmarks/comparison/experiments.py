@@ -1,7 +1,8 @@
 """What becomes of a training with each tool: killed, killed while it saves, its files cut or flipped, two writers.
 
-`python -m benchmarks.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow
-and Orbax have an environment of their own (`make peers`); without it what results.json has of them stays.
+`python -m benchmarks.comparison.experiments` makes all experiments, writes results.json and prints the table. Metaflow,
+Orbax and torch_checkpointing have an environment of their own (`make peers`); without it what results.json has of them
+stays.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Tool:
 TOOLS = [
     Tool("ckpt-tasks", "ours_job.py", "ckpt-tasks"),
     Tool("torch.save", "torch_save_job.py", "torch"),
+    Tool("torch_checkpointing", "torch_checkpointing_job.py", "torch_checkpointing", PEERS),
     Tool("Lightning", "lightning_job.py", "lightning"),
     Tool("Hugging Face Trainer", "huggingface_job.py", "transformers"),
     Tool("Orbax (JAX)", "orbax_job.py", "orbax-checkpoint", PEERS),

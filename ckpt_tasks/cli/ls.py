@@ -166,6 +166,8 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         yield "\nThere is no checkpoint yet.\n"
     if len(shown) < len(rows):
         yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
+    if ends := [str(row.checkpoint.step) for row in shown if row.checkpoint.interim]:
+        yield f"Saved as a batch or a process ended, not by the interval: {', '.join(ends)}.", "dim"
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
     if (origin := head.state.origin) is not None:

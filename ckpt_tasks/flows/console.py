@@ -39,7 +39,7 @@ from ckpt_tasks.flows.session.parameters import effective_params
 from ckpt_tasks.flows.session.session import ProgramSession, at_end
 from ckpt_tasks.flows.train import train
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.logs import shown_meanwhile
+from ckpt_tasks.logs import TOLD, shown_meanwhile
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.ownership import identify, lives_here
 from ckpt_tasks.run.opening import ranks_of
@@ -227,7 +227,7 @@ def _announce(out: Console, training: TerminalTraining, start: int) -> Evaluatio
     run_key = training.config.run_key
     if start < training.steps:
         on = f", on {training.ranks} ranks" if training.ranks > 1 else ""
-        out.print(f"Run {run_key}: {f'resumes from step {start}' if start else 'from the beginning'}{on}.")
+        out.print(f"Run {run_key}: to step {training.steps}{on}.")
         run = run_of(training.config) if start else None
         if run is not None and (was := ranks_of(run.history.store, run.find(start))) != training.ranks:
             out.print(ranks_words(start, was, training.ranks), soft_wrap=True)
@@ -287,7 +287,7 @@ def _check_password(client: SyncPrefectClient, url: str) -> None:
 
 @contextmanager
 def _prefect(out: Console) -> Iterator[None]:
-    """Start the embedded server if needed; in the block print only warnings of tasks, not the rest of Prefect's log.
+    """Start the embedded server if needed; in the block print only our start and warnings of tasks of Prefect's log.
 
     If the user has set Prefect's log level, Prefect's log stays as it is.
     """
@@ -306,12 +306,14 @@ def _prefect(out: Console) -> Iterator[None]:
     if not quiet:
         yield
         return
-    tasks, warnings = logging.getLogger("prefect.task_runs"), _Warnings(out)
-    tasks.addHandler(warnings)
+    shown = [_Printed(out, "prefect.task_runs", logging.WARNING, "yellow"), _Printed(out, TOLD, logging.INFO, "")]
+    for one in shown:
+        one.source.addHandler(one)
     try:
         yield
     finally:
-        tasks.removeHandler(warnings)
+        for one in shown:
+            one.source.removeHandler(one)
 
 
 def _is_for_people(record: logging.LogRecord) -> bool:
@@ -321,16 +323,16 @@ def _is_for_people(record: logging.LogRecord) -> bool:
     return not record.name.startswith(_PREFECT_LOGS)
 
 
-class _Warnings(logging.Handler):
-    """Prints the warnings of a flow run, such as failed attempts."""
+class _Printed(logging.Handler):
+    """Prints the records of one logger and one level: warnings such as failed attempts, and the lines of a start."""
 
-    def __init__(self, out: Console):
-        super().__init__(logging.WARNING)
-        self._out = out
+    def __init__(self, out: Console, source: str, level: int, style: str):
+        super().__init__(level)
+        self.source, self._out, self._style = logging.getLogger(source), out, style
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.WARNING:
-            self._out.print(record.getMessage(), style="yellow", markup=False, soft_wrap=True)
+        if record.levelno == self.level:
+            self._out.print(record.getMessage(), style=self._style, markup=False, soft_wrap=True)
 
 
 class _StoppedError(BaseException):

@@ -38,6 +38,16 @@ def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
     assert "leased" not in ckpt("ls", run_dir).out
 
 
+def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> None:
+    """Only the steps that were saved as a batch ended are named, and none where there is no such step."""
+    with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
+        ckpt_.save(10, some_state(10))
+        assert "not by the interval" not in ckpt("ls", run_dir).out
+        for step in (13, 15):
+            ckpt_.save(step, some_state(step), interim=True)
+    assert "Saved as a batch or a process ended, not by the interval: 15, 13.\n" in ckpt("ls", run_dir).out
+
+
 def test_ls_marks_a_line_that_was_left(run_dir: Path) -> None:
     """P71: checkpoints of a line that training left are marked, and are not the newest."""
     save_steps(run_dir, 1, 2)

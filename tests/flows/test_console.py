@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -131,11 +132,10 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     process.kill()
     process.communicate(timeout=PATIENCE_S)  # it would wait for ever for an orphan that holds the pipe
     until(lambda: embedded.servers() == [])
-    committed = embedded.steps()[0]
 
     status, said = embedded.finish(*arguments)
     assert status == 0, said
-    assert f"resumes from step {committed}" in said
+    assert re.search(rf"Resumed from step \d+ of {embedded.run_dir}, saved .*, from (memory|storage)", said), said
     assert embedded.steps()[0] == 60
     assert "heldout loss" in said
     assert "--steps 120" in said
@@ -269,7 +269,9 @@ def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
 
 @pytest.mark.usefixtures("harness")
 def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A retry shows why the last attempt failed, in one line, and nothing else of Prefect's log.
+    """A start says from which step, saved when and where; a retry shows why the attempt failed, in one line.
+
+    Nothing else of Prefect's log is shown.
 
     An evaluation is recorded once, and says when it was recorded before. Another program with the same key and
     directory is an error that names both, not "complete".
@@ -285,6 +287,12 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
     assert "Traceback" not in trained
     assert "INFO" not in trained
     assert "step 3/3 · loss" in trained
+    assert f"\nTraining begins at step 0: {run_dir} has no checkpoint\nStep 0 is saved in {run_dir}\n" in trained
+    resumed = said("train", "--steps", "4", "--params", params)
+    assert re.search(
+        rf"^Resumed from step 3 of {run_dir}, saved .* \(.*\), from (memory|storage)", resumed, re.MULTILINE
+    )
+    assert "has no checkpoint" not in resumed
     for says in ("Step 3, suite full: recorded.", "Step 3, suite full: recorded before"):
         assert says in said("evaluate", "--which", "3", "--suite", "full")
     other = said("train", "--steps", "3", "--program", "tests.support.forks:Scheduled", status=1)

@@ -51,7 +51,7 @@ class Listeners:
         """Report a durable commit, `after_s` seconds after training continued."""
         size_mib, waited_s = checkpoint.size_bytes / 2**20, checkpoint.cost_s
         message = "Saved step %d: %.1f MiB, training waited %.3f s, committed %.2f s later"
-        _log.info(message, checkpoint.step, size_mib, waited_s, after_s)
+        _log.debug(message, checkpoint.step, size_mib, waited_s, after_s)
         self._tell("committed", checkpoint)
 
     def measured(self, steps: tuple[StepMetrics, ...]) -> None:

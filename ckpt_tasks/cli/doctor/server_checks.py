@@ -40,6 +40,7 @@ from ckpt_tasks.cli.doctor.checks import (
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.flows.prefect.abandoned import Limits, find_abandoned
 from ckpt_tasks.flows.prefect.events import client_without_retries
+from ckpt_tasks.flows.prefect.starts import crash_lost_trainings
 from ckpt_tasks.flows.site import TAG
 from ckpt_tasks.flows.site.automations import read_automations
 from ckpt_tasks.flows.site.site_parts import site_processes
@@ -108,7 +109,11 @@ def ask_server() -> PrefectFacts:
 
 
 def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | None = None) -> Check:
-    """Check that a process works on every flow run, and that `watch` will look at them soon."""
+    """Check that a process works on every flow run, and that `watch` will look at them soon.
+
+    Marks trainings without a site as crashed if their process is gone.
+    """
+    crashed = crash_lost_trainings(client)
     abandoned = [*find_abandoned(client, tag, limits or Limits())]
     named = "; ".join(f"{each.run.name}: {each.why}" for each in abandoned[:_NAMED])
     seen = f"nobody works at {len(abandoned)}: {named}{'; …' if len(abandoned) > _NAMED else ''}"
@@ -128,7 +133,8 @@ def check_flow_runs(client: SyncPrefectClient, tag: str = TAG, limits: Limits | 
     if next_s > _LATEST_LOOK_S:
         seen = f"`watch` looks at them in {next_s / 60:.0f} minutes: was the server's clock set back?"
         return Check("flow runs", "warning", seen, "Deploy again (`ckpt up`), which plans its schedule anew.")
-    return Check("flow runs", "ok", "none waits for a process that is gone")
+    marked = f"; marked as crashed, since their processes were gone: {', '.join(crashed)}" if crashed else ""
+    return Check("flow runs", "ok", f"none waits for a process that is gone{marked}")
 
 
 def check_processes(client: SyncPrefectClient) -> Check:

@@ -1,17 +1,21 @@
 """A flow run's artifacts on Prefect's pages while it trains: its progress, its checkpoints and its report.
 
-Artifacts never stop training. If Prefect or the store does not answer, one warning is logged. A request to Prefect is
-sent once, with a timeout of 5 s. After a failure nothing is published for a minute or more.
+Artifacts never stop training. A thread renews them, so that a long batch leaves none of them old. If Prefect or the
+store does not answer, one warning is logged. A request to Prefect is sent once, with a timeout of 5 s. After a failure
+nothing is published for a minute or more.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
+from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -29,9 +33,11 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from pydantic import ValidationError
 
 from ckpt_tasks.checkpoint.restore.reading import Run, run_of
-from ckpt_tasks.errors import CkptError, StoreError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, StoreError
 from ckpt_tasks.flows.session.session import TrainedRun
 from ckpt_tasks.format.layout.steps import StepMetrics
+from ckpt_tasks.format.records import Checkpoint
+from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.curve import read_curve
 from ckpt_tasks.run.ledger.history import Head
 from ckpt_tasks.run.ledger.timeline import Timeline, read_timeline
@@ -41,8 +47,8 @@ from ckpt_tasks.run.report.words import clock, fine_span, number, printable
 from ckpt_tasks.run.upkeep.verifying import plan_prune
 
 _PROGRESS_EVERY_S = 5.0  # Update at most this often, since an update takes 7 ms.
-_REPORT_EVERY_S = 120.0
-_REPORT_PART = 1 / 2000  # Reports take at most this share of the time: 15 ms of a batch of 30 s.
+_REPORT_EVERY_S = 20.0  # With the pause before it and its own time, no page is older than 30 s.
+_REPORT_PART = 1 / 200  # Reports of a very long run come less often: they take at most this share of the time.
 _PATIENCE_S = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0  # The pause after a failure doubles with each further failure.
 # A completed run tries for 8 s, every 2 s, to update its pages, because nothing updates them later.
@@ -57,9 +63,9 @@ class RunPages:
 
     A run on many ranks also has "<run>-ranks": one line for each gang of this process (`gangs`).
 
-    Creates each artifact once per flow run, even if the flow run is started again, and then updates it: the progress at
-    most every 5 s, the others at most every 2 min. Also updates all at the end of the block, unless a signal or an
-    error of the store ended the block; after a completed block, retries for 8 s.
+    Creates each artifact once per flow run, even if the flow run is started again. Then a thread updates the progress
+    every 5 s and the others every 20 s; each says as of when. Also updates all at the end of the block, unless a signal
+    or an error of the store ended the block; after a completed block, retries for 8 s.
     """
 
     def __init__(
@@ -78,8 +84,11 @@ class RunPages:
         self._tables: dict[str, list[StepMetrics] | None] = {}
         self._paces: deque[tuple[float, int]] = deque(maxlen=_BATCHES_MEASURED)
         self._step, self._metrics = 0, dict[str, float]()
-        self._progress_due_s = self._report_due_s = self._not_before_s = 0.0
+        self._report_due_s = self._not_before_s = 0.0
         self._pause_s, self._warned = _PAUSE_S, False
+        self._log = get_run_logger()  # The thread has no context of a flow run.
+        self._ended = threading.Event()
+        self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # With retries one request could take a minute.
@@ -88,6 +97,7 @@ class RunPages:
         self._client.__enter__()
         try:
             self._try(self._begin)
+            self._thread = start_thread(self._renew, name="ckpt-pages")
         except BaseException:
             self._client.__exit__(None, None, None)
             raise
@@ -96,9 +106,16 @@ class RunPages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        # A process that must stop has little time left, and a failing store would cost another wait.
+        publishes = error is None or (isinstance(error, Exception) and not isinstance(error, StoreError))
+        self._thread.join(_PATIENCE_S if publishes else 1.0)
+        if self._thread.is_alive():  # It waits for an answer, and uses the client.
+            return
         try:
-            # A process that must stop has little time left, and a failing store would cost another wait.
-            if error is None or (isinstance(error, Exception) and not isinstance(error, StoreError)):
+            if error is None and self._failure is not None:
+                raise self._failure
+            if publishes:
                 until_s = time.monotonic() + (_LAST_S if error is None else 0.0)
                 while not self._try(self._publish, last=True) and time.monotonic() < until_s:
                     time.sleep(_AGAIN_S)
@@ -106,19 +123,33 @@ class RunPages:
             self._client.__exit__(None, None, None)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that training has reached `step`, unless the artifacts were updated a moment ago."""
-        now_s = time.monotonic()
-        self._paces.append((now_s, step))
+        """Note that training has reached `step`; the thread shows it soon."""
+        self._paces.append((time.monotonic(), step))
         self._step, self._metrics = step, dict(metrics)
-        if now_s >= self._report_due_s:
-            self._try(self._publish)
-        elif now_s >= self._progress_due_s:
-            self._try(self._show_progress)
+
+    def _renew(self) -> None:
+        """Update what is due, also within a batch, until the block ends."""
+        while not self._ended.wait(_PROGRESS_EVERY_S):
+            now_s, step = time.monotonic(), self._ckpt.position
+            if step:  # Until the restore it is 0.
+                self._step = step
+                self._paces.append((now_s, step))
+            try:
+                self._try(self._publish if now_s >= self._report_due_s else self._show_progress)
+            except Exception as error:  # noqa: BLE001 (raised at the end of the block)
+                self._failure = error
+                return
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        """Read the live checkpoints as a reader: the Checkpointer belongs to the thread that trains."""
+        with suppress(CheckpointNotFoundError):
+            self._run = self._run or run_of(self._ckpt.config)
+            return self._run.checkpoints()
+        return []
 
     def _begin(self) -> None:
         self._find_artifacts()
-        checkpoints = self._ckpt.checkpoints()
-        if checkpoints:
+        if checkpoints := self._checkpoints():
             self._step, self._metrics = checkpoints[0].step, dict(checkpoints[0].metrics)
         self._paces.append((time.monotonic(), self._step))
         self._publish()
@@ -134,15 +165,14 @@ class RunPages:
 
     def _publish(self) -> None:
         self._show_progress()
-        if self._ckpt.checkpoints():
+        if self._checkpoints():
             started_s = time.monotonic()
             self._show_report()
             ended_s = time.monotonic()
             self._report_due_s = ended_s + max(_REPORT_EVERY_S, (ended_s - started_s) / _REPORT_PART)
 
     def _show_report(self) -> None:
-        if self._run is None:
-            self._run = run_of(self._ckpt.config)
+        assert self._run is not None
         self._timeline = read_timeline(self._run.history, _MOST_ENTRIES, self._timeline)
         head = self._run.head()
         report = make_report(
@@ -154,7 +184,7 @@ class RunPages:
             read_curve=partial(read_curve, self._run.history, known=self._tables),
         )
         name, is_first = in_markdown(self._key), "report" not in self._ids
-        self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary}")
+        self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary} · {_as_of()}")
         ui_url = get_current_settings().ui_url
         report_url = f"{ui_url.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if ui_url else None
         link = f" [The run's report]({report_url})" if report_url else ""
@@ -167,10 +197,9 @@ class RunPages:
     def _show_progress(self) -> None:
         percentage = round(100.0 * min(1.0, self._step / self._total), 1) if self._total > 0 else 100.0
         self._put("progress", "progress", percentage, self._progress_text())
-        self._progress_due_s = time.monotonic() + _PROGRESS_EVERY_S
 
     def _progress_text(self) -> str:
-        """Return the line below the progress bar: step, first metric, speed and time left."""
+        """Return the line below the progress bar: step, first metric, speed, time left, and as of when."""
         parts = [f"step {self._step:,} of {self._total:,}"]
         parts += [f"{in_markdown(name)} {number(self._metrics[name])}" for name in sort_metrics(self._metrics)[:1]]
         parts += [f"{self._ranks} ranks"] if self._ranks > 1 else []
@@ -180,7 +209,7 @@ class RunPages:
             parts.append(f"{1 / pace_s:.1f} steps/s" if 0 < pace_s <= 1 else f"{fine_span(pace_s)} a step")
             if self._step < self._total:
                 parts.append(f"ETA {clock((self._total - self._step) * pace_s)}")
-        return " · ".join(parts)
+        return " · ".join([*parts, _as_of()])
 
     def _fates(self, head: Head) -> dict[str, str]:
         """Return, by manifest digest, why the policy keeps a checkpoint, or that the next prune removes it."""
@@ -209,11 +238,15 @@ class RunPages:
             self._not_before_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             if not self._warned:
-                get_run_logger().warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
+                self._log.warning("This run's pages are not up to date: %s: %s", type(error).__name__, error)
                 self._warned = True
             return isinstance(error, CkptError)  # Another try would repeat an error of the run itself.
         self._pause_s = _PAUSE_S
         return True
+
+
+def _as_of() -> str:
+    return f"as of {datetime.now(UTC):%H:%M:%S} UTC"
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -9,6 +9,7 @@ import atexit
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,8 @@ import httpx
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
     FlowRunFilter,
     FlowRunFilterDeploymentId,
     FlowRunFilterId,
@@ -34,10 +37,11 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed, Pending
 
 from ckpt_tasks.checkpoint.restore.reading import run_of
-from ckpt_tasks.errors import CheckpointNotFoundError
+from ckpt_tasks.errors import CheckpointNotFoundError, CkptError
 from ckpt_tasks.flows.prefect.config import config_of_run
 from ckpt_tasks.flows.prefect.events import absolute, client_without_retries
 from ckpt_tasks.run.ledger.config import CheckpointConfig
+from ckpt_tasks.run.ledger.ownership import identify, why_free
 
 _ANSWER_S = 10.0
 _PAGE = 200  # The server's limit for one answer.
@@ -45,15 +49,18 @@ _log = logging.getLogger("ckpt_tasks")
 
 
 def crash_lost_task_runs() -> int:
-    """Mark unfinished task runs of earlier starts of this flow run as crashed; return their number.
+    """Mark lost trainings, and task runs of earlier starts of this flow run, as crashed; return the number of these.
 
     If Prefect's API does not answer, log a warning and return 0: the pages must not stop training.
     """
     start = flow_run.run_count
-    if not flow_run.id or start < 2:
+    if not flow_run.id:
         return 0
     try:
         with get_client(sync_client=True) as client:
+            if start < 2:  # A later start is that of a deployment, whose site looks after its flow runs.
+                crash_lost_trainings(client)
+                return 0
             lost = [run for run in _unfinished(client, UUID(flow_run.id)) if run.flow_run_run_count < start]
             for run in lost:
                 message = (
@@ -64,6 +71,36 @@ def crash_lost_task_runs() -> int:
         get_run_logger().warning("Task runs of earlier starts may still be shown as running: %s", error)
         return 0
     return len(lost)
+
+
+def crash_lost_trainings(client: SyncPrefectClient) -> list[str]:
+    """Mark trainings as crashed that no deployment started and whose process is gone; return their names.
+
+    Nothing else would: such a flow run sends no heartbeats. Their runs' ledgers tell, for processes of this host.
+    """
+    wanted = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING])),
+        deployment_id=FlowRunFilterDeploymentId(is_null_=True),
+    )
+    named = FlowFilter(name=FlowFilterName(any_=["train"]))
+    lost = []
+    for run in client.read_flow_runs(flow_filter=named, flow_run_filter=wanted, limit=_PAGE):
+        if why := _why_lost(run):
+            client.set_flow_run_state(run.id, Crashed(message=f"{why[0].upper()}{why[1:]}."))
+            lost.append(run.name)
+    return lost
+
+
+def _why_lost(run: FlowRun) -> str | None:
+    """Return why the process of a flow run is gone; None if it may live, or if its run cannot be read here."""
+    with suppress(CkptError, KeyError, TypeError):
+        where = CheckpointConfig(checkpoint_dir=run.parameters["checkpoint"]["checkpoint_dir"])
+        if "://" in where.location.url:  # A store that does not answer would take half a minute.
+            return None
+        owner = run_of(config_of_run(where, run.parameters["run_key"])).head().state.owner
+        if owner is not None and owner.flow_run_id == str(run.id):
+            return why_free(replace(owner, released=False), identify(None), None, float("inf"))
+    return None
 
 
 def let_workers_take_it() -> None:

@@ -28,6 +28,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_curre
 from ckpt_tasks.errors import SiteError
 from ckpt_tasks.flows.prefect.abandoned import start_again
 from ckpt_tasks.flows.prefect.events import client_without_retries
+from ckpt_tasks.flows.prefect.starts import crash_lost_trainings
 from ckpt_tasks.flows.site.automations import apply, build_automations
 from ckpt_tasks.flows.site.prefect_server import (
     answers,
@@ -64,10 +65,11 @@ class SitePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Up:
-    """A running site: its API and page, its password file, its parts, the names of the deployments."""
+    """A running site: its API and page, the page of trainings, its password file, its parts, its deployments' names."""
 
     url: str
     page: str
+    trainings: str
     password_file: str
     parts: tuple[SitePart, ...]
     deployments: tuple[str, ...]
@@ -92,13 +94,22 @@ def bring_up(directory: Path, port: int | None = None, say: Callable[[str], None
         site, server = _server(site, home, port)
         write_site(path, site)
         with client_of(site) as client:
+            crash_lost_trainings(client)
             say("Its deployments …")
             deployments, applied = prepare(directory, site, client)
+            trainings = client.create_flow_from_name("train")  # It returns the flow that exists.
             say("Its worker …")
             site, worker = _worker(site, home, client, path)
         parts = (server, *applied, worker, _keeper(site, home, path))
         page = url.removesuffix("/api")
-        return Up(url=url, page=page, password_file=site.password_file, parts=parts, deployments=deployments)
+        return Up(
+            url=url,
+            page=page,
+            trainings=f"{page}/runs?flow={trainings}",
+            password_file=site.password_file,
+            parts=parts,
+            deployments=deployments,
+        )
 
 
 def prepare(directory: Path, site: Site, client: SyncPrefectClient) -> tuple[tuple[str, ...], tuple[SitePart, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from prefect import flow, get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
@@ -23,6 +25,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.flows.prefect.artifacts import RunPages, artifact_key
 from ckpt_tasks.flows.train import train
 from tests.support.cli_runs import save_steps
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -100,6 +103,34 @@ def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.
     watched(str(save_steps(run_dir, 1)), "many", 200)
     assert calls.count("create_artifact") == 3
     assert calls.count("update_artifact") <= 3 + 6
+
+
+@flow
+def long_batch(run_dir: str, again: str) -> None:
+    """Train two steps in one batch: the second one waits until the pages show the first."""
+    state = {"weights": torch.zeros(2)}
+    with (
+        Checkpointer(CheckpointConfig(checkpoint_dir=run_dir)) as ckpt,
+        RunPages(ckpt, "long", 10),
+    ):
+        ckpt.restore(state)
+        ckpt.save(5, state)
+        ckpt.wait()
+
+        def shows(name: str, words: str) -> bool:
+            artifact = newest()[1].get(f"long-{name}")
+            return artifact is not None and words in str(artifact.description)
+
+        until(lambda: shows("progress", "step 5 of 10") and shows("report", again), 120.0)
+
+
+def test_a_long_batch_leaves_no_page_old(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P73: within a batch, which shows nothing by itself, a timer renews the pages, and each says as of when."""
+    for name in ("_PROGRESS_EVERY_S", "_REPORT_EVERY_S"):
+        monkeypatch.setattr(f"ckpt_tasks.flows.prefect.artifacts.{name}", 0.2)
+    long_batch(str(run_dir), "step 5, goodput ")
+    assert re.search(r"step 5 of 10 .*· as of \d\d:\d\d:\d\d UTC$", str(newest()[1]["long-progress"].description))
+    assert re.search(r" · as of \d\d:\d\d:\d\d UTC$", str(newest()[1]["long-report"].description))
 
 
 class Unwell(BaseHTTPRequestHandler):

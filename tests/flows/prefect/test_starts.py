@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,15 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import AwaitingRetry, Completed, Pending, Running, Scheduled
 
 from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.cli.doctor.server_checks import check_flow_runs
 from ckpt_tasks.errors import OwnedError
 from ckpt_tasks.flows.evaluate import evaluate
+from ckpt_tasks.flows.prefect.starts import crash_lost_trainings
 from ckpt_tasks.flows.train import train
+from ckpt_tasks.run.ledger.history import History
+from ckpt_tasks.run.ledger.ownership import acquire, identify
+from ckpt_tasks.storage.local import LocalStore
+from ckpt_tasks.system import process_start
 from tests.support.owner_child import OwnerChild
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -82,8 +91,44 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
         wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run]))
         lines = [one.message for one in client.read_logs(log_filter=wanted)]
     assert sum(line.startswith("Restored step 5 from memory, as ") for line in lines) == 1, lines
-    for step in (0, 5, 10):
-        assert sum(line.startswith(f"Saved step {step}: ") for line in lines) == 1, lines
+    for step in (5, 10):
+        assert sum(line.startswith(f"Step {step} committed after ") for line in lines) == 1, lines
+    assert [line for line in lines if line.startswith("Saved step")] == []
+
+
+def test_a_training_without_a_site_is_not_running_for_ever(run_dir: Path) -> None:
+    """P73: the next start, `ckpt up` and the doctor mark it as crashed once its process is gone, and not before."""
+    with get_client(sync_client=True) as client:
+
+        def owned(run: Path, pid: int, began: str) -> UUID:
+            parameters = {"run_key": run.name, "checkpoint": {"checkpoint_dir": str(run)}}
+            made = client.create_flow_run(train, parameters=parameters, state=Running()).id
+            history = History(LocalStore(run))
+            history.create(run.name)
+            owner = replace(identify(str(made)), pid=pid, process_start=began)
+            acquire(history, owner, take_over=False, timeout_s=120.0)
+            return made
+
+        def state_of(run: UUID) -> str:
+            return str(client.read_flow_run(run).state_name)
+
+        with subprocess.Popen(["sleep", "1000"]) as other:
+            began = process_start(other.pid) or ""
+            dead = owned(run_dir / "dead", other.pid, began)
+            alive = owned(run_dir / "alive", os.getppid(), process_start(os.getppid()) or "")
+            assert crash_lost_trainings(client) == []
+            other.kill()
+        assert "marked as crashed" in check_flow_runs(client, tag="none of these").seen
+        assert (state_of(dead), state_of(alive)) == ("Crashed", "Running")
+        again = owned(run_dir / "again", other.pid, began)
+        train(
+            run_key="new",
+            total_steps=1,
+            program="tests.support.tiny:Tiny",
+            checkpoint=CheckpointConfig(checkpoint_dir=str(run_dir / "new")),
+        )
+        assert (state_of(again), state_of(alive)) == ("Crashed", "Running")
+        client.delete_flow_run(alive)
 
 
 def test_a_run_has_one_follower(run_dir: Path) -> None:
