@@ -211,7 +211,7 @@
       const box = element("input", { type: "checkbox", checked: at >= 0, "data-column": column.key, onchange: () => set(toggled) });
       const before = at > 0 ? [...keys.slice(0, at - 1), column.key, keys[at - 1], ...keys.slice(at + 1)] : null;
       const move = before && element("button", { type: "button", text: "↑", title: "further to the left", "aria-label": `${column.title} further to the left`, "data-column": `move ${column.key}`, onclick: () => set(before) });
-      return element("li", {}, element("label", {}, box, column.title), move);
+      return element("li", {}, element("label", {}, box, column.title + (column.key.startsWith("param ") ? " (parameter)" : "")), move);
     });
     const usual = element("button", { type: "button", text: "The usual columns", disabled: state.columns === null, onclick: () => set(null) });
     $("column-list").replaceChildren(element("li", {}, usual), ...items);
@@ -243,14 +243,16 @@
     });
   }
 
-  // Runs by the value of the parameter, each group in the given order.
+  // Titles and runs by the value of the parameter; a group keeps the order of its runs.
   function groupsOf(rows) {
     const groups = new Map();
     for (const run of rows) {
-      const title = run.params[state.group] === undefined ? `no ${state.group}` : `${state.group} = ${run.params[state.group]}`;
-      groups.set(title, [...(groups.get(title) || []), run]);
+      const value = run.params[state.group];
+      groups.set(value, [...(groups.get(value) || []), run]);
     }
-    return [...groups].sort(([a], [b]) => ORDER.compare(a, b));
+    const lacks = (value) => value === undefined;
+    const rising = ([a], [b]) => lacks(a) - lacks(b) || (typeof a === "number" && typeof b === "number" ? a - b : ORDER.compare(a, b));
+    return [...groups].sort(rising).map(([value, members]) => [lacks(value) ? `no ${state.group}` : `${state.group} = ${value}`, members]);
   }
 
   function grouped(rows, heads) {

@@ -201,7 +201,8 @@ const ckptChart = (() => {
       if (this.plot) this.plot.destroy();
       this.tip.hidden = true;
       const [tables, series] = this.series(what);
-      const data = tables.length ? uPlot.join(tables) : [[]];
+      // 2: a gap of one run stays a gap between the values of others.
+      const data = tables.length ? uPlot.join(tables, tables.map(() => [0, 2])) : [[]];
       const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
       this.title.textContent = what.title;
       const had = what.runs.some((run) => run.line.value.length);
@@ -216,7 +217,7 @@ const ckptChart = (() => {
       if (some && shares.length && (what.commits || []).length) this.keys.append(element("li", { text: "tick: a commit" }));
       if (some && (what.marks || []).length) this.keys.append(element("li", { text: "dashed: a failure, a resume or a rollback" }));
       if (some && what.by === "step" && (what.marks || []).some((mark) => mark.again)) this.keys.append(element("li", { text: "shaded: trained again" }));
-      if (some) this.plot = new uPlot(this.options(what, series), data, this.canvas);
+      if (some) this.plot = new uPlot(this.options(what, series, data[0]), data, this.canvas);
     }
 
     series(what) {
@@ -241,19 +242,19 @@ const ckptChart = (() => {
       return [tables, series];
     }
 
-    options(what, series) {
+    options(what, series, xs) {
       const [ink, rule] = [css("--pale"), css("--rule")];
       const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
       const font = "12px system-ui, sans-serif";
       const words = what.by === "time" ? (value) => span(value) : (value) => number(value);
-      const range = what.range;
+      const range = what.range || (xs.length === 1 ? around(xs[0], 0.05) : null);
       return {
         width: Math.max(200, this.canvas.clientWidth),
         height: HEIGHT,
         series,
         legend: { show: false },
         scales: {
-          x: { time: false, range: (_, min, max) => range || (min === max ? around(min, 0.05) : [min, max]) },
+          x: { time: false, range: (_, min, max) => range || [min, max] },
           // The strip of a course lies below the curve.
           y: what.by === "time" && what.strip && !what.log
             ? { range: (_, min, max) => { const room = max - min || Math.abs(max) / 10 || 1; return [min - 0.16 * room, max + 0.06 * room]; } }
