@@ -117,9 +117,9 @@
       row.words = words(row);
       runs.set(row.name, row);
     }
-    const new_ = answer.rows.length || answer.gone.length || revision === -1;
-    revision = answer.revision;
+    const new_ = answer.rows.length || answer.gone.length || revision === -1 || missing !== answer.missing;
     missing = answer.missing;
+    revision = answer.revision;
     const before = picked.join("\n");
     const running = [...runs.values()].filter((run) => run.state === "running").length;
     const counts = `${runs.size} run${runs.size === 1 ? "" : "s"}, ${running} running`;

@@ -306,7 +306,7 @@ const ckptChart = (() => {
         const at = plot.valToPos(by === "time" ? mark.at_s : mark.step, "x");
         return Math.abs(at - left) < 6;
       });
-      for (const mark of near.slice(0, 3)) rows.push(element("li", { text: `${mark.label ? `${mark.label}, ` : ""}${mark.kind}: ${mark.text}${again(mark)}` }));
+      for (const mark of near.slice(0, 3)) rows.push(element("li", { text: `${mark.label ? `${mark.label}, ` : ""}${OWNERS.includes(mark.kind) ? "resumed" : mark.kind}: ${mark.text}${again(mark)}` }));
       if (rows.length > MOST_ROWS) rows.splice(MOST_ROWS, rows.length, element("li", { text: `and ${rows.length - MOST_ROWS} more` }));
       const head = by === "time" ? `after ${span(x)}` : `step ${x}`;
       this.tip.replaceChildren(element("p", { text: head }), element("ul", {}, ...rows));
