@@ -24,6 +24,7 @@ from typing import Any
 # Measured: niceness 19 slows training as much as 0 does, and may delay a copy for long on a busy machine.
 _NICER = 10
 _dice = random.SystemRandom()  # Python's own generator belongs to training and is saved with it.
+_of_libraries = random.Random()  # This object has the functions of the module `random`, and a stream of its own.
 
 
 class System:
@@ -107,6 +108,17 @@ def use(other: System) -> System:
     global _system
     before, _system = _system, other
     return before
+
+
+def keep_out_of_streams(*libraries: str) -> None:
+    """Give the loaded modules of `libraries` that use Python's `random` a generator of their own.
+
+    The stream of the process is part of training's state, and libraries draw from it in threads of their own: waits
+    before a retry (gcsfs 2026.8), pings (websockets 16.1), orders (aiohttp 3.14).
+    """
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] in libraries and vars(module).get("random") is random:
+            module.random = _of_libraries  # type: ignore[attr-defined]
 
 
 def now_iso() -> str:

@@ -31,8 +31,10 @@ from ckpt_tasks.storage.others import OtherRequests, drive
 from ckpt_tasks.storage.port import SCHEMES, Store, base_of, check_name, moved
 from ckpt_tasks.storage.s3 import S3Requests, sending_once
 from ckpt_tasks.storage.secrets import Redactor, without_secrets
+from ckpt_tasks.system import keep_out_of_streams
 
 _EXTRAS = {"abfs": "azure", "gs": "gcs"}
+_LIBRARIES = ("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google", "s3fs", "urllib3")
 # Notice a stalled connection within seconds. The client must not retry: that hides failures and repeats commits.
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32}
 # Do not sign bodies: over TLS no client signs them; without TLS the CRC in the signed headers protects the body, and a
@@ -247,6 +249,7 @@ class ObjectStore:
         with self._opening:
             if self._opened is None:
                 fs = self._open()
+                keep_out_of_streams(*_LIBRARIES)
                 requests = S3Requests(fs, self._bucket) if self._protocol == "s3" else OtherRequests(fs, self._bucket)
                 self._opened = (fs, requests)
             return self._opened

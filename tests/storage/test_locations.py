@@ -89,3 +89,36 @@ def test_opening_a_store_draws_no_number() -> None:
     """P11: s3fs brings in rich, which draws a number at its import: Python's stream is the training's, and stays."""
     done = subprocess.run([sys.executable, "-c", _DRAWS], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n", done.stderr
+
+
+_A_CLIENT_TRIES_AGAIN = """
+import http.server
+import os
+import random
+import threading
+from ckpt_tasks import Location
+
+asked = threading.Semaphore(0)
+
+class Failing(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked.release()
+        self.send_error(503)
+    def log_message(self, *arguments):
+        "Print nothing."
+
+server = http.server.HTTPServer(("127.0.0.1", 0), Failing)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["STORAGE_EMULATOR_HOST"] = f"http://127.0.0.1:{server.server_port}"
+store = Location("gs://bucket/run").open()
+before = random.getstate()
+threading.Thread(target=store.inner.names, args=[""], daemon=True).start()
+print(asked.acquire(timeout=60), asked.acquire(timeout=60), random.getstate() == before, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_client_that_tries_again_draws_no_number() -> None:
+    """P11: gcsfs retries by itself and draws its waits from the module `random`: it has a stream of its own here."""
+    done = subprocess.run([sys.executable, "-c", _A_CLIENT_TRIES_AGAIN], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True True\n", done.stderr

@@ -1,7 +1,7 @@
 """Separate Prefect from training: its threads from the random streams, its state from forked processes.
 
-Prefect's event client pings its server every 20 s from a thread. It draws a ping's payload with `random.getrandbits`,
-from the random stream of the process, which is part of training's state (found with Prefect 3.8.8, websockets 16.1).
+Prefect's event client pings its server every 20 s from a thread. It draws a ping's payload with `random.getrandbits`
+(found with Prefect 3.8.8, websockets 16.1).
 
 Prefect clears its background services in a forked child but leaves their exit hooks, which then fail. So every
 DataLoader worker ends with exit code 1, and the parent raises "worker exited unexpectedly" (measured with 3.8.8: five
@@ -11,21 +11,16 @@ of five loaders with `num_workers=2` within a task).
 from __future__ import annotations
 
 import os
-import random
-import sys
 import threading
 from functools import cache
 from typing import Any
 
-_LIBRARIES = frozenset({"prefect", "websockets"})
-_OWN = random.Random()  # This object has the functions of the module `random`, and a stream of its own.
+from ckpt_tasks.system import keep_out_of_streams
 
 
 def keep_threads_out_of_streams() -> None:
-    """Give the loaded modules of Prefect and websockets that use Python's `random` a generator of their own."""
-    for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] in _LIBRARIES and vars(module).get("random") is random:
-            module.random = _OWN  # type: ignore[attr-defined]
+    """Give Prefect's modules random numbers of their own; see `keep_out_of_streams`."""
+    keep_out_of_streams("prefect", "websockets")
 
 
 @cache

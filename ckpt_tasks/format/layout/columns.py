@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ckpt_tasks.format.layout.arrow import array, numbers_of
 from ckpt_tasks.format.layout.image import MAX_DIMENSIONS, MIN_REGION_BYTES, REGION_BYTES
@@ -57,10 +56,12 @@ class Lists:
     """A column of short lists: all `numbers` in one array, with the length and the end of each row's list."""
 
     def __init__(self, column: pa.ListArray):
-        flat = pc.list_flatten(column)
-        if flat.null_count or (pc.min(flat).as_py() or 0) < 0:
-            raise ValueError("a missing or a negative number in a list")
+        flat = column.flatten()  # pyarrow.compute would do it too; its import takes 40 ms.
+        if flat.null_count:
+            raise ValueError("a missing number in a list")
         self.numbers: npt.NDArray[np.int64] = numbers_of(flat)
+        if self.numbers.min(initial=0) < 0:
+            raise ValueError("a negative number in a list")
         self.lengths = np.diff(numbers_of(column.offsets)).astype(np.int64)
         self.ends = np.cumsum(self.lengths)
         if len(flat) > MAX_EXTENTS or self.lengths.max(initial=0) > MAX_DIMENSIONS:

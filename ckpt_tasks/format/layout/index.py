@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
 from ckpt_tasks.format.digests import digest_hex
@@ -86,7 +85,7 @@ def write_index(index: Index) -> bytes:
 
     Raises UnsupportedStateError if it has more regions or extents than a reader accepts.
     """
-    extents = sum(len(pc.list_flatten(chunk)) for chunk in index.table.column("tensor_shape").chunks)
+    extents = sum(len(chunk.flatten()) for chunk in index.table.column("tensor_shape").chunks)
     if len(index) > MAX_REGIONS or extents > MAX_EXTENTS:
         raise UnsupportedStateError(
             f"the checkpoint has {len(index)} regions with {extents} extents, more than are read",
