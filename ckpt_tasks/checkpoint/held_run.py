@@ -355,6 +355,7 @@ class HeldRun:
             soon = f", and the first save comes after {FIRST_INTERVAL_S:.0f} s" if self.config.automatic else ""
             _log.warning("An earlier process held this run and committed nothing: training begins at step 0%s", soon)
         if self._ranks.first:
+            self._note_again(0)
             self._start.begun(self._cache.reached)
 
     def _log_restored(
@@ -365,11 +366,18 @@ class HeldRun:
         A fork applies its own parameters later, so there is no warning of them.
         """
         if self._ranks.first:
+            self._note_again(chosen.step)
             self._start.restored(chosen, snapshot, self._cache.reached)
         origin = self._history.head().state.origin if report.replaced else None
         if report.replaced and not (origin and origin.set and origin.identity == chosen.manifest_digest):
             is_tried = any(isinstance(value, Started) and value.is_tried for value in state.values())
             self._start.replaced(_REPLACED % (chosen.step, "\n  ".join(report.replaced)), is_tried=is_tried)
+
+    def _note_again(self, step: int) -> None:
+        """Note for the next commit which steps of an earlier process are trained again after a start at `step`."""
+        reached = self._cache.reached
+        if reached is not None and reached > step and not self._start.is_told:
+            self._own().resume.again = step + 1, reached
 
     def _wait_idle(self) -> None:
         """Wait until saves under way have succeeded or failed; raise only the loss of the run."""

@@ -117,7 +117,7 @@ def browser(directory: Path) -> Iterator[Page]:
         assert started.stderr is not None
         lines = iter(started.stderr.readline, "")
         port = next(match[1] for line in lines if (match := re.search(r"ws://127\.0\.0\.1:(\d+)/", line)))
-        with connect(_page_of(port), max_size=None, proxy=None) as line:
+        with connect(_page_of(port), max_size=None, proxy=None, ping_interval=None) as line:
             yield Page(line)
     finally:
         started.kill()

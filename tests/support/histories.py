@@ -25,6 +25,7 @@ class Told:
         self.history = History(LocalStore(run_dir))
         self.history.create(run_key)
         self.entries: list[Entry] = []
+        self.metrics: Mapping[str, float] = {}  # Of each commit from now on.
         self._at = datetime(2026, 1, 1, tzinfo=UTC) if ago_s is None else datetime.now(UTC) - timedelta(seconds=ago_s)
         self._epoch = 0
 
@@ -47,7 +48,7 @@ class Told:
     def commit(self, step: int, **observed: Any) -> Told:
         parent = self.state.live[-1].manifest_digest if self.state.live else None
         at = self._at.isoformat(timespec="milliseconds")
-        checkpoint = replace(made(step, len(self.entries), parent), saved_at=at)
+        checkpoint = replace(made(step, len(self.entries), parent), saved_at=at, metrics=self.metrics)
         kept = State(**{**vars(self.state), "live": self.state.live[-2:]})
         return self._put(
             {"kind": "commit", "step": step, **observed}, kept.with_checkpoint(checkpoint, frozenset()), self._epoch

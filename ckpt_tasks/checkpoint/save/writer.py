@@ -351,11 +351,12 @@ class Writer(Pipeline):
         assert run.committer is not None  # This is rank 0.
         present = same_step([part for part in parts if part is not None])
         more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
+        more["again"] = run.resume.again
         observed: dict[str, object] = {"stall_s": round(cost_s, 6), **snapshot.spent.since(run.line.spent)}
         observed |= {name: value for name, value in more.items() if value}
         commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
         entry, _ = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
-        run.resume.parts, run.failed_saves = {}, 0
+        run.resume.parts, run.resume.again, run.failed_saves = {}, None, 0
         for attached in snapshot.saving.attached:
             attached.committed(self.listeners)
         return entry

@@ -70,6 +70,7 @@ class RunTable:
             return {
                 "server": self._id,
                 "root": self.root.url,
+                "missing": self.root.near and not Path(self.root.url).is_dir(),
                 "revision": self._revision,
                 "complete": self._looks > 0,
                 "runs": len(self._rows),

@@ -77,7 +77,7 @@ class OpenRun:
                 "happenings": report.happenings(),
                 "checkpoints": report.checkpoints,
                 "live": len(state.live),
-                "environment": self._environment(state),
+                **self._origin(state),
             }
         )
         return about
@@ -100,13 +100,14 @@ class OpenRun:
         self._curves.add(new, tables)
         return course
 
-    def _environment(self, state: State) -> dict[str, str]:
+    def _origin(self, state: State) -> dict[str, Any]:
         for newest in lineage(state.live)[:1]:
             try:
-                return dict(read_manifest(self._store, newest).environment)
+                manifest = read_manifest(self._store, newest)
+                return {"environment": dict(manifest.environment), "ranks": manifest.world_size}
             except CkptError as error:
-                return {"cannot be read": str(error)}
-        return {}
+                return {"environment": {"cannot be read": str(error)}, "ranks": None}
+        return {"environment": {}, "ranks": None}
 
 
 class OpenRuns:

@@ -45,7 +45,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_MOST_POINTS, _MOST_METRICS = 4_000, 64
+_MOST_POINTS, _MOST_METRICS = 1_000_000, 64  # All points of a metric, for a CSV file.
 _IDLE_S = 60.0
 # Read whole ledgers for this long before each answer to Prometheus, which waits for 10 s, and after the answer.
 _SCRAPE_S, _AFTER_S = 1.0, 5.0

@@ -113,13 +113,18 @@ class Course:
 
     @property
     def redone_steps(self) -> int:
-        """The completed steps that training repeated after a restore.
+        """The number of completed steps that training repeated after a restore."""
+        return sum(last - first + 1 for first, last in self.redone.values())
+
+    @cached_property
+    def redone(self) -> dict[int, tuple[int, int]]:
+        """The first and the last completed step that training repeated before a commit, by the commit's number.
 
         The ledger shows repeated steps before a commit, and repeated steps of an attempt that failed in a process that
-        lived on. It does not show the steps of a killed process after its last commit.
+        lived on. It shows the steps of a killed process after its last commit if the next process ran on its host.
         """
         steps: dict[str | None, int] = {None: 0}
-        redone = reached = 0
+        redone, reached = dict[int, tuple[int, int]](), 0
         for moment in (place.moment for place in self.of("commit", "failure")):
             step = moment.step or 0
             if moment.kind == "failure":
@@ -127,8 +132,10 @@ class Course:
                 continue
             steps[moment.identity] = step
             # Without `resumed`, training continued without a break or from a snapshot in memory: no step is repeated.
-            if moment.resumed:
-                redone += max(0, reached - steps.get(moment.parent, reached))
+            if moment.resumed or moment.again:
+                first, last = moment.again or (steps.get(moment.parent, reached) + 1, reached)
+                if first <= last:
+                    redone[moment.n] = first, last
                 reached = step
             reached = max(reached, step)
         return redone

@@ -52,8 +52,8 @@ class Moment:
     clock. `text` is the entry's own text: why an owner took the run, what failed, which suite. A commit also has
     identities, and seconds: how long training waited, the time from snapshot to commit, the time of a step (None:
     unknown), the time of all its steps, and how long they waited for data. `steps` are name and digest of its table of
-    steps; `resumed` has the parts of the preceding resume, by RESUMED. `failed_saves` counts the failed saves between
-    the previous commit and this one.
+    steps; `resumed` has the parts of the preceding resume, by RESUMED; `again` is the first and the last step of a
+    killed process that were repeated. `failed_saves` counts the failed saves between the previous commit and this one.
     """
 
     kind: str
@@ -73,6 +73,7 @@ class Moment:
     data_s: float = 0.0
     steps: tuple[str, str] | None = None
     resumed: Mapping[str, float] = field(default_factory=dict)
+    again: tuple[int, int] | None = None
     failed_saves: int = 0
 
 
@@ -180,6 +181,7 @@ def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
         data_s=_seconds(event, "data_s") or 0.0,
         steps=steps_of(event, made.step) if made else None,
         resumed=_resumed(event.get("resumed")),
+        again=_again(event.get("again")),
         failed_saves=failed if type(failed := event.get("failed_saves")) is int and failed > 0 else 0,
     )
 
@@ -187,6 +189,13 @@ def _commit(entry: Entry, about: Mapping[str, Any]) -> Moment:
 def _resumed(parts: Any) -> dict[str, float]:
     read = {name: _seconds(parts, name) for name in RESUMED} if isinstance(parts, dict) else {}
     return {name: part_s for name, part_s in read.items() if part_s is not None}
+
+
+def _again(steps: Any) -> tuple[int, int] | None:
+    match steps:
+        case [int(first), int(last)] if 0 < first <= last <= MAX_STEP:
+            return first, last
+    return None
 
 
 def _evaluation(entry: Entry, about: Mapping[str, Any]) -> Moment:

@@ -181,14 +181,20 @@ def thin(step: _Floats, elapsed_s: _Floats, value: _Floats, most: int) -> dict[s
 
 
 def marks_of(course: Course) -> list[dict[str, Any]]:
-    """Return the newest failures, deaths, resumes and rollbacks, with the step that training had reached."""
+    """Return the newest failures, deaths, resumes and rollbacks, with the step that training had reached.
+
+    `again` is the first and the last step that was trained again afterwards.
+    """
     marks: list[dict[str, Any]] = []
-    step = 0
+    step, committed_s = 0, 0.0
     first = course.of("taken", "lost")[:1]
     for place in course.placed:
         moment = place.moment
         if moment.kind == "commit" and moment.step is not None:
             step = moment.step
+            if moment.n in course.redone and marks and marks[-1]["at_s"] >= committed_s:
+                marks[-1]["again"] = course.redone[moment.n]
+            committed_s = round(place.elapsed_s, 3)
         elif moment.kind in _MARKED and place not in first:
             at_s = round(place.elapsed_s, 3)
             marks.append({"kind": moment.kind, "step": step, "at_s": at_s, "text": moment.text})

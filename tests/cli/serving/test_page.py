@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.serve import make_root
 from ckpt_tasks import Checkpointer
-from ckpt_tasks.cli.serving.run_table import RunTable
-from ckpt_tasks.cli.serving.server import PageServer
-from ckpt_tasks.storage.local import LocalStore
-from tests.support.browser import Page, browser
+from tests.support.browser import Page
 from tests.support.cli_runs import config, some_state
 from tests.support.histories import Told, trained
+from tests.support.serving import ROWS, served
 
-ROWS = "[...document.querySelectorAll('#table tbody tr .name')].map(cell => cell.textContent)"
 EVIL = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five runs of 120 commits, 1,200 steps each."""
-    place = tmp_path_factory.mktemp("serve")
-    make_root(place, runs=5, commits=120)
-    return place
-
-
-@pytest.fixture(scope="module")
-def url(root: Path) -> Iterator[str]:
-    table = RunTable(LocalStore(root))
-    with PageServer(table, "127.0.0.1", 0, None) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        table.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("browser")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(window: Page) -> Iterator[Page]:
-    """A page without an error, before and after."""
-    window.errors.clear()
-    yield window
-    assert window.errors == []
 
 
 def drawn(*names: str) -> str:
@@ -85,7 +47,7 @@ def test_search_filters_and_a_heading_sorts(page: Page, url: str) -> None:
 
 def test_two_chosen_runs_are_over_each_other_with_their_differences(page: Page, url: str) -> None:
     """A click on each box: both curves in one chart, the spike of each kept, and the parameters that differ first."""
-    page.go(url)
+    page.go(f"{url}#run=")
     page.until(f"{ROWS}.length === 5")
     for name in ("run-000", "run-001"):
         page.value(f"document.querySelector('[aria-label=\"choose {name}\"]').click()")
@@ -113,11 +75,8 @@ def test_a_commit_is_seen_without_a_reload(page: Page, tmp_path: Path) -> None:
     """The page is open while a run commits, another one begins, and one goes away: rows and curve follow."""
     told = trained(Told(tmp_path / "one").taken(), 3, every_s=1, steps=10)
     gone = trained(Told(tmp_path / "two").taken(), 1, every_s=1, steps=10)
-    table = RunTable(LocalStore(tmp_path))
-    with PageServer(table, "127.0.0.1", 0, None) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        table.start()
-        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=one")
+    with served(tmp_path) as address:
+        page.go(f"{address}#run=one")
         page.until(f"{ROWS}.join() === 'one,two'")
         page.until("document.querySelector('#abouts')?.innerText.includes('step 30')")
         trained(told, 1, every_s=1, steps=10)
@@ -127,7 +86,6 @@ def test_a_commit_is_seen_without_a_reload(page: Page, tmp_path: Path) -> None:
         (tmp_path / "two").rename(tmp_path / ".two")
         page.until(f"{ROWS}.join() === 'one,three'")
         assert gone.entries
-        server.shutdown()
 
 
 def test_a_server_that_does_not_answer_is_said(page: Page, url: str) -> None:
@@ -146,16 +104,12 @@ def test_a_hostile_text_stays_a_text(page: Page, tmp_path: Path) -> None:
     """A run's name, a reason, and parameters with markup in them are shown as they are, and nothing of them runs."""
     told = Told(tmp_path / EVIL, EVIL).taken(EVIL)
     trained(told, 2, every_s=1, steps=10)
-    table = RunTable(LocalStore(tmp_path))
-    with PageServer(table, "127.0.0.1", 0, None) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        table.start()
-        page.go(f"http://127.0.0.1:{server.server_address[1]}/")
+    with served(tmp_path) as address:
+        page.go(f"{address}")
         page.until(f"{ROWS}.length === 1")
         page.value("document.querySelector('.name button').click()")
         page.until(f"document.querySelector('#abouts').innerText.includes({EVIL!r})")
         assert page.value("document.querySelectorAll('img').length") == 0
-        server.shutdown()
 
 
 @pytest.mark.parametrize("metric", ["constructor", "__proto__", "toString"])
@@ -165,11 +119,8 @@ def test_a_metric_may_have_the_name_of_a_member_of_every_object(page: Page, tmp_
         with Checkpointer(config(tmp_path / run)) as ckpt:
             for step in (1, 2):
                 ckpt.save(step, some_state(step), metrics=metrics)
-    table = RunTable(LocalStore(tmp_path))
-    with PageServer(table, "127.0.0.1", 0, None) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        table.start()
-        page.go(f"http://127.0.0.1:{server.server_address[1]}/#run=run&run=other")
+    with served(tmp_path) as address:
+        page.go(f"{address}#run=run&run=other")
         labels = "[...document.querySelectorAll('.chart-canvas')].map(one => one.ariaLabel)"
         for name, run, value in ((metric, "run", "0.5"), ("loss", "run", "0.25"), ("loss", "other", "0.125")):
             page.until(f"{labels}.some(label => label.startsWith({name!r}) && label.includes('{run} ends at {value}'))")
@@ -179,7 +130,6 @@ def test_a_metric_may_have_the_name_of_a_member_of_every_object(page: Page, tmp_
             )
             == 0
         )
-        server.shutdown()
 
 
 @pytest.mark.parametrize("dark", [False, True])

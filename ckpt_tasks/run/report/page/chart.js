@@ -10,6 +10,8 @@ const ckptChart = (() => {
   const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
   for (let days = 2; days < 1e5; days *= days.toString()[0] === "2" ? 2.5 : 2) SPANS.push(days * 86400);
   const MOST_ROWS = 12;
+  const NEAR_PX = 8; // The tooltip leaves out a run whose nearest value is farther away.
+  const OWNERS = ["taken", "lost"];
   // What the time went into, as in the table of a report.
   const SHARES = {
     useful: "#2e9e6b", lost: "#d1495b", saving: "#d9a100", starting: "#7d8ff0", down: "#8b8f98", idle: "#c9ccd3",
@@ -64,12 +66,21 @@ const ckptChart = (() => {
     return { ...base, value };
   }
 
-  function columns(line, by, log) {
+  // By time, no line is drawn from one process to the next: a new owner is a gap.
+  function columns(line, by, log, marks) {
     const along = by === "time" ? line.at_s : line.step;
+    const begins = by === "time" ? marks.filter((mark) => OWNERS.includes(mark.kind)).map((mark) => mark.at_s) : [];
     const xs = [];
     const ys = [];
+    let next = 0;
     for (let n = 0; n < along.length; n += 1) {
       const value = log && !(line.value[n] > 0) ? null : line.value[n];
+      const first = next;
+      while (next < begins.length && begins[next] <= along[n]) next += 1;
+      if (xs.length && next > first && along[n] > xs[xs.length - 1]) {
+        xs.push((xs[xs.length - 1] + along[n]) / 2);
+        ys.push(null);
+      }
       if (xs.length && along[n] <= xs[xs.length - 1]) {
         if (along[n] === xs[xs.length - 1] && value !== null) ys[ys.length - 1] = value; // Two values of one step.
         continue;
@@ -80,7 +91,7 @@ const ckptChart = (() => {
     return [xs, ys];
   }
 
-  // A step whose value is not there for this run is skipped; the nearest one that is there is shown.
+  // The nearest value of a run, or null if it has none near: the lines of several runs are thinned at different steps.
   function nearest(plot, series, at) {
     const values = plot.data[series];
     const xs = plot.data[0];
@@ -88,9 +99,24 @@ const ckptChart = (() => {
     let [before, after] = [at, at];
     while (before >= 0 && !has(before)) before -= 1;
     while (after < values.length && !has(after)) after += 1;
-    if (before < 0) return after < values.length ? after : null;
-    if (after >= values.length) return before;
-    return xs[at] - xs[before] <= xs[after] - xs[at] ? before : after;
+    const found = before < 0 || (after < values.length && xs[after] - xs[at] < xs[at] - xs[before]) ? after : before;
+    const away = (n) => Math.abs(plot.valToPos(xs[n], "x") - plot.valToPos(xs[at], "x"));
+    return found < values.length && away(found) <= NEAR_PX ? found : null;
+  }
+
+  // The ends of an axis whose values are all the same.
+  const around = (value, part) => [value - (Math.abs(value) * part || 1), value + (Math.abs(value) * part || 1)];
+
+  function saveFile(name, blob) {
+    const link = element("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\w.-]+/g, "-") });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  }
+
+  function again({ again }) {
+    if (!again) return "";
+    const [from, to] = again;
+    return from === to ? `; step ${to} was trained again` : `; steps ${from} to ${to} were trained again`;
   }
 
   // Marks of what happened; by time also a tick for each commit, and a strip of what the time went into.
@@ -118,7 +144,12 @@ const ckptChart = (() => {
       }
       for (const mark of marks) {
         const x = Math.round(plot.valToPos(by === "time" ? mark.at_s : mark.step, "x", true));
-        ctx.strokeStyle = css(mark.kind === "taken" ? "--again" : "--fail");
+        ctx.strokeStyle = mark.n === undefined ? css(mark.kind === "taken" ? "--again" : "--fail") : colour(mark.n);
+        if (by === "step" && mark.again) {
+          const [from, to] = mark.again.map((step) => plot.valToPos(step, "x", true));
+          ctx.fillStyle = `${ctx.strokeStyle}2b`;
+          ctx.fillRect(from, bbox.top, Math.max(2 * devicePixelRatio, to - from), bbox.height);
+        }
         ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
         ctx.lineWidth = devicePixelRatio;
         ctx.beginPath();
@@ -131,7 +162,8 @@ const ckptChart = (() => {
   }
 
   // A chart of one metric in `place`. `what`: title, by ("step" or "time"), log, smooth (0 to 0.999), marks, range (low
-  // and high, or null), onzoom(low, high), and runs: label, n (its colour), line and left (as the server thins them).
+  // and high, or null), onzoom(low, high), and runs: label, n (its colour), marks, line and left (as the server thins
+  // them). `whole()`, if given, promises the runs with all values, for the file of a CSV.
   class Chart {
     constructor(place) {
       this.title = element("h3");
@@ -139,7 +171,10 @@ const ckptChart = (() => {
       this.canvas = element("div", { class: "chart-canvas", tabindex: "0", role: "img" });
       this.tip = element("div", { class: "chart-tip", hidden: true });
       this.keys = element("ul", { class: "chart-keys" });
-      this.root = element("figure", { class: "chart" }, this.title, this.note, this.canvas, this.keys, this.tip);
+      this.files = element("span", { class: "chart-files" },
+        element("button", { type: "button", text: "CSV", onclick: () => this.saveTable() }),
+        element("button", { type: "button", text: "PNG", onclick: () => this.savePicture() }));
+      this.root = element("figure", { class: "chart" }, element("div", { class: "chart-head" }, this.title, this.files), this.note, this.canvas, this.keys, this.tip);
       place.append(this.root);
       this.plot = null;
       this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -166,62 +201,64 @@ const ckptChart = (() => {
       if (this.plot) this.plot.destroy();
       this.tip.hidden = true;
       const [tables, series] = this.series(what);
-      const data = tables.length ? uPlot.join(tables) : [[]];
+      // 2: a gap of one run stays a gap between the values of others.
+      const data = tables.length ? uPlot.join(tables, tables.map(() => [0, 2])) : [[]];
       const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
       this.title.textContent = what.title;
       const had = what.runs.some((run) => run.line.value.length);
       const empty = !had ? "No value yet." : what.log ? "No value above zero." : "No finite value: all are NaN or infinite.";
       this.note.textContent = some ? "" : what.busy ? "Reading…" : empty;
       this.note.hidden = some;
-      this.canvas.hidden = !some;
+      this.canvas.hidden = this.files.hidden = !some;
       this.plot = null;
       this.canvas.setAttribute("aria-label", this.words(what));
       const shares = Object.keys(SHARES).filter((share) => what.by === "time" && (what.strip || []).includes(share));
       this.keys.replaceChildren(...shares.map((share) => element("li", {}, this.swatch(SHARES[share]), share)));
       if (some && shares.length && (what.commits || []).length) this.keys.append(element("li", { text: "tick: a commit" }));
       if (some && (what.marks || []).length) this.keys.append(element("li", { text: "dashed: a failure, a resume or a rollback" }));
-      if (some) this.plot = new uPlot(this.options(what, series), data, this.canvas);
+      if (some && what.by === "step" && (what.marks || []).some((mark) => mark.again)) this.keys.append(element("li", { text: "shaded: trained again" }));
+      if (some) this.plot = new uPlot(this.options(what, series, data[0]), data, this.canvas);
     }
 
     series(what) {
       const tables = [];
       const series = [{}];
-      const add = (line, look) => {
-        const [xs, ys] = columns(line, what.by, what.log);
+      const add = (line, look, marks) => {
+        const [xs, ys] = columns(line, what.by, what.log, marks || []);
         if (!xs.length) return;
         tables.push([xs, ys]);
         series.push({ spanGaps: false, points: { show: xs.length < 60 && look.width > 1, size: 5 }, ...look });
       };
       for (const run of what.runs) {
         const stroke = colour(run.n);
-        for (const left of run.left) add(left, { stroke: `${stroke}77`, width: 1, dash: [3, 3] });
+        for (const left of run.left) add(left, { stroke: `${stroke}77`, width: 1, dash: [3, 3] }, run.marks);
         if (what.smooth > 0) {
-          add(run.line, { stroke: `${stroke}55`, width: 1 });
-          add(smoothed(run.line, what.smooth), { stroke, width: 2, dash: dash(run.n), run });
+          add(run.line, { stroke: `${stroke}55`, width: 1 }, run.marks);
+          add(smoothed(run.line, what.smooth), { stroke, width: 2, dash: dash(run.n), run }, run.marks);
         } else {
-          add(run.line, { stroke, width: 1.6, dash: dash(run.n), run });
+          add(run.line, { stroke, width: 1.6, dash: dash(run.n), run }, run.marks);
         }
       }
       return [tables, series];
     }
 
-    options(what, series) {
+    options(what, series, xs) {
       const [ink, rule] = [css("--pale"), css("--rule")];
       const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
       const font = "12px system-ui, sans-serif";
       const words = what.by === "time" ? (value) => span(value) : (value) => number(value);
-      const range = what.range;
+      const range = what.range || (xs.length === 1 ? around(xs[0], 0.05) : null);
       return {
         width: Math.max(200, this.canvas.clientWidth),
         height: HEIGHT,
         series,
         legend: { show: false },
         scales: {
-          x: { time: false, ...(range ? { range: () => range } : {}) },
+          x: { time: false, range: (_, min, max) => range || [min, max] },
           // The strip of a course lies below the curve.
           y: what.by === "time" && what.strip && !what.log
-            ? { range: (_, min, max) => { const room = max - min || Math.abs(max) || 1; return [min - 0.16 * room, max + 0.06 * room]; } }
-            : what.log ? { distr: 3 } : { range: (_, min, max) => (min === max ? [min - (Math.abs(min) || 1), max + (Math.abs(max) || 1)] : uPlot.rangeNum(min, max, 0.1, true)) },
+            ? { range: (_, min, max) => { const room = max - min || Math.abs(max) / 10 || 1; return [min - 0.16 * room, max + 0.06 * room]; } }
+            : what.log ? { distr: 3 } : { range: (_, min, max) => (min === max ? around(min, 0.1) : uPlot.rangeNum(min, max, 0.1, true)) },
         },
         axes: [
           { ...axis, font, space: 70, values: (_, ticks) => ticks.map(words), ...(what.by === "time" ? { incrs: SPANS } : {}) },
@@ -269,7 +306,7 @@ const ckptChart = (() => {
         const at = plot.valToPos(by === "time" ? mark.at_s : mark.step, "x");
         return Math.abs(at - left) < 6;
       });
-      for (const mark of near.slice(0, 3)) rows.push(element("li", { text: `${mark.kind}: ${mark.text}` }));
+      for (const mark of near.slice(0, 3)) rows.push(element("li", { text: `${mark.label ? `${mark.label}, ` : ""}${OWNERS.includes(mark.kind) ? "resumed" : mark.kind}: ${mark.text}${again(mark)}` }));
       if (rows.length > MOST_ROWS) rows.splice(MOST_ROWS, rows.length, element("li", { text: `and ${rows.length - MOST_ROWS} more` }));
       const head = by === "time" ? `after ${span(x)}` : `step ${x}`;
       this.tip.replaceChildren(element("p", { text: head }), element("ul", {}, ...rows));
@@ -279,6 +316,38 @@ const ckptChart = (() => {
       const flipped = plot.over.offsetLeft + left - this.tip.offsetWidth - 14;
       this.tip.style.left = `${Math.max(0, wanted > space ? flipped : wanted)}px`;
       this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, top - 20)}px`;
+    }
+
+    // A row for each value: kept, or left behind when training went back.
+    async saveTable() {
+      const { title, whole } = this.what;
+      const runs = whole ? await whole() : this.what.runs;
+      const quoted = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+      const rows = ["run,step,seconds,value,part"];
+      const add = (label, line, part) => line.step.forEach((step, n) => rows.push(`${quoted(label)},${step},${line.at_s[n]},${line.value[n] ?? ""},${part}`));
+      for (const run of runs) {
+        add(run.label, run.line, "kept");
+        for (const left of run.left) add(run.label, left, "left behind");
+      }
+      saveFile(`${title}.csv`, new Blob([`${rows.join("\n")}\n`], { type: "text/csv" }));
+    }
+
+    savePicture() {
+      const drawn = this.plot.ctx.canvas;
+      const { title, runs } = this.what;
+      const [canvas, unit] = [element("canvas"), 20 * devicePixelRatio];
+      const head = unit * (runs.length + 1.5);
+      Object.assign(canvas, { width: drawn.width, height: drawn.height + head });
+      const ctx = canvas.getContext("2d");
+      ctx.fillStyle = css("--back");
+      ctx.fillRect(0, 0, canvas.width, canvas.height);
+      [{ label: title }, ...runs].forEach((one, n) => {
+        ctx.fillStyle = n ? colour(one.n) : css("--ink");
+        ctx.font = `${n ? "" : "600 "}${0.65 * unit}px system-ui, sans-serif`;
+        ctx.fillText(one.label, unit / 2, unit * (n + 1));
+      });
+      ctx.drawImage(drawn, 0, head);
+      canvas.toBlob((blob) => saveFile(`${title}.png`, blob));
     }
 
     swatch(background) {

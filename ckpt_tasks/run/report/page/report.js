@@ -20,7 +20,7 @@
     course.show({
       title: main === undefined ? "Where the time went" : `${main} over time`, by: "time", log: state.log, smooth: state.smooth,
       range: seen, marks: data.marks, strip: data.strip, commits: data.commits, wall_s: data.wall_s,
-      runs: lines.map((name, n) => ({ label: name, n, line: data.lines[name].line, left: data.lines[name].left })),
+      runs: lines.map((name, n) => ({ label: name, n, line: data.lines[name].line, left: data.lines[name].left, marks: data.marks })),
       onzoom: (low, high) => {
         seen = low === null ? null : [low, high];
         showCourse();
@@ -41,7 +41,7 @@
       const { line, left } = data.lines[name];
       chart.show({
         title: name, by: state.by, log: state.log, smooth: state.smooth, range: state.range, marks: data.marks,
-        runs: [{ label: data.label, n: 0, line, left }],
+        runs: [{ label: data.label, n: 0, line, left, marks: data.marks }],
         onzoom: (low, high) => set({ range: low === null ? null : [low, high] }),
       });
     }
