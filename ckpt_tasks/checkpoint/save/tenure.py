@@ -107,9 +107,8 @@ class Resume:
     def __init__(self) -> None:
         self.owner_s: float | None = None  # The process waited this long for the run directory; None after a restore.
         self.brought: dict[str, float] = {}  # What extensions did as the run was taken took this long, by its part.
-        self.again: tuple[int, int] | None = (
-            None  # The first and the last step that training repeats; None after the commit.
-        )
+        # The first and the last step that training repeats; None after the commit.
+        self.again: tuple[int, int] | None = None
         self.first_s: float | None = None  # The first step of this tenure took this long.
         self.parts: Mapping[str, float] = {}  # Empty before the first step, and after the commit.
         self._at_s = system().monotonic()
