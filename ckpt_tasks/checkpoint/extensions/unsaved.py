@@ -99,21 +99,21 @@ class UnsavedObjects(Extension):
         self._has_looked = True
         _lookers.add(self)
         kinds: tuple[Any, ...] = (DataLoader, Optimizer, LRScheduler, _BaseDataLoaderIter)
-        alive = _alive(*kinds)
-        loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         covered = [one for value in state.values() if isinstance(value, Covering) for one in value.covered()]
+        saved = {*map(id, covered)}
+        alive = [one for one in _alive(*kinds) if id(one) not in saved]
+        loaders, optimizers, schedules, iterators = ([one for one in alive if isinstance(one, kind)] for kind in kinds)
         parts = [*objects_of(state), *covered, *(one for module in state.modules.values() for one in module.modules())]
         self._held = [part for part in parts if isinstance(part, _KINDS)]
         alone = not any(map(may_hold_others, state.values()))
         by_trainer = any(map(_is_trainer, state.values()))
-        without = [one for one in loaders if not any(one is known for known in covered)]
-        _warn_of_drawing(without, nested=alone and not by_trainer)
+        _warn_of_drawing(loaders, nested=alone and not by_trainer)
         if alone:
             outside = _outside(state, optimizers)
             _warn_of_optimizers(outside)
             self._outside = WeakKeyDictionary(outside)
-            _warn_of_schedules(state, [one for one in schedules if not any(one is known for known in covered)])
-            _warn_of_ranks(state, {*map(id, covered)})
+            _warn_of_schedules(state, schedules)
+            _warn_of_ranks(state, saved)
             _warn_of_parameters(state)
             if not by_trainer:  # A trainer has its own position in the data.
                 _warn_of_begun_again(state, iterators, step, self._restored_step)
