@@ -1,12 +1,15 @@
-"""Pauses of the garbage collector, in the whole process."""
+"""Pauses of the garbage collector, and collections that are known to have happened, in the whole process."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_PATIENCE_S, _LOOK_S = 120.0, 0.02  # How long to wait for another thread's collection, and how often to look.
 
 
 @contextmanager
@@ -22,6 +25,29 @@ def gc_paused() -> Iterator[None]:
     finally:
         if ours:
             _pauses.end()
+
+
+def collect_all() -> None:
+    """Collect all garbage, after another thread's collection, for which to wait at most 120 s.
+
+    `gc.collect()` does nothing while another thread collects, and that lasts: a finalizer of a DataLoader's iterator
+    waits up to 5 s for each of its workers.
+    """
+    thread, done = threading.get_ident(), threading.Event()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2 and threading.get_ident() == thread:
+            done.set()
+
+    gc.callbacks.append(note)
+    began_s = time.monotonic()
+    try:
+        gc.collect()
+        while not done.is_set() and time.monotonic() - began_s < _PATIENCE_S:
+            time.sleep(_LOOK_S)
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)
 
 
 class _Pauses:

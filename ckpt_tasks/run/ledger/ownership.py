@@ -7,7 +7,6 @@ certainly dead, or has a heartbeat older than the timeout.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -34,6 +33,7 @@ from ckpt_tasks.format.keys import heartbeat_name, parse_attempt
 from ckpt_tasks.format.ledger import BestMode, State
 from ckpt_tasks.format.parsing import seconds_of
 from ckpt_tasks.format.records import Owner
+from ckpt_tasks.gc_pause import collect_all
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.fencing import check_owner
 from ckpt_tasks.run.ledger.history import Head, History
@@ -46,7 +46,7 @@ RELEASE_GRACE_S = 35.0  # A preempted process has 30 s to commit and release; it
 _POLL_S = 0.25
 _BEAT = 1 / 4  # An owner renews its heartbeat after this part of the timeout.
 _MISSED = 1.5  # An owner that has missed this many heartbeats is late, or gone.
-_COLLECTIONS, _COLLECTION_S = 5, 0.02  # Another thread may be collecting garbage for this long in all.
+_LOOKS, _LOOK_S = 5, 0.02  # A heartbeat's thread may hold the Checkpointer during one collection, but not during each.
 
 
 class Leftover(Protocol):
@@ -310,11 +310,11 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 
 def _finish_here(owner: Owner) -> None:
     """Finish the save of a garbage-collected Checkpointer of this process, and release the directory."""
-    for _ in range(_COLLECTIONS if owner.id in Heartbeat.held_here else 0):
-        gc.collect()  # This does nothing while another thread collects.
-        if owner.id in left_here:
+    for _ in range(_LOOKS):
+        if owner.id in left_here or owner.id not in Heartbeat.held_here:
             break
-        system().sleep(_COLLECTION_S)
+        collect_all()
+        system().sleep(_LOOK_S)
     if owner.id in left_here:
         left_here[owner.id].finish()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +142,31 @@ def test_a_second_checkpointer_of_a_process_does_not_fence_the_first(run_dir: Pa
         second.save(3, {"x": 3})
     del third
     assert mine(run_dir).restore({"x": 0}) == 2
+
+
+class Slow:
+    """An object whose finalizer waits for `until` during a collection, as that of a DataLoader's iterator does."""
+
+    def __init__(self, until: threading.Event, waits: threading.Event) -> None:
+        self.myself, self.until, self.waits = self, until, waits
+
+    def __del__(self) -> None:
+        self.waits.set()
+        self.until.wait(60)
+
+
+def test_a_checkpointer_that_is_garbage_is_found_while_another_thread_collects(run_dir: Path) -> None:
+    """P33: the next Checkpointer of a run waits for a long collection of another thread, and then goes on."""
+    until, waits = threading.Event(), threading.Event()
+    Slow(until, waits)
+    collector = threading.Thread(target=gc.collect)
+    collector.start()
+    assert waits.wait(60)
+    first = mine(run_dir)
+    first.save(1, {"x": 1})
+    first.myself = first  # type: ignore[attr-defined]  # only the collector can free it
+    del first
+    threading.Timer(0.5, until.set).start()
+    assert mine(run_dir).restore({"x": 0}) == 1
+    assert until.is_set()
+    collector.join()
