@@ -138,10 +138,11 @@ class LightningState(Started):
         }
 
     def covered(self) -> list[Any]:
-        """Return the trainer, the module's callbacks and schedules: their state is in the dump."""
+        """Return what the dump has: the trainer, the module's callbacks and schedules, and gradients."""
         trainer: Any = self._trainer
         schedules = [one.scheduler for one in trainer.lr_scheduler_configs]
-        return [trainer, trainer.datamodule, *trainer.callbacks, *schedules]
+        gradients = [Gradients(self._module)] if self._accumulates() else []
+        return [trainer, trainer.datamodule, *trainer.callbacks, *schedules, *gradients]
 
     def begin(self) -> None:
         """Use the dump from now on: the restore is complete, or the run had no checkpoint."""
@@ -179,10 +180,13 @@ class LightningState(Started):
             ),
             **self._set_at_epoch_start(),
         }
-        if not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module):
-            # With several optimizers, one may be accumulating.
+        if self._accumulates():
             dump["ckpt_tasks"]["gradients"] = Gradients(self._module).state_dict()
         return dump
+
+    def _accumulates(self) -> bool:
+        """Return whether gradients may outlast a step of the loop: with several optimizers, one may be accumulating."""
+        return not self._module.automatic_optimization or is_overridden("optimizer_zero_grad", self._module)
 
     def _set_at_epoch_start(self) -> dict[str, Any]:
         """Return what Lightning's callbacks set at the start of an epoch, which a resumed epoch does not repeat."""

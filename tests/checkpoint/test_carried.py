@@ -42,9 +42,10 @@ class Training:
             late.zero_grad()
         self.loss(x).backward()  # It has gradients for both.
         early.step()
-        if self.form in ("accumulated", "in both"):
-            if is_fourth or self.form == "in both":
+        if self.form in ("accumulated", "in both", "never zeroed"):
+            if is_fourth or self.form != "accumulated":
                 late.step()
+            if self.form == "in both" or (is_fourth and self.form == "accumulated"):
                 late.zero_grad()
         elif self.form == "frozen":
             if number == 0:
@@ -82,18 +83,19 @@ def trained(run: Path, form: str, adopted: str, *, with_gradients: bool = False,
     return training.late.weight.detach()
 
 
+@pytest.mark.parametrize("form", ["accumulated", "never zeroed"])
 @pytest.mark.parametrize("adopted", ["two lines", "step by step"])
 def test_gradients_accumulated_over_a_save_are_named(
-    adopted: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    adopted: str, form: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning says whose they are; with the object that it names, a resume between two steps is bit for bit."""
-    whole = trained(tmp_path / "whole", "accumulated", adopted)
+    whole = trained(tmp_path / "whole", form, adopted)
     assert [text for text in caplog.messages if SAID in text and "Gradients(model)" in text] == caplog.messages
     assert len(caplog.messages) == 1
     caplog.clear()
     with pytest.raises(InterruptedError):
-        trained(run_dir, "accumulated", adopted, with_gradients=True, stop=10)
-    assert torch.equal(trained(run_dir, "accumulated", adopted, with_gradients=True), whole)
+        trained(run_dir, form, adopted, with_gradients=True, stop=10)
+    assert torch.equal(trained(run_dir, form, adopted, with_gradients=True), whole)
     assert caplog.messages == []
 
 

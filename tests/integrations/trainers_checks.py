@@ -124,12 +124,11 @@ def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, l
 class Forgetful(CkptTrainer):
     """Trains what is in no module, or draws from a generator of its script."""
 
-    forgets, generator = "", torch.Generator()
+    forgets, generator, hidden = "", torch.Generator(), [torch.nn.Linear(4, 1)]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         if self.optimizer is None:
-            self.hidden = [torch.nn.Linear(4, 1)]
-            more = self.hidden[0].parameters() if self.forgets == "parameters" else ()
+            more = self.hidden[0].parameters() if self.forgets in ("parameters", "gradients") else ()
             model: Any = self.model
             self.optimizer = torch.optim.SGD([*model.parameters(), *more], 0.1)
         return self.optimizer
@@ -142,12 +141,20 @@ class Forgetful(CkptTrainer):
 
 @pytest.mark.parametrize(
     ("forgets", "says"),
-    [("", ""), ("parameters", "2 parameters that are not in the state"), ("generator", "noise (Generator) is not in")],
+    [
+        ("", ""),
+        ("parameters", "2 parameters that are not in the state"),
+        ("gradients", "The gradients of optimizer were accumulated over a save at step"),
+        ("generator", "noise (Generator) is not in"),
+    ],
 )
 def test_what_a_state_forgets_is_told_under_a_trainer(
     forgets: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The checks of a plain loop are made; Trainer's own loaders, samplers and schedule are none of them."""
+    """The checks of a plain loop are made; Trainer's own loaders, samplers and schedule are none of them.
+
+    Trainer zeroes the gradients of its model alone: those of a loss with parameters of its own go on for ever.
+    """
     noise = Forgetful.generator = torch.Generator()
     args = TrainingArguments(
         str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, save_strategy="no", report_to=[],
@@ -156,7 +163,8 @@ def test_what_a_state_forgets_is_told_under_a_trainer(
     rows = [{"x": torch.randn(4)} for _ in range(24)]
     config = CheckpointConfig(checkpoint_dir=tmp_path / "run", step_interval=1)
     net = Squares(torch.nn.Linear(4, 4))
-    trainer = Forgetful(model=net, args=args, train_dataset=rows, eval_dataset=rows[:4], checkpoint=config)
+    own = {"hidden": Forgetful.hidden[0]} if forgets == "gradients" else {}
+    trainer = Forgetful(model=net, args=args, train_dataset=rows, eval_dataset=rows[:4], checkpoint=config, state=own)
     trainer.forgets = forgets
     with caplog.at_level(logging.WARNING, "ckpt_tasks"):
         trainer.train()

@@ -2,8 +2,9 @@
 
 A hook of one parameter counts what each backward adds to its gradient. A gradient is carried over a save if the next
 backward adds to the same tensor, unchanged in between, and the optimizer steps before anything else has changed it:
-`zero_grad()` would have removed it, or set it to zeros. A loop that has done so once does so again: its later saves
-are told at once, since no step may follow them.
+`zero_grad()` would have removed it, or set it to zeros. A step before the save does not: a loss with parameters of its
+own under Trainer, which zeroes the gradients of its model, is an example. A loop that has done so once does so again:
+its later saves are told at once, since no step may follow them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.checkpoint.extension import Extension, Metrics, Restored
 from ckpt_tasks.state.groups import Groups, objects_of
-from ckpt_tasks.state.kinds.kinds import saves_others
+from ckpt_tasks.state.kinds.kinds import Covering, may_hold_others
 from ckpt_tasks.state.kinds.modules import Gradients
+from ckpt_tasks.state.kinds.names import named_parameters
 from ckpt_tasks.state.kinds.optimizers import is_ordinary
 
 _log = logging.getLogger("ckpt_tasks")
@@ -46,8 +48,8 @@ class CarriedGradients(Extension):
         self.step = step
 
     def captured(self, step: int, state: Groups) -> None:
-        """Look for gradients that the save of this state leaves out."""
-        if any(map(saves_others, state.values())):
+        """Look for gradients that the save of this state leaves out; a foreign object may save them."""
+        if any(map(may_hold_others, state.values())):
             return
         for name, optimizer in state.items():
             if (carried := self._follow(optimizer)) is not None:
@@ -107,8 +109,12 @@ class _Carried:
         self._weights, self._at_step = parameter._version, self._position.step
 
     def note_step(self, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            self._end()
+        if torch.compiler.is_compiling():
+            return
+        self._end()
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is not None and parameter.grad is not None:  # A loop that does not zero it goes on adding to it.
+            self._gradient, self._weights = (ref(parameter.grad), parameter.grad._version), parameter._version
 
     def _end(self) -> None:
         """A step of the optimizer has taken the gradient."""
@@ -122,8 +128,10 @@ class _Carried:
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            if (other := next((p for p in parameters if p.grad is not None and p.is_leaf), None)) is not None:
-                self._follow(other)  # The loop does not train the first one.
+            if others := [p for p in parameters if p.grad is not None and p.is_leaf]:
+                held = {id(p) for _, p in named_parameters(state.modules)} | {*map(id, objects_of(state))}
+                if (other := next((p for p in others if id(p) in held), None)) is not None:
+                    self._follow(other)  # The loop does not train the first one.
             return
         of_backward, version = self._gradient or (lambda: None, 0)
         is_new = of_backward() is gradient and (version, self._weights) == (gradient._version, parameter._version)
@@ -142,6 +150,7 @@ class _Carried:
 
 def _has(state: Groups, gradient: torch.Tensor) -> bool:
     values = [*objects_of(state)]
+    values += [one for value in values if isinstance(value, Covering) for one in value.covered()]
     values += [one for value in values if isinstance(value, Gradients) for one in value.state_dict().values()]
     return any(value is gradient for value in values)
 

@@ -47,11 +47,6 @@ class Covering(Protocol):
         """Return the objects that are saved through this one, or that need no state."""
 
 
-def saves_others(value: Any) -> bool:
-    """Return True if a value saves the state of other objects, or may do so."""
-    return isinstance(value, Covering) or may_hold_others(value)
-
-
 def may_hold_others(value: Any) -> bool:
     """Return True if a value is a foreign object with a state: the state may include an optimizer's."""
     return kind_of(value) == "stateful" and not type(value).__module__.startswith(_OURS)
