@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count, islice
+from itertools import count, islice, pairwise, zip_longest
 from typing import Any
 
 import pytest
@@ -274,13 +274,45 @@ def zipped_with_an_endless_one(epochs: Any, loader: Any, run: Run) -> None:
         run.end()
 
 
+def zipped_with_a_bar(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x, more in zip(loader, tqdm(run.other, disable=True), strict=False):
+            run.train(x, more)
+        run.end()
+
+
+def zipped_with_the_longest(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x, more in zip_longest(loader, run.other):
+            run.train(x, more)
+        run.end()
+
+
+def in_pairs(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for before, x in pairwise(loader):
+            run.train(x, before)
+        run.end()
+
+
+class Anew:
+    """Others that begin anew at each pass, from a generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(BATCHES).split(1)
+
+
 zipped_with_fewer = zipped_with_a_list = zipped_with_a_plain_loader = zipped_with_as_many
+zipped_with_a_generator = zipped_with_as_many
 FORMS = {
     name: form
     for name, form in [*globals().items()]
     if getattr(form, "__code__", None) and form.__code__.co_varnames[:3] == ("epochs", "loader", "run")
 }
 OTHERS: dict[str, Callable[[], Any]] = {
+    "zipped_with_a_bar": lambda: data_of(2),
+    "zipped_with_a_generator": Anew,
+    "zipped_with_the_longest": Anew,
     "zipped_with_as_many": lambda: data_of(2),
     "zipped_with_an_endless_one": lambda: data_of(2, BATCHES - 1),
     "zipped_with_fewer": lambda: data_of(2, BATCHES - 1),
@@ -290,7 +322,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 BEHIND = {"left_below_the_step"}  # A Checkpointer has saved the step before the loop leaves the epoch behind it.
 REFUSED = {
     *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count"),
-    *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader"),
+    *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader", "zipped_with_a_generator"),
+    *("zipped_with_the_longest", "in_pairs"),
 }
 
 

@@ -13,9 +13,10 @@ import gc
 import inspect
 import linecache
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import accumulate, count, islice, pairwise, repeat, zip_longest
 from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ from ckpt_tasks.errors import ConfigError
 _BARS = ("tqdm", "ckpt_tasks.checkpoint.")
 _SIZED: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), "", b"")
 _FIXED = tuple(type(iter(one)) for one in _SIZED)
+_RANGE: Any = type(iter(range(0)))
+_ZIPS: tuple[Any, ...] = (zip, zip_longest)
+_CONSUMERS: tuple[Any, ...] = (accumulate, enumerate, islice, map, pairwise, *_ZIPS)
 _PLAIN = (ast.expr_context, ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp)
 _OPERATORS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop)
 _MOST_COUNTS = 100_000  # Try at most so many numbers of a batch in the condition of a `break`.
@@ -116,7 +120,7 @@ class Pass(Iterator[Any]):
 def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
     """Return the form of a pass at its first batch; `batches`: the number of them in an epoch, if it is known."""
     chain, loop = _consumers(one, caller), loop_frame(caller)
-    starts = [consumer.__reduce__()[1][1] for consumer in chain if type(consumer) is enumerate]
+    from_nought = any(type(consumer) is enumerate and consumer.__reduce__()[1][1] == 0 for consumer in chain)
     most, fault, below = None, None, one
     for consumer in chain:
         if type(consumer) is islice:
@@ -124,9 +128,13 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
             most = stop if stop is not None and (most is None or stop < most) else most
             if start or step != 1:
                 fault = ("islice() counts from the begin of a restored epoch's rest", _BY_NUMBER)
-        elif type(consumer) is zip:
-            others = [other for other in consumer.__reduce__()[1] if other is not below]
-            if any(_begins_anew(other, batches) for other in others):
+        elif type(consumer) in (accumulate, pairwise):
+            fault = (f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER)
+        elif type(consumer) in _ZIPS:
+            zipped = next(held for held in gc.get_referents(consumer) if type(held) is tuple and _is_in(below, held))
+            others = [number for number, other in enumerate(zipped) if other is not below]
+            from_nought |= any(type(zipped[number]) in (_RANGE, count) for number in others)
+            if any(_begins_anew(zipped, number, batches) for number in others):
                 fault = (
                     "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest",
                     _ONE_OTHER,
@@ -134,7 +142,7 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
         below = consumer
     found = loops_around(loop)
     breaks = _counted_breaks(found, loop, batches) if loop is not None and batches else []
-    return Form(0 in starts, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
+    return Form(from_nought, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
 
 
 def check_form(form: Form, *, numbered: bool, here: FrameType | None) -> None:
@@ -164,8 +172,8 @@ def _consumers(one: Any, caller: FrameType | None) -> list[Any]:
     while True:
         holders = gc.get_referrers(one)
         tuples = [holder for holder in holders if type(holder) is tuple]
-        holders += [holder for holder in gc.get_referrers(*tuples) if type(holder) is zip] if tuples else []
-        next_one = next((holder for holder in holders if type(holder) in (enumerate, islice, map, zip)), None)
+        holders += [holder for holder in gc.get_referrers(*tuples) if type(holder) in _ZIPS] if tuples else []
+        next_one = next((holder for holder in holders if type(holder) in _CONSUMERS), None)
         if next_one is None and caller is not None and _is_bar(caller):
             # A running generator does not refer to what it iterates over. Do not ask gc.get_objects(): a reference to a
             # tuple that another thread is making breaks that thread.
@@ -184,13 +192,43 @@ def _slice_of(one: Any) -> tuple[int, int | None, int]:
     return start, stop, step
 
 
-def _begins_anew(other: Any, batches: int | None) -> bool:
+def _begins_anew(zipped: tuple[Any, ...], number: int, batches: int | None) -> bool:
     """Return True if an iterator in a zip() begins anew at a resume, or would end the epoch before its loader does."""
+    # What else refers to an iterator may hold it for longer than an epoch, or restore it.
+    is_new = _references(zipped, number) == _ALONE
+    other = zipped[number]
     if isinstance(other, Pass):
         return other.total != batches
-    if type(other) is type(iter(range(0))):
+    if type(other) is _RANGE:
         return batches is not None and length_hint(other) + 1 < batches
-    return type(other) in _FIXED or (isinstance(other, _BaseDataLoaderIter) and type(other).__module__[:6] == "torch.")
+    if isinstance(other, _BaseDataLoaderIter):
+        return type(other).__module__.startswith("torch.")
+    if type(other) in _FIXED:
+        return True
+    return is_new and type(other) not in (count, repeat) and not _may_resume(other)
+
+
+def _references(held: tuple[Any, ...], number: int) -> int:
+    return sys.getrefcount(held[number])
+
+
+_ALONE = _references((iter(()),), 0)  # The references of an iterator that its zip() alone holds.
+
+
+def _may_resume(one: Any, depth: int = 3) -> bool:
+    """Return True if an iterator is over an object that has a state, such as another ResumableLoader."""
+    if isinstance(one, Pass) or (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        return True
+    parts: list[Any] = gc.get_referents(one) if type(one).__module__ in ("builtins", "itertools") else []
+    if isinstance(one, GeneratorType):
+        parts = [*one.gi_frame.f_locals.values()] if one.gi_frame else []
+    elif hasattr(one, "__dict__"):
+        parts = [*vars(one).values()]
+    return depth > 0 and any(_may_resume(part, depth - 1) for part in parts)
+
+
+def _is_in(one: object, held: tuple[Any, ...]) -> bool:
+    return any(one is other for other in held)
 
 
 def _is_bar(frame: FrameType | None) -> bool:
