@@ -176,6 +176,27 @@ def left_by_its_own_count(epochs: Any, loader: Any, run: Run) -> None:
         run.end()
 
 
+def left_by_a_call_in_an_else(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader):
+            if number < min(2, len(loader)):
+                run.train(x)
+            else:
+                break
+        run.end()
+
+
+def left_by_an_exception(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        done = 0
+        with suppress(InterruptedError):
+            for x in loader:
+                if (done := done + 1) > 2:
+                    raise InterruptedError
+                run.train(x)
+        run.end()
+
+
 def left_by_its_own_count_from_its_place(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         done = loader.batch
@@ -244,6 +265,14 @@ def by_next_of_its_length(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         batches = iter(loader)
         for _ in range(len(loader)):
+            run.train(next(batches))
+        run.end()
+
+
+def by_next_of_a_number(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        batches = iter(loader)
+        for _ in range(2):
             run.train(next(batches))
         run.end()
 
@@ -321,7 +350,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 BEHIND = {"left_below_the_step"}  # A Checkpointer has saved the step before the loop leaves the epoch behind it.
 REFUSED = {
-    *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count"),
+    *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count", "left_by_a_call_in_an_else"),
+    *("left_by_an_exception", "by_next_of_a_number"),
     *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader", "zipped_with_a_generator"),
     *("zipped_with_the_longest", "in_pairs"),
 }

@@ -15,7 +15,8 @@ import linecache
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import accumulate, count, islice, pairwise, repeat, zip_longest
 from operator import length_hint
 from types import FrameType, GeneratorType
@@ -32,7 +33,9 @@ _RANGE: Any = type(iter(range(0)))
 _ZIPS: tuple[Any, ...] = (zip, zip_longest)
 _CONSUMERS: tuple[Any, ...] = (accumulate, enumerate, islice, map, pairwise, *_ZIPS)
 _PLAIN = (ast.expr_context, ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp)
-_OPERATORS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop)
+_PARTS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop, ast.Call, ast.NamedExpr, ast.Subscript)
+_CALLS = frozenset({"abs", "float", "int", "len", "max", "min", "range", "round"})
+_LEAVING = (ast.Break, ast.Raise, ast.Return)
 _MOST_COUNTS = 100_000  # Try at most so many numbers of a batch in the condition of a `break`.
 _BY_NUMBER = "Write `for number, batch in enumerate(loader, loader.batch):`, and `if number == n: break` above the step"
 
@@ -96,8 +99,8 @@ class Pass(Iterator[Any]):
             self.on_next()
         elif self._look:
             look, self._look = self._look, None
-            caller = inspect.currentframe()
-            self._left = look(self, caller and caller.f_back)
+            # Keep no frame in a variable: it would hold this pass until the next garbage collection.
+            self._left = look(self, getattr(inspect.currentframe(), "f_back", None))
         if self.count == self._left:
             self.is_open = False
             raise StopIteration
@@ -142,6 +145,8 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
         below = consumer
     found = loops_around(loop)
     breaks = _counted_breaks(found, loop, batches) if loop is not None and batches else []
+    if not chain and loop is not None and batches and _takes_fewer(loop, batches):
+        fault = ("the loop takes a number of batches by next(), also of a restored epoch's rest", _BY_NUMBER)
     return Form(from_nought, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
 
 
@@ -289,7 +294,7 @@ def counts_anew(frame: FrameType | None) -> bool:
 
 
 def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches: int) -> list[int]:
-    """Return the lines of each `break` of the last loop that some number of a batch makes true."""
+    """Return the lines at which some number of a batch ends the last loop: by `break`, `return` or `raise`."""
     if not loops or not isinstance(loop := loops[-1], ast.For):
         return []
     counters = _counters(loops, loop)
@@ -297,9 +302,11 @@ def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches:
     lines = []
     variables = {**frame.f_globals, **frame.f_locals}
     for node in conditions:
-        ends = [inner.lineno for part in node.body for inner in _within(part) if isinstance(inner, ast.Break)]
-        if ends and _comes_true(node.test, _names(node.test) & counters, variables, batches):
-            lines += ends
+        inner = [inner for part in node.body for inner in _within(part)]
+        for test, nodes in ((node.test, inner), (ast.UnaryOp(ast.Not(), node.test), node.orelse)):
+            ends = [one.lineno for one in nodes if isinstance(one, _LEAVING)]
+            if ends and _comes_true(test, _names(node.test) & counters, variables, batches):
+                lines += ends
     return lines
 
 
@@ -310,10 +317,23 @@ def _counters(loops: list[ast.For | ast.While], loop: ast.For) -> set[str]:
     if any(ast.unparse(call.func) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
         counters |= _names(loop.target.elts[0])
     if len(loops) > 1:
-        counted = {name for node in _within(loop) if isinstance(node, ast.AugAssign) for name in _names(node.target)}
+        counting = [node for node in _within(loop) if isinstance(node, ast.AugAssign | ast.NamedExpr)]
+        counted = {name for node in counting for name in _names(node.target)}
         at_start = (node for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno)
         counters |= counted & {name for node in at_start for target in node.targets for name in _names(target)}
     return counters
+
+
+def _takes_fewer(frame: FrameType, batches: int) -> bool:
+    """Return True for a loop over range(n) that calls next() for fewer batches than a new iterator has."""
+    loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
+    if len(loops) < 2 or not isinstance(loop := loops[-1], ast.For) or loop not in loops[-2].body:
+        return False
+    before = [node.value for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
+    if not any(isinstance(made, ast.Call) and ast.unparse(made.func) == "iter" for made in before):
+        return False
+    numbers = next(_values(loop.iter, {**frame.f_globals, **frame.f_locals}, [{}]), None)
+    return isinstance(numbers, range) and len(numbers) < batches
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
@@ -329,14 +349,18 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _comes_true(test: ast.expr, counters: set[str], variables: dict[str, Any], batches: int) -> bool:
-    """Return True if a condition is true for the number of some batch but the last; False if it calls functions."""
-    if not all(isinstance(one, (*_PLAIN, *_OPERATORS)) for one in ast.walk(test)):
-        return False
-    code = compile(ast.Expression(test), "<condition>", "eval")
-    try:
-        return any(
-            eval(code, variables, dict.fromkeys(counters, number))  # noqa: S307 (the loop's own condition)
-            for number in range(min(batches - 1, _MOST_COUNTS))
-        )
-    except Exception:  # noqa: BLE001 (whatever a foreign value raises: the condition is not known)
-        return False
+    """Return True if a condition is true for the number of some batch but the last; False if that is not known."""
+    by_number = any(isinstance(one, ast.Subscript) and _names(one) & counters for one in ast.walk(test))
+    numbers = range(min(batches - 1, _MOST_COUNTS))
+    return not by_number and any(_values(test, variables, (dict.fromkeys(counters, one) for one in numbers)))
+
+
+def _values(expression: ast.expr, variables: dict[str, Any], given: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Yield an expression's value for each set of given variables; nothing if it calls functions of the program."""
+    nodes = [*ast.walk(expression)]
+    calls = {ast.unparse(one.func) for one in nodes if isinstance(one, ast.Call)}
+    if not all(isinstance(one, (*_PLAIN, *_PARTS)) for one in nodes) or calls & variables.keys() or calls - _CALLS:
+        return
+    code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<condition>", "eval")
+    with suppress(Exception):  # Whatever a foreign value raises: the value is not known.
+        yield from (eval(code, variables, own) for own in given)  # noqa: S307 (the loop's own expression)
