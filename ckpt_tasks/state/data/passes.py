@@ -35,7 +35,7 @@ _CONSUMERS: tuple[Any, ...] = (accumulate, enumerate, islice, map, pairwise, *_Z
 _PLAIN = (ast.expr_context, ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp)
 _PARTS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop, ast.Call, ast.NamedExpr, ast.Subscript)
 _CALLS = frozenset({"abs", "float", "int", "len", "max", "min", "range", "round"})
-_LEAVING = (ast.Break, ast.Raise, ast.Return)
+_LEAVING = (ast.Break, ast.Return)
 _MOST_COUNTS = 100_000  # Try at most so many numbers of a batch in the condition of a `break`.
 _BY_NUMBER = "Write `for number, batch in enumerate(loader, loader.batch):`, and `if number == n: break` above the step"
 
@@ -294,7 +294,7 @@ def counts_anew(frame: FrameType | None) -> bool:
 
 
 def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches: int) -> list[int]:
-    """Return the lines at which some number of a batch ends the last loop: by `break`, `return` or `raise`."""
+    """Return the lines at which some number of a batch ends the last loop, by `break` or `return`."""
     if not loops or not isinstance(loop := loops[-1], ast.For):
         return []
     counters = _counters(loops, loop)
