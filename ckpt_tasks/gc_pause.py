@@ -1,4 +1,4 @@
-"""Pauses of the garbage collector, and collections that are known to have happened, in the whole process."""
+"""The garbage collector: pauses, collections that are known to have happened, and the thread in which it runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PATIENCE_S, _LOOK_S = 120.0, 0.02  # How long to wait for another thread's collection, and how often to look.
@@ -33,21 +33,32 @@ def collect_all() -> None:
     `gc.collect()` does nothing while another thread collects, and that lasts: a finalizer of a DataLoader's iterator
     waits up to 5 s for each of its workers.
     """
-    thread, done = threading.get_ident(), threading.Event()
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and info["generation"] == 2 and threading.get_ident() == thread:
-            done.set()
-
-    gc.callbacks.append(note)
     began_s = time.monotonic()
-    try:
+    while time.monotonic() - began_s < _PATIENCE_S:
+        _collections.full_in = None
         gc.collect()
-        while not done.is_set() and time.monotonic() - began_s < _PATIENCE_S:
-            time.sleep(_LOOK_S)
-            gc.collect()
-    finally:
-        gc.callbacks.remove(note)
+        if _collections.full_in == threading.get_ident():
+            return
+        time.sleep(_LOOK_S)
+
+
+def collects_here() -> bool:
+    """Return True if the garbage collector calls in this thread: a finalizer must not wait for what the thread does."""
+    return _collections.now_in == threading.get_ident()
+
+
+class _Collections:
+    """The threads, by number, in which garbage is being collected, and in which all of it was begun last."""
+
+    def __init__(self) -> None:
+        self.now_in: int | None = None
+        self.full_in: int | None = None
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, about: dict[str, int], thread: Callable[[], int] = threading.get_ident) -> None:
+        self.now_in = thread() if phase == "start" else None
+        if self.now_in is not None and about["generation"] == 2:
+            self.full_in = self.now_in
 
 
 class _Pauses:
@@ -80,5 +91,6 @@ class _Pauses:
         self._lock, self._count = threading.RLock(), 0
 
 
+_collections = _Collections()
 _pauses = _Pauses()
 os.register_at_fork(after_in_child=_pauses.forked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.policy.cadence import SavePoint
 from ckpt_tasks.format.records import Checkpoint, Rollback
-from ckpt_tasks.gc_pause import gc_paused
+from ckpt_tasks.gc_pause import collects_here, gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.state.capture import capture
 from ckpt_tasks.state.data.loader import check_dealt, check_passes
@@ -38,6 +39,7 @@ from ckpt_tasks.system import system
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_EARLY_BYTES = 64 << 20  # The first save of a smaller state prepares itself: its memory takes less time than a walk.
 _PRUNE_S = 10.0  # `close` gives the prune after the last commit this long; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
 _NOTHING_LEFT = (
@@ -94,6 +96,10 @@ class Checkpointer(HeldRun):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._process.is_here:
+            return
+        if collects_here() and threading.current_thread() is not threading.main_thread():
+            # This may be a thread that the save under way needs. The run's next Checkpointer, or the exit, finishes it.
+            self._interrupt.let_go()
             return
         self._entered, self._interrupt.is_failing = False, error is not None
         self._interrupt.install()  # hold_signals may have removed it: a second signal must wait for the release.
@@ -177,7 +183,7 @@ class Checkpointer(HeldRun):
             self._pruner.verified.add(chosen.manifest_digest)
         self._writer.listeners.restored(report)
         self._deliver_signal()
-        if step is None and selection is None and chosen.step:
+        if step is None and selection is None and chosen.step and chosen.size_bytes >= _EARLY_BYTES:
             self._writer.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
 

@@ -57,6 +57,7 @@ class Interrupt:
         self._on_hold = on_hold
         self._notices: list[signal.Signals] = []
         self._at_once = False  # True while another thread has a signal delivered, or waits for a retry.
+        self._is_left = False  # True if another thread has let go: the main thread has yet to restore the handlers.
         self._delivered = threading.Event()
         self._returned = False
 
@@ -75,6 +76,8 @@ class Interrupt:
         self._notices = _free_stop_signals()
         signals += [number for number in self._notices if number not in signals]
         with _prefects_lock():
+            for one in [one for one in _installed if one._is_left]:
+                one._give_back()
             _installed.append(self)
             self._previous = {number: signal.signal(number, self._handler) for number in signals}
             _rename(self._previous[signal.SIGTERM], self._handler)
@@ -93,6 +96,11 @@ class Interrupt:
         self._on_hold(False)
         with _prefects_lock():
             self._give_back()
+
+    def let_go(self) -> None:
+        """Let signals pass to the previous handlers at once; the installed handlers then keep no Checkpointer alive."""
+        self._at_once = self._is_left = True
+        self._on_hold = lambda holds: None
 
     def must_end(self) -> bool:
         """Return True if a signal asks a failing program to end, so that it must not wait for other ranks."""

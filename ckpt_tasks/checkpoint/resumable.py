@@ -116,7 +116,7 @@ class Epochs(Iterator[int]):
         optimizers = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
         self._steps = Steps(ckpt.restore(state), counts_batches=not optimizers)
         hooks = [one.register_step_post_hook(self._steps.note) for one in optimizers]
-        self._left = weakref.finalize(self, _leave, ckpt, self._steps, hooks)
+        self._left = weakref.finalize(self, _freed, ckpt, self._steps, hooks)
         _open.add(self)
 
     @property
@@ -167,7 +167,7 @@ class Epochs(Iterator[int]):
             if epoch is not None:
                 self._epoch, self._passes, self._from_start = epoch, 0, sampler.samples == 0
                 return self._range[epoch]
-        self._finish(over=True)
+        self._finish(None)
         raise StopIteration
 
     def _hold_signals(self, here: FrameType | None) -> None:
@@ -241,12 +241,12 @@ class Epochs(Iterator[int]):
         try:
             yield
         except BaseException as error:
-            self._finish(error=error)
+            self._finish(error)
             raise
 
-    def _finish(self, **how: Any) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         if left := self._left.detach():
-            _leave(*left[2], **how)
+            _leave(*left[2], error)
 
 
 class StepLoader:
@@ -279,27 +279,24 @@ def _is_at_break(here: FrameType | None) -> bool:
     return loop is not None and loop.f_code.co_code[loop.f_lasti] == dis.opmap["POP_TOP"]
 
 
-def _leave(
-    ckpt: Checkpointer, steps: Steps, hooks: list[Any], *, error: BaseException | None = None, over: bool = False
-) -> None:
-    """End the Checkpointer like the end of its `with` block, since a loop has no block.
-
-    `over`: the epochs are over. `error`: the exception that ended them. If neither is given, a `break` or an exception
-    has ended the loop.
-    """
+def _freed(ckpt: Checkpointer, steps: Steps, hooks: list[Any]) -> None:
+    """End a loop that a `break` or an exception has left."""
     for hook in hooks:
         hook.remove()
-    if over or error is None:
-        steps.end_run()
-    if over:
-        ckpt.__exit__(None, None, None)
-        return
+    steps.end_run()
+    steps.end()
+    if steps.unsaved and getattr(sys, "last_value", None) is None:
+        _log.warning(_UNSAVED, steps.saved + 1, steps.number)
+    ckpt.__exit__(GeneratorExit, GeneratorExit(), None)
+
+
+def _leave(ckpt: Checkpointer, steps: Steps, hooks: list[Any], error: BaseException | None) -> None:
+    """End the Checkpointer as the end of its `with` block does, since a loop has no block; `error` has ended it."""
+    for hook in hooks:
+        hook.remove()
     if error is None:
-        error = GeneratorExit()
-        steps.end()
-        if steps.unsaved and getattr(sys, "last_value", None) is None:
-            _log.warning(_UNSAVED, steps.saved + 1, steps.number)
-    ckpt.__exit__(type(error), error, None)
+        steps.end_run()
+    ckpt.__exit__(None if error is None else type(error), error, None)
 
 
 def _resumable_loader(loader: DataLoader[Any]) -> ResumableLoader:

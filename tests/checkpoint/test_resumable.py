@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, open_run
 from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.errors import ConfigError
 from tests.support.children import Child
+from tests.support.waiting import until
 
 Death = tuple[int, int | None, str]
 EPOCHS, BATCHES, ACCUMULATED = 3, 7, 2
@@ -113,6 +115,61 @@ def test_a_loop_that_an_exception_leaves_releases_the_run(run_dir: Path, caplog:
     assert owner is not None
     assert owner.released
     assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+
+
+def blocks(run: Path) -> Iterator[int]:
+    """A loop in a generator, whose block ends when the generator is freed."""
+    model = torch.nn.Linear(8, 1)
+    with Checkpointer(CheckpointConfig(checkpoint_dir=run, step_interval=2)) as ckpt:
+        for step in range(ckpt.restore({"model": model}) + 1, 100):
+            ckpt.step(step, {"model": model})
+            yield step
+
+
+def left_in_two_lines(run: Path) -> None:
+    def at(*here: object) -> None:
+        if here == (0, 6, "batch"):  # The save of step 2 is under way.
+            raise InterruptedError
+
+    with suppress(InterruptedError):
+        train(run, at)
+
+
+def left_in_a_block(run: Path) -> None:
+    loop = blocks(run)
+    mine = [loop, *(next(loop) for _ in range(2))]
+    mine.append(mine)
+
+
+@pytest.mark.parametrize("left", [left_in_two_lines, left_in_a_block])
+def test_a_loop_that_is_garbage_is_collected_by_the_thread_that_saves_for_it(
+    left: Callable[[Path], None], run_dir: Path
+) -> None:
+    """P33: that thread waits for no save, which would be for itself: the save is committed, and a start goes on."""
+    collected = []
+
+    def collect(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "prepare_part":  # Between a save's digests and its commit.
+            is_left.wait(60)
+            collected.append(gc.collect())
+
+    is_left = threading.Event()
+    threading.setprofile(collect)
+    gc.disable()  # Only that thread collects.
+    try:
+        left(run_dir)
+        threading.setprofile(None)
+        is_left.set()
+        until(lambda: open_run(run_dir).checkpoints())
+    finally:
+        threading.setprofile(None)
+        gc.enable()
+    assert collected
+    assert last(run_dir).step == 2
+    if left is left_in_two_lines:
+        assert train(run_dir) == [0.1 * 0.5**EPOCHS]
+    else:
+        assert next(blocks(run_dir)) == 3
 
 
 def test_ctrl_c_ends_the_loop_after_the_step_with_a_commit(run_dir: Path, whole: Path) -> None:
