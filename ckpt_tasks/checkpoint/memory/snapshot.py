@@ -176,9 +176,7 @@ def plan_snapshot(
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
         group, _, key = full_key.partition("/")
-        groups.setdefault(group, ([], []))[still].append(
-            TensorSpec(key, _name_of(dtype), tuple(shape))
-        )
+        groups.setdefault(group, ([], []))[still].append(TensorSpec(key, _name_of(dtype), tuple(shape)))
     region_bytes = REGION_BYTES
     if world_size > 1:
         total_bytes = world_size * sum(tensor.nbytes for tensor in tensors.values())

@@ -250,7 +250,7 @@ def test_what_cannot_be_resumed_is_refused(run_dir: Path) -> None:
 
 
 def test_the_task_is_built_for_long_runs(run_dir: Path) -> None:
-    """No cache key is computed, no result is kept; the first retry comes at once, delays grow to a minute with jitter."""
+    """No cache key, no kept result; the first retry comes at once, later ones within a minute, with jitter."""
     with checkpointer(run_dir) as ckpt:
         task_state = {"n": 1}
         task = resumable_task(ckpt, task_state, retries=8, name="mine")(lambda: None)
