@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from rich.table import Table
 
 from benchmarks.ledger import some_checkpoint
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.format.ledger import State
+from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
 
@@ -132,11 +135,13 @@ def _lists(place: Path) -> Iterator[tuple[str, str, str]]:
         run = place / f"listed-{commits}"
         history, live = History(LocalStore(run)), tuple(map(some_checkpoint, range(commits)))
         history.create("listed")
-        history.append(
-            {"kind": "note", "note": "many"}, lambda state, n, live=live: replace(state, live=live), owner=None
-        )
+        history.append({"kind": "note", "note": "many"}, partial(_with, live), owner=None)
         took, bare = (min(_took_s(*command) for _ in range(5)) for command in (("ls", str(run)), ("-h",)))
         yield f"ckpt ls of {commits:,} checkpoints, above `ckpt -h`: s", f"{took - bare:.2f}, whole {took:.2f}", most
+
+
+def _with(live: tuple[Checkpoint, ...], state: State, n: int) -> State:
+    return replace(state, live=live)
 
 
 def _took_s(*arguments: str) -> float:

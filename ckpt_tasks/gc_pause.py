@@ -34,12 +34,15 @@ def collect_all() -> None:
     waits up to 5 s for each of its workers.
     """
     began_s = time.monotonic()
-    while time.monotonic() - began_s < _PATIENCE_S:
-        _collections.full_in = None
-        gc.collect()
-        if _collections.full_in == threading.get_ident():
-            return
+    while not _collect() and time.monotonic() - began_s < _PATIENCE_S:
         time.sleep(_LOOK_S)
+
+
+def _collect() -> bool:
+    """Collect all garbage; return False if nothing was done."""
+    _collections.full_in = None
+    gc.collect()
+    return _collections.full_in == threading.get_ident()
 
 
 def collects_here() -> bool:

@@ -116,6 +116,7 @@ class Epochs(Iterator[int]):
         optimizers = [one for one in optimizers if isinstance(one, torch.optim.Optimizer)]
         self._steps = Steps(ckpt.restore(state), counts_batches=not optimizers)
         hooks = [one.register_step_post_hook(self._steps.note) for one in optimizers]
+        self._hooks = hooks
         self._left = weakref.finalize(self, _freed, ckpt, self._steps, hooks)
         _open.add(self)
 
@@ -245,8 +246,8 @@ class Epochs(Iterator[int]):
             raise
 
     def _finish(self, error: BaseException | None) -> None:
-        if left := self._left.detach():
-            _leave(*left[2], error)
+        if self._left.detach():
+            _leave(self.ckpt, self._steps, self._hooks, error)
 
 
 class StepLoader:

@@ -157,11 +157,11 @@ def _facts(run: Run, head: Head, rows: list[_Row]) -> dict[str, Any]:
 def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]], most: int | None) -> Iterator[Any]:
     yield title(run)
     shown = rows[:most]
-    columns = chosen or _metric_columns(shown)[:_METRICS_SHOWN]
+    columns = chosen or _metric_columns(shown)
     if rows:
         names = [f"{suite}/{name}" if suite else name for suite, name in columns]
         fewest = len(chosen)
-        yield from widest_listing(lambda fit: _listing(shown, columns[:fit]), names, fewest)
+        yield from widest_listing(lambda fit: _listing(shown, columns[:fit]), names, fewest, _METRICS_SHOWN)
     else:
         yield "\nThere is no checkpoint yet.\n"
     if len(shown) < len(rows):
@@ -309,9 +309,9 @@ def _parts_of_runs(url: str, runs: Sequence[RunSummary], metrics: Sequence[str],
 
     known = sort_metrics({name for run in runs for name in run.metrics})
     sorted_by = [sort] if sort in known else []
-    columns = list(metrics) or [*sorted_by, *(name for name in known if name != sort)][:_METRICS_SHOWN]
+    columns = list(metrics) or [*sorted_by, *(name for name in known if name != sort)]
     yield url, "bold"
-    yield from widest_listing(table, columns, len(metrics) or len(sorted_by))
+    yield from widest_listing(table, columns, len(metrics) or len(sorted_by), _METRICS_SHOWN)
     yield from ((f"{run.name}: {run.why}", "red") for run in runs if run.state in _BAD)
     states = [f"{sum(run.state == state for run in runs)} {state}" for state in dict.fromkeys(r.state for r in runs)]
     room = size(sum(run.size_bytes for run in runs))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
 
 _HEAD_BYTES = 4096
+_NAMED = 5  # So many columns that are not shown are named.
 
 
 def write_file(place: Path, text: str, *, what: str, option: str, is_ours: Callable[[bytes], bool]) -> None:
@@ -207,16 +208,17 @@ def _only_our_log() -> Iterator[None]:
         logging.getLogger().removeHandler(silence)
 
 
-def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest: int) -> list[Any]:
+def widest_listing(make: Callable[[int], Table], metrics: Sequence[str], fewest: int, most: int) -> list[Any]:
     """Return the table with as many metrics as fit on the screen without breaking a word, at least `fewest`.
 
-    `make` returns the table for a number of metrics. A line below names the omitted metrics.
+    `make` returns the table for a number of metrics. A line below names some of the omitted metrics.
     """
-    screen, shown = console(), len(metrics)
+    screen, shown = console(), max(fewest, min(len(metrics), most))
     while not _fits(made := make(shown), screen) and shown > fewest:
         shown -= 1
-    left_out = ", ".join(metrics[shown:])
-    return [made, (f"No room for {left_out}: --metrics NAME,NAME chooses.", "dim")] if left_out else [made]
+    left_out = [*metrics[shown : shown + _NAMED], *(["…"] if len(metrics) > shown + _NAMED else [])]
+    said = f"Not shown: {', '.join(left_out)}; --metrics NAME,NAME chooses."
+    return [made, (said, "dim")] if left_out else [made]
 
 
 class Column(NamedTuple):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
     from ckpt_tasks.run.report.run_report import Report
 
-_RETURNS = 8
+_RETURNS = 4  # As many columns as fit on a narrow screen.
 # The width of the bar in characters.
 _BAR = 36
 
@@ -105,7 +105,9 @@ def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path)
     heads, returns = made.returns()
     if returns:
         yield ("From a death to the first step, and the step of the first commit:", "bold")
-        yield listing([column(name, itemgetter(n), numbers=True) for n, name in enumerate(heads)], returns[:_RETURNS])
+        shown, first = returns[:_RETURNS], column(heads[0], itemgetter(0))
+        resumes = (column(row[0], itemgetter(n), numbers=True) for n, row in enumerate(shown, 1))
+        yield listing([first, *resumes], [*zip(heads[1:], *(row[1:] for row in shown), strict=True)])
     if planned is not None:
         yield ("How often to save:", "bold")
         yield grid(_lines(planned))

@@ -146,7 +146,7 @@ def test_a_loop_that_is_garbage_is_collected_by_the_thread_that_saves_for_it(
     left: Callable[[Path], None], run_dir: Path
 ) -> None:
     """P33: that thread waits for no save, which would be for itself: the save is committed, and a start goes on."""
-    collected = []
+    collected = list[int]()
 
     def collect(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_name == "prepare_part":  # Between a save's digests and its commit.

@@ -9,18 +9,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from prefect import flow
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_tasks import CheckpointConfig, Checkpointer, resumable_task
 from ckpt_tasks.checkpoint.interrupt import held_back
 from ckpt_tasks.flows.train import train
 from tests.support.tiny import Tiny
 
-__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "delayed", "retried", "timed"]
+__all__ = ["TIMEOUT_S", "Gated", "GatedPair", "delayed", "own", "retried", "timed"]
 
 TIMEOUT_S = 30.0
 timed = train.with_options(timeout_seconds=TIMEOUT_S)
 retried = train.with_options(retries=3)
 delayed = train.with_options(retries=3, retry_delay_seconds=600)
+
+
+@flow
+def own(total_steps: int, params: dict[str, Any], checkpoint: CheckpointConfig) -> None:
+    """Train with a task of a user's own flow."""
+    program = Gated(**params)
+    with Checkpointer(checkpoint) as ckpt:
+
+        @resumable_task(ckpt, program.state)
+        def steps() -> None:
+            for step in range(ckpt.position + 1, total_steps + 1):
+                program.train_step()
+                ckpt.step(step, program.state)
+
+        steps()
 
 
 class Gated(Tiny):

@@ -22,7 +22,7 @@ from prefect.utilities import engine
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.pausing import hold_signals
 from ckpt_tasks.flows.train import train
-from tests.flows.gated import delayed, retried, timed
+from tests.flows.gated import delayed, own, retried, timed
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ class Attempt:
         }
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         flow = options.pop("flow", train)
-        names = {timed: "timed", retried: "retried", delayed: "delayed"}
+        names = {timed: "timed", retried: "retried", delayed: "delayed", own: "own"}
         entrypoint = f"tests/flows/gated.py:{names[flow]}" if flow in names else "flows/train.py:train"
         deployment = client.create_deployment(
             client.create_flow(flow), folder.name, entrypoint=entrypoint, pull_steps=[here]
@@ -63,6 +63,8 @@ class Attempt:
             **options,
             "checkpoint": {"checkpoint_dir": str(folder / "run"), "step_interval": AT if place == "save" else 100},
         }
+        if flow is own:
+            parameters = {name: parameters[name] for name in ("total_steps", "params", "checkpoint")}
         self.run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
         self.process: subprocess.Popen[bytes] | None = None
         self._started = 0
@@ -275,9 +277,10 @@ def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Star
     assert after.next_scheduled_start_time < before.next_scheduled_start_time
 
 
-def test_a_cancelled_training_ends_without_its_supervisor(start: Start) -> None:
+@pytest.mark.parametrize("flow", [train, own], ids=["train", "own"])
+def test_a_cancelled_training_ends_without_its_supervisor(flow: Any, start: Start) -> None:
     """P69: an engine whose supervisor was killed, of a flow run that is cancelled, commits a step and ends."""
-    run = start("step", total_steps=FOREVER, batch_steps=FOREVER)
+    run = start("step", flow=flow, total_steps=FOREVER, batch_steps=FOREVER)
     assert run.process is not None
     run.process.kill()
     run.client.set_flow_run_state(run.run, Cancelled(), force=True)

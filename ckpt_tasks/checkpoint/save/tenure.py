@@ -127,6 +127,15 @@ class Resume:
         self.owner_s, self._at_s, self._state, self.parts = None, now_s, state, {}
         return self
 
+    def untold(self) -> dict[str, object]:
+        """Return what the event of the next commit tells, by its fields."""
+        return {"resumed": self.parts, "again": self.again}
+
+    def tell(self, event: Mapping[str, object]) -> None:
+        """Forget what a committed event tells; the first step may have ended during the commit, for the next one."""
+        self.parts = {} if "resumed" in event else self.parts
+        self.again = None if "again" in event else self.again
+
     def begun(self) -> Resume:
         """Begin without a restore, because the run has no checkpoint."""
         self._at_s = system().monotonic()

@@ -350,13 +350,13 @@ class Writer(Pipeline):
         run, began_s, cost_s = snapshot.tenure, snapshot.taken_s, snapshot.stall_s
         assert run.committer is not None  # This is rank 0.
         present = same_step([part for part in parts if part is not None])
-        more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, "resumed": run.resume.parts}
-        more["again"] = run.resume.again
+        more = {"superseded": [*snapshot.superseded], "failed_saves": run.failed_saves, **run.resume.untold()}
         observed: dict[str, object] = {"stall_s": round(cost_s, 6), **snapshot.spent.since(run.line.spent)}
         observed |= {name: value for name, value in more.items() if value}
         commit = partial(run.committer.commit, observed=observed, began_s=began_s, cost_s=cost_s)
         entry, _ = commit(admitted, snapshot.saving, present, sealed=snapshot.sealed)
-        run.resume.parts, run.resume.again, run.failed_saves = {}, None, 0
+        run.resume.tell(observed)
+        run.failed_saves = 0
         for attached in snapshot.saving.attached:
             attached.committed(self.listeners)
         return entry

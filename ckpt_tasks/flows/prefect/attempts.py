@@ -30,35 +30,20 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import (
     CkptError,
     ConfigError,
-    FormatVersionError,
-    NoGoodCheckpointError,
     NoProgressError,
     OwnerError,
-    RunMismatchError,
-    StateError,
 )
 from ckpt_tasks.flows.prefect.console_log import keep_log_readers_out
+from ckpt_tasks.flows.prefect.endings import ends_when_cancelled, is_retryable
 from ckpt_tasks.flows.prefect.isolation import keep_prefect_out_of_forks, keep_threads_out_of_streams
 from ckpt_tasks.flows.prefect.starts import let_workers_take_it
 from ckpt_tasks.flows.session.local_session import StateSession
 from ckpt_tasks.flows.session.session import Session
 from ckpt_tasks.state.tensors.random_streams import OwnStreams
-from ckpt_tasks.storage.answers import causes_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 RetryCondition = Callable[[Any, TaskRun, State[Any]], bool]
-
-# A retry after one of these errors would fail in the same way, or must not happen.
-PERMANENT = (
-    ConfigError,
-    StateError,
-    RunMismatchError,
-    FormatVersionError,
-    NoGoodCheckpointError,
-    OwnerError,
-    NoProgressError,
-)
 
 _LONGEST_DELAY_S = 60.0
 _MOST_RETRIES = 50  # Prefect's limit for a list of delays.
@@ -112,7 +97,7 @@ class Attempts:
         """
         keep_threads_out_of_streams()
         keep_log_readers_out()
-        with self._streams.inside():
+        with ends_when_cancelled(), self._streams.inside():
             return self._run(body, *args, **kwargs)
 
     def _run(self, body: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -275,12 +260,6 @@ def _retry_condition(of_user: RetryCondition | None) -> RetryCondition:
 
 def _allow_retry(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
     return is_retryable(state.data)
-
-
-def is_retryable(error: object) -> bool:
-    """Return True if a retry may help: after any error but a `PERMANENT` one, and after an error that `rolls_back`."""
-    causes = [*causes_of(error)] if isinstance(error, Exception) else []
-    return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
 
 
 _SESSIONS: WeakKeyDictionary[Checkpointer, StateSession] = WeakKeyDictionary()

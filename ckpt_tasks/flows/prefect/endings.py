@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -32,14 +33,36 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from ckpt_tasks.checkpoint.restore.reading import run_of
-from ckpt_tasks.errors import CheckpointNotFoundError, CkptError, CommitUncertainError, OwnerError, StoreError
-from ckpt_tasks.flows.prefect.attempts import is_retryable
+from ckpt_tasks.errors import (
+    CheckpointNotFoundError,
+    CkptError,
+    CommitUncertainError,
+    ConfigError,
+    FormatVersionError,
+    NoGoodCheckpointError,
+    NoProgressError,
+    OwnerError,
+    RunMismatchError,
+    StateError,
+    StoreError,
+)
 from ckpt_tasks.flows.prefect.blocks import api_is_away
 from ckpt_tasks.flows.prefect.events import client_without_retries
 from ckpt_tasks.process import start_thread
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.ownership import Signs, identify, why_free
-from ckpt_tasks.storage.answers import answer_of, is_expired
+from ckpt_tasks.storage.answers import answer_of, causes_of, is_expired
+
+# A retry after one of these errors would fail in the same way, or must not happen.
+PERMANENT = (
+    ConfigError,
+    StateError,
+    RunMismatchError,
+    FormatVersionError,
+    NoGoodCheckpointError,
+    OwnerError,
+    NoProgressError,
+)
 
 
 @contextmanager
@@ -145,6 +168,12 @@ def crashes_for_its_launcher() -> Iterator[None]:
         raise CrashError(str(error)) from error
 
 
+def is_retryable(error: object) -> bool:
+    """Return True if a retry may help: after any error but a `PERMANENT` one, and after an error that `rolls_back`."""
+    causes = [*causes_of(error)] if isinstance(error, Exception) else []
+    return not any(isinstance(cause, PERMANENT) and not getattr(cause, "rolls_back", False) for cause in causes)
+
+
 def _is_away(error: CkptError) -> bool:
     if isinstance(error, CommitUncertainError):
         return True
@@ -161,6 +190,8 @@ def _will_be_resumed(reached: bool) -> bool:
 _LOOK_S, _ANSWER_S = 10.0, 5.0
 _CANCELLED = (StateType.CANCELLING, StateType.CANCELLED)
 _WHY = "The flow run was cancelled; its training ended after a step, with a commit."
+_watching: list[str] = []  # The flow run whose state a thread of this process asks for.
+_looks = [time.monotonic()]  # When one has asked last.
 
 
 @contextmanager
@@ -169,11 +200,13 @@ def ends_when_cancelled() -> Iterator[None]:
 
     A worker sends SIGTERM to the command of its job. Where that is `prefect flow-run execute`, the engine that trains
     is a child with a session of its own: on a busy machine the worker kills the command before it has told the engine,
-    Prefect shows "Cancelled", and the engine would train on. Does nothing outside the main thread, which gets signals.
+    Prefect shows "Cancelled", and the engine would train on. Does nothing outside the main thread, which gets signals,
+    and inside another such block. Blocks that follow each other look every 10 s in all, however short they are.
     """
-    if not flow_run.id or threading.current_thread() is not threading.main_thread():
+    if not flow_run.id or _watching or threading.current_thread() is not threading.main_thread():
         yield
         return
+    _watching.append(flow_run.id)
     over, cancelled = threading.Event(), threading.Event()
     look = copy_context().run  # The client's settings are in this context.
     start_thread(look, _watch, UUID(flow_run.id), over, cancelled, name="ckpt-cancelled")
@@ -187,11 +220,13 @@ def ends_when_cancelled() -> Iterator[None]:
         raise Abort(_WHY) from error
     finally:
         over.set()
+        _watching.clear()
 
 
 def _watch(run: UUID, over: threading.Event, cancelled: threading.Event) -> None:
     """Ask for the flow run's state until the block is over; send this process SIGTERM, once, if it is cancelled."""
-    while not over.wait(_LOOK_S):
+    while not over.wait(max(0.0, _looks[-1] + _LOOK_S - time.monotonic())):
+        _looks[:] = [time.monotonic()]
         with suppress(httpx.HTTPError, PrefectException), client_without_retries(_ANSWER_S) as client:
             state = client.read_flow_run(run).state
             if state is not None and state.type in _CANCELLED and not over.is_set():

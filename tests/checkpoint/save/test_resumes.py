@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
+from ckpt_tasks.checkpoint.restore.restore import RestoreReport
+from ckpt_tasks.checkpoint.save.tenure import Resume
 from ckpt_tasks.errors import StoreError
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import RESUMED
@@ -89,3 +91,15 @@ def test_the_first_commit_that_succeeds_has_the_parts(run_dir: Path) -> None:
     assert one is None
     assert "start_s" in two
     assert {"read_s", "verify_s", "copy_s", "step_s"} == set(three)
+
+
+def test_a_first_step_that_ends_during_a_commit_is_told_by_the_next_one() -> None:
+    """A resume from memory commits at once, and training goes on meanwhile: no resume is missing in the report."""
+    resume = Resume()
+    resume.restored(RestoreReport(3, "memory", 0, 0, 0.0), {}, 0.0)
+    event = {name: value for name, value in resume.untold().items() if value}
+    resume.stepped()
+    resume.tell(event)
+    assert {"read_s", "step_s"} <= {*resume.parts}
+    resume.tell({name: value for name, value in resume.untold().items() if value})
+    assert resume.parts == {}

@@ -18,7 +18,8 @@ from prefect.states import Failed
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run, resumable_task
 from ckpt_tasks.errors import ConfigError, FencedError, NoProgressError, OwnedError, StateMismatchError
-from ckpt_tasks.flows.prefect.attempts import PERMANENT, AttemptHooks, TaskAttempt
+from ckpt_tasks.flows.prefect.attempts import AttemptHooks, TaskAttempt
+from ckpt_tasks.flows.prefect.endings import PERMANENT
 
 pytestmark = pytest.mark.usefixtures("harness")
 
