@@ -91,7 +91,7 @@ def test_any_start_of_a_thread_may_fail(
             ckpt.save(at + 1, _state(at + 1.0))
         if not struck:
             break
-    assert n > 2, "a thread was started"
+    assert n > (1 if way == "restore" else 2), "a thread was started"
 
 
 _CHILD = """

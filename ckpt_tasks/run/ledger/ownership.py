@@ -311,9 +311,11 @@ def _look_again_and_again(heart: ref[Heartbeat], stop: threading.Event, every_s:
 def _finish_here(owner: Owner) -> None:
     """Finish the save of a garbage-collected Checkpointer of this process, and release the directory."""
     for _ in range(_LOOKS):
-        if owner.id in left_here or owner.id not in Heartbeat.held_here:
+        if owner.id not in Heartbeat.held_here:
             break
-        collect_all()
+        collect_all()  # A Checkpointer that is freed without it leaves its heartbeat in a cycle.
+        if owner.id in left_here:
+            break
         system().sleep(_LOOK_S)
     if owner.id in left_here:
         left_here[owner.id].finish()
