@@ -39,6 +39,7 @@ from ckpt_tasks.system import system
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_EARLY_BYTES = 64 << 20  # The first save of a smaller state prepares itself: its memory takes less time than a walk.
 _PRUNE_S = 10.0  # `close` gives the prune after the last commit this long; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
 _NOTHING_LEFT = (
@@ -182,7 +183,7 @@ class Checkpointer(HeldRun):
             self._pruner.verified.add(chosen.manifest_digest)
         self._writer.listeners.restored(report)
         self._deliver_signal()
-        if step is None and selection is None and chosen.step:
+        if step is None and selection is None and chosen.step and chosen.size_bytes >= _EARLY_BYTES:
             self._writer.prepare_early(partial(capture, state, world=self._ranks.world))
         return chosen.step
 

@@ -28,8 +28,8 @@ class Gated(Tiny):
     in the place "again" it raises at that step first, and waits there in the next attempt.
 
     `folder` holds the files: "at" is made when the process is there, "alarm" when the flow's timeout comes meanwhile,
-    and every completed step is a line of "steps". In the places "retry" and "delay" the step raises instead, once: the
-    process waits in the delay before the retry, of the task or of the flow.
+    and every completed step is a line of "steps". In the places "retry" and "delay" the step raises instead, twice or
+    once: the process waits in the delay before the second retry of the task, or before the flow's.
     """
 
     def __init__(self, *, folder: str, place: str, at: int = 3):
@@ -67,8 +67,10 @@ class Gated(Tiny):
             self.stop()
         if step == self._at and self._place == "again" and (self._folder / "failed").exists():
             self.stop()
-        if step == self._at and self._place in ("retry", "delay", "again") and not (self._folder / "failed").exists():
-            (self._folder / "failed").touch()
+        failed = [self._folder / name for name in ("failed", "failed again")[: 1 + (self._place == "retry")]]
+        left = [one for one in failed if not one.exists()]
+        if step == self._at and self._place in ("retry", "delay", "again") and left:
+            left[0].touch()
             raise RuntimeError(f"injected in step {step}")
 
 

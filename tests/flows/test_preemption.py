@@ -83,7 +83,7 @@ class Attempt:
         if self.place == "delay":
             self.until(lambda: "AwaitingRetry" in self.states(), "the retry of the flow is waited for")
         elif self.place == "retry":  # the engine's own word: before it the failed attempt is still tidied up
-            self.until(lambda: "will start" in self.output(), "the retry is waited for")
+            self.until(lambda: "Retry 2/" in self.output(), "the retry is waited for")
         else:
             self.until((self.folder / "at").exists, "the program is there")
 
@@ -150,7 +150,7 @@ class Attempt:
         assert state.owner is not None
         assert state.owner.released, self.output()
         events = [run.history.read_entry(n)[0].event for n in range(1, run.head().next_n)]
-        assert [event.get("note") for event in events].count("failure") == int(self.place == "retry")
+        assert [event.get("note") for event in events].count("failure") == 2 * (self.place == "retry")
         assert state.stalled_attempts == 0
 
     def kill(self) -> None:

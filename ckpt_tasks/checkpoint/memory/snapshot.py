@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from operator import eq
 
 import torch
@@ -148,6 +148,11 @@ class LateCopy:
 _Described = tuple[str, torch.dtype, torch.Size, bool, torch.device | None]
 
 
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _described(tensors: Mapping[str, torch.Tensor], frozen: frozenset[str] = frozenset()) -> Iterator[_Described]:
     """Yield the properties of each tensor on which a plan depends."""
     there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # if not, skip 10⁵ calls of is_cuda
@@ -171,9 +176,7 @@ def plan_snapshot(
     groups: dict[str, tuple[list[TensorSpec], list[TensorSpec]]] = {}
     for full_key, dtype, shape, still, _ in signature:
         group, _, key = full_key.partition("/")
-        groups.setdefault(group, ([], []))[still].append(
-            TensorSpec(key, str(dtype).removeprefix("torch."), tuple(shape))
-        )
+        groups.setdefault(group, ([], []))[still].append(TensorSpec(key, _name_of(dtype), tuple(shape)))
     region_bytes = REGION_BYTES
     if world_size > 1:
         total_bytes = world_size * sum(tensor.nbytes for tensor in tensors.values())

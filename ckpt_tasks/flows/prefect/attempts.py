@@ -198,9 +198,9 @@ def resumable_task(
 
     The task restores `state` before the first attempt in this process and after a failed attempt, and commits it after
     an attempt: at the step that the body reported through `ckpt.step()`, else at position + 1. It records a failed
-    attempt in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes after
-    `retry_delay_seconds`, each further one after twice the delay (at most 60 s), with jitter. A failure that no retry
-    can repair (`PERMANENT`) is not retried. `options` are passed to `prefect.task`.
+    attempt in the ledger. `hooks` run after the restore, the commit and a failure. The first retry comes at once, the
+    second after `retry_delay_seconds`, each further one after twice the delay (at most 60 s), with jitter. A failure
+    that no retry can repair (`PERMANENT`) is not retried. `options` are passed to `prefect.task`.
 
     Raises ConfigError for a function that cannot be resumed, or an option that prevents it.
     """
@@ -232,6 +232,8 @@ def attempted_task(
 ) -> Task[P, R]:
     """Make a Prefect task that runs its body on every attempt: no cache, no stored result, growing delays with jitter.
 
+    The first retry waits for nothing: what was killed has only to start again, and what fails again then waits.
+
     Raises ConfigError for options of Prefect's cache or retries, and for retries or a delay out of range.
     """
     unfit = sorted(name for name in options if name.startswith(("cache_", "retry_", "refresh_")))
@@ -243,7 +245,7 @@ def attempted_task(
         raise ConfigError(f"{retries} retries after {retry_delay_seconds} s: use 0 to {_MOST_RETRIES}, and 0 s or more")
     keep_prefect_out_of_forks()
     # Prefect's exponential_backoff has no limit: the tenth delay would be half an hour.
-    delays = [min(retry_delay_seconds * 2**n, _LONGEST_DELAY_S) for n in range(retries)]
+    delays = [min(retry_delay_seconds * 2 ** (n - 1), _LONGEST_DELAY_S) if n else 0.0 for n in range(retries)]
     decorate = task(
         retries=retries,
         retry_delay_seconds=delays or None,

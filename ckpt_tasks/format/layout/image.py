@@ -73,6 +73,8 @@ STORED_DTYPES: Mapping[str, StoredDtype] = {
 
 
 _ITEMSIZES = {stored.code: stored.itemsize for stored in STORED_DTYPES.values()}
+_NBYTES = {name: stored.nbytes for name, stored in STORED_DTYPES.items()}
+_LETTER_BYTES = 6  # The longest form of a character of a name in a header, such as \u0007.
 
 
 class TensorSpec(NamedTuple):
@@ -85,7 +87,7 @@ class TensorSpec(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """The tensor's size in the file."""
-        return STORED_DTYPES[self.dtype].nbytes * math.prod(self.shape)
+        return _NBYTES[self.dtype] * math.prod(self.shape)
 
 
 class Slot(NamedTuple):
@@ -166,6 +168,10 @@ def plan_bytes(name: str, size_bytes: int) -> ImageLayout:
 def plan_parts(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Cut a group into files of at most `max_shard_bytes` and half the largest header; a larger tensor is one file."""
     parts: list[list[TensorSpec]] = []
+    size_bytes = sum(spec.size_bytes for spec in specs)
+    header_bytes = sum(100 + _LETTER_BYTES * len(spec.name) + 21 * len(spec.shape) for spec in specs)
+    if specs and size_bytes <= max_shard_bytes and header_bytes <= MAX_HEADER_BYTES // 2:
+        return [[*specs]]  # This is fast: most groups are one file.
     size_bytes = header_bytes = 0
     for spec in specs:
         entry_bytes = 100 + len(json.dumps(spec.name, ensure_ascii=False).encode()) + 21 * len(spec.shape)

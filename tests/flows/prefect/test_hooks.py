@@ -250,13 +250,13 @@ def test_what_cannot_be_resumed_is_refused(run_dir: Path) -> None:
 
 
 def test_the_task_is_built_for_long_runs(run_dir: Path) -> None:
-    """No cache key is computed, no result is kept, delays grow up to a minute, and they have jitter."""
+    """No cache key, no kept result; the first retry comes at once, later ones within a minute, with jitter."""
     with checkpointer(run_dir) as ckpt:
         task_state = {"n": 1}
         task = resumable_task(ckpt, task_state, retries=8, name="mine")(lambda: None)
         kept = resumable_task(ckpt, task_state, persist_result=True)(lambda: None)
     assert task.name == "mine"
-    assert task.retry_delay_seconds == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert task.retry_delay_seconds == [0, 2, 4, 8, 16, 32, 60, 60]
     assert task.retry_jitter_factor == 1.0
     assert task.persist_result is False
     assert (task.cache_policy, kept.cache_policy) == (NO_CACHE, NO_CACHE)
