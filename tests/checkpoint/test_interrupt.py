@@ -68,9 +68,20 @@ def last_step(said: str) -> int:
     return max(int(line.split()[1]) for line in said.splitlines() if line.startswith("step "))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda sent: sent.name)
-def test_a_schedulers_signal_ends_any_loop_as_sigterm_does(run_dir: Path, sent: signal.Signals) -> None:
-    """Slurm's `--signal` reaches a plain loop: the step under way is committed, and the run is released."""
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [(signal.SIGUSR1, ""), (signal.SIGUSR2, ""), (signal.SIGXCPU, "USR1,XCPU")],
+    ids=lambda one: getattr(one, "name", "named" if one else ""),
+)
+def test_a_schedulers_signal_ends_any_loop_as_sigterm_does(
+    run_dir: Path, sent: signal.Signals, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's `--signal` reaches a plain loop: the step under way is committed, and the run is released.
+
+    So does a signal that CKPT_STOP_SIGNALS names.
+    """
+    if named:
+        monkeypatch.setenv("CKPT_STOP_SIGNALS", named)
     status, said = trained(run_dir, sent)
     run = open_run(str(run_dir))
     owner = run.head().state.owner

@@ -41,6 +41,7 @@ def trained(steps: int, state: dict[str, Any], place: Path, use: Callable[[], ob
             model(torch.ones(1, 1)).sum().backward()
             use()
             optimizer.step()
+            optimizer.zero_grad()
             ckpt.step(step, state)
     assert loop is not state
 
@@ -156,6 +157,7 @@ def test_what_a_loop_of_two_lines_forgets(
             state["model"](x).sum().backward()
             use(state, live)
             state["optimizer"].step()
+            state["optimizer"].zero_grad()
     assert [text.startswith("live (") for text in caplog.messages] == [True] * (not is_saved)
 
 
@@ -185,6 +187,22 @@ class FromAStart(DistributedSampler[Any]):
         return islice(super().__iter__(), self.start_index, None)
 
 
+class Drawing(Sampler[Any]):
+    """A sampler of the user's that draws an order of its own; `begin`: the loop tells it where to begin."""
+
+    def __init__(self, batch_size: int = 0, begin: int | None = None):
+        self.batch_size = batch_size
+        if begin is not None:
+            self.begin = begin
+
+    def __iter__(self) -> Iterator[Any]:
+        order: list[int] = torch.randperm(len(DATA)).tolist()
+        return iter([order[:4], order[4:]] if self.batch_size else order)
+
+    def __len__(self) -> int:
+        return 2 if self.batch_size else len(DATA)
+
+
 CHANCES = WeightedRandomSampler([1.0] * 8, 8)
 
 
@@ -197,6 +215,10 @@ CHANCES = WeightedRandomSampler([1.0] * 8, 8)
         ("shuffle=True", BatchSampler(RandomSampler(DATA), 2, False), None),
         ("DistributedSampler", DistributedSampler(DATA, 2, 0), 2),
         ("PartOf", PartOf(), 2),
+        ("Drawing", Drawing(), 2),
+        ("Drawing", BatchSampler(Drawing(), 2, False), 0),
+        ("Drawing", Drawing(4), 0),
+        ("", Drawing(begin=0), 2),
         ("", DistributedSampler(DATA, 2, 0, shuffle=False), 2),
         ("", FromAStart(DATA, 2, 0), 2),
         ("", BatchSampler(SequentialSampler(DATA), 2, False), 0),

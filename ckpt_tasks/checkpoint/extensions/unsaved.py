@@ -49,6 +49,8 @@ _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow n
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
 _DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
+# In the code of a sampler's own __iter__: it draws numbers, from whatever stream.
+_DRAWN = {"choice", "choices", "multinomial", "permutation", "permuted", "randint", "randperm"}
 _BEGIN = re.compile(
     "start|begin|skip|consumed|offset|position|resume|index|step"
 )  # In the name of a place to begin at.
@@ -335,10 +337,11 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
     drawing: dict[Any, Any] = {}
     for loader in loaders:
         own = vars(loader).get("sampler")  # torchdata's loader has its own samplers.
+        of_batches = vars(loader).get("batch_sampler")
         inner = [own, getattr(own, "sampler", None)]
-        inner += [getattr(vars(loader).get("batch_sampler"), "sampler", None)] if nested else []
+        inner += [of_batches, getattr(of_batches, "sampler", None)] if nested else []
         for one in inner:
-            if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True):
+            if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True) or (nested and _draws(one)):
                 drawing[loader] = one
     if new := _new(one for one in drawing if one not in stood_in_for):
         one = drawing[new[0]]
@@ -358,6 +361,18 @@ def _deals_out(sampler: Any, *, shuffled: bool) -> bool:
         return False
     own = type(sampler).__iter__ is not DistributedSampler.__iter__
     return bool(getattr(sampler, "shuffle", True)) is shuffled and not (own and any(map(_BEGIN.search, vars(sampler))))
+
+
+def _draws(sampler: Any) -> bool:
+    """Return True if a sampler's own class draws in its __iter__, and has neither a state nor a number to begin at."""
+    kind = type(sampler)
+    code = getattr(getattr(kind, "__iter__", None), "__code__", None)
+    if code is None or kind.__module__.startswith(_NOT_LOOPS) or hasattr(sampler, "state_dict"):
+        return False
+    codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
+    names = {name for one in codes for name in one.co_names}
+    is_drawn = bool(names & _DRAWN) or {"random", "shuffle"} <= names or {"random", "sample"} <= names
+    return is_drawn and not any(map(_BEGIN.search, getattr(sampler, "__dict__", {})))
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -13,9 +13,11 @@ import gc
 import inspect
 import linecache
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import accumulate, count, islice, pairwise, repeat, zip_longest
 from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
@@ -27,8 +29,13 @@ from ckpt_tasks.errors import ConfigError
 _BARS = ("tqdm", "ckpt_tasks.checkpoint.")
 _SIZED: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), "", b"")
 _FIXED = tuple(type(iter(one)) for one in _SIZED)
+_RANGE: Any = type(iter(range(0)))
+_ZIPS: tuple[Any, ...] = (zip, zip_longest)
+_CONSUMERS: tuple[Any, ...] = (accumulate, enumerate, islice, map, pairwise, *_ZIPS)
 _PLAIN = (ast.expr_context, ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp)
-_OPERATORS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop)
+_PARTS = (ast.cmpop, ast.boolop, ast.operator, ast.unaryop, ast.Call, ast.NamedExpr, ast.Subscript)
+_CALLS = frozenset({"abs", "float", "int", "len", "max", "min", "range", "round"})
+_LEAVING = (ast.Break, ast.Return)
 _MOST_COUNTS = 100_000  # Try at most so many numbers of a batch in the condition of a `break`.
 _BY_NUMBER = "Write `for number, batch in enumerate(loader, loader.batch):`, and `if number == n: break` above the step"
 
@@ -92,8 +99,8 @@ class Pass(Iterator[Any]):
             self.on_next()
         elif self._look:
             look, self._look = self._look, None
-            caller = inspect.currentframe()
-            self._left = look(self, caller and caller.f_back)
+            # Keep no frame in a variable: it would hold this pass until the next garbage collection.
+            self._left = look(self, getattr(inspect.currentframe(), "f_back", None))
         if self.count == self._left:
             self.is_open = False
             raise StopIteration
@@ -116,7 +123,7 @@ class Pass(Iterator[Any]):
 def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
     """Return the form of a pass at its first batch; `batches`: the number of them in an epoch, if it is known."""
     chain, loop = _consumers(one, caller), loop_frame(caller)
-    starts = [consumer.__reduce__()[1][1] for consumer in chain if type(consumer) is enumerate]
+    from_nought = any(type(consumer) is enumerate and consumer.__reduce__()[1][1] == 0 for consumer in chain)
     most, fault, below = None, None, one
     for consumer in chain:
         if type(consumer) is islice:
@@ -124,9 +131,13 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
             most = stop if stop is not None and (most is None or stop < most) else most
             if start or step != 1:
                 fault = ("islice() counts from the begin of a restored epoch's rest", _BY_NUMBER)
-        elif type(consumer) is zip:
-            others = [other for other in consumer.__reduce__()[1] if other is not below]
-            if any(_begins_anew(other, batches) for other in others):
+        elif type(consumer) in (accumulate, pairwise):
+            fault = (f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER)
+        elif type(consumer) in _ZIPS:
+            zipped = next(held for held in gc.get_referents(consumer) if type(held) is tuple and _is_in(below, held))
+            others = [number for number, other in enumerate(zipped) if other is not below]
+            from_nought |= any(type(zipped[number]) in (_RANGE, count) for number in others)
+            if any(_begins_anew(zipped, number, batches) for number in others):
                 fault = (
                     "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest",
                     _ONE_OTHER,
@@ -134,7 +145,9 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
         below = consumer
     found = loops_around(loop)
     breaks = _counted_breaks(found, loop, batches) if loop is not None and batches else []
-    return Form(0 in starts, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
+    if not chain and loop is not None and batches and _takes_fewer(loop, batches):
+        fault = ("the loop takes a number of batches by next(), also of a restored epoch's rest", _BY_NUMBER)
+    return Form(from_nought, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
 
 
 def check_form(form: Form, *, numbered: bool, here: FrameType | None) -> None:
@@ -164,8 +177,8 @@ def _consumers(one: Any, caller: FrameType | None) -> list[Any]:
     while True:
         holders = gc.get_referrers(one)
         tuples = [holder for holder in holders if type(holder) is tuple]
-        holders += [holder for holder in gc.get_referrers(*tuples) if type(holder) is zip] if tuples else []
-        next_one = next((holder for holder in holders if type(holder) in (enumerate, islice, map, zip)), None)
+        holders += [holder for holder in gc.get_referrers(*tuples) if type(holder) in _ZIPS] if tuples else []
+        next_one = next((holder for holder in holders if type(holder) in _CONSUMERS), None)
         if next_one is None and caller is not None and _is_bar(caller):
             # A running generator does not refer to what it iterates over. Do not ask gc.get_objects(): a reference to a
             # tuple that another thread is making breaks that thread.
@@ -184,13 +197,43 @@ def _slice_of(one: Any) -> tuple[int, int | None, int]:
     return start, stop, step
 
 
-def _begins_anew(other: Any, batches: int | None) -> bool:
+def _begins_anew(zipped: tuple[Any, ...], number: int, batches: int | None) -> bool:
     """Return True if an iterator in a zip() begins anew at a resume, or would end the epoch before its loader does."""
+    # What else refers to an iterator may hold it for longer than an epoch, or restore it.
+    is_new = _references(zipped, number) == _ALONE
+    other = zipped[number]
     if isinstance(other, Pass):
         return other.total != batches
-    if type(other) is type(iter(range(0))):
+    if type(other) is _RANGE:
         return batches is not None and length_hint(other) + 1 < batches
-    return type(other) in _FIXED or (isinstance(other, _BaseDataLoaderIter) and type(other).__module__[:6] == "torch.")
+    if isinstance(other, _BaseDataLoaderIter):
+        return type(other).__module__.startswith("torch.")
+    if type(other) in _FIXED:
+        return True
+    return is_new and type(other) not in (count, repeat) and not _may_resume(other)
+
+
+def _references(held: tuple[Any, ...], number: int) -> int:
+    return sys.getrefcount(held[number])
+
+
+_ALONE = _references((iter(()),), 0)  # The references of an iterator that its zip() alone holds.
+
+
+def _may_resume(one: Any, depth: int = 3) -> bool:
+    """Return True if an iterator is over an object that has a state, such as another ResumableLoader."""
+    if isinstance(one, Pass) or (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+        return True
+    parts: list[Any] = gc.get_referents(one) if type(one).__module__ in ("builtins", "itertools") else []
+    if isinstance(one, GeneratorType):
+        parts = [*one.gi_frame.f_locals.values()] if one.gi_frame else []
+    elif hasattr(one, "__dict__"):
+        parts = [*vars(one).values()]
+    return depth > 0 and any(_may_resume(part, depth - 1) for part in parts)
+
+
+def _is_in(one: object, held: tuple[Any, ...]) -> bool:
+    return any(one is other for other in held)
 
 
 def _is_bar(frame: FrameType | None) -> bool:
@@ -251,7 +294,7 @@ def counts_anew(frame: FrameType | None) -> bool:
 
 
 def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches: int) -> list[int]:
-    """Return the lines of each `break` of the last loop that some number of a batch makes true."""
+    """Return the lines at which some number of a batch ends the last loop, by `break` or `return`."""
     if not loops or not isinstance(loop := loops[-1], ast.For):
         return []
     counters = _counters(loops, loop)
@@ -259,9 +302,11 @@ def _counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches:
     lines = []
     variables = {**frame.f_globals, **frame.f_locals}
     for node in conditions:
-        ends = [inner.lineno for part in node.body for inner in _within(part) if isinstance(inner, ast.Break)]
-        if ends and _comes_true(node.test, _names(node.test) & counters, variables, batches):
-            lines += ends
+        inner = [inner for part in node.body for inner in _within(part)]
+        for test, nodes in ((node.test, inner), (ast.UnaryOp(ast.Not(), node.test), node.orelse)):
+            ends = [one.lineno for one in nodes if isinstance(one, _LEAVING)]
+            if ends and _comes_true(test, _names(node.test) & counters, variables, batches):
+                lines += ends
     return lines
 
 
@@ -272,10 +317,23 @@ def _counters(loops: list[ast.For | ast.While], loop: ast.For) -> set[str]:
     if any(ast.unparse(call.func) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
         counters |= _names(loop.target.elts[0])
     if len(loops) > 1:
-        counted = {name for node in _within(loop) if isinstance(node, ast.AugAssign) for name in _names(node.target)}
+        counting = [node for node in _within(loop) if isinstance(node, ast.AugAssign | ast.NamedExpr)]
+        counted = {name for node in counting for name in _names(node.target)}
         at_start = (node for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno)
         counters |= counted & {name for node in at_start for target in node.targets for name in _names(target)}
     return counters
+
+
+def _takes_fewer(frame: FrameType, batches: int) -> bool:
+    """Return True for a loop over range(n) that calls next() for fewer batches than a new iterator has."""
+    loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
+    if len(loops) < 2 or not isinstance(loop := loops[-1], ast.For) or loop not in loops[-2].body:
+        return False
+    before = [node.value for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loop.lineno]
+    if not any(isinstance(made, ast.Call) and ast.unparse(made.func) == "iter" for made in before):
+        return False
+    numbers = next(_values(loop.iter, {**frame.f_globals, **frame.f_locals}, [{}]), None)
+    return isinstance(numbers, range) and len(numbers) < batches
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
@@ -291,14 +349,18 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _comes_true(test: ast.expr, counters: set[str], variables: dict[str, Any], batches: int) -> bool:
-    """Return True if a condition is true for the number of some batch but the last; False if it calls functions."""
-    if not all(isinstance(one, (*_PLAIN, *_OPERATORS)) for one in ast.walk(test)):
-        return False
-    code = compile(ast.Expression(test), "<condition>", "eval")
-    try:
-        return any(
-            eval(code, variables, dict.fromkeys(counters, number))  # noqa: S307 (the loop's own condition)
-            for number in range(min(batches - 1, _MOST_COUNTS))
-        )
-    except Exception:  # noqa: BLE001 (whatever a foreign value raises: the condition is not known)
-        return False
+    """Return True if a condition is true for the number of some batch but the last; False if that is not known."""
+    by_number = any(isinstance(one, ast.Subscript) and _names(one) & counters for one in ast.walk(test))
+    numbers = range(min(batches - 1, _MOST_COUNTS))
+    return not by_number and any(_values(test, variables, (dict.fromkeys(counters, one) for one in numbers)))
+
+
+def _values(expression: ast.expr, variables: dict[str, Any], given: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Yield an expression's value for each set of given variables; nothing if it calls functions of the program."""
+    nodes = [*ast.walk(expression)]
+    calls = {ast.unparse(one.func) for one in nodes if isinstance(one, ast.Call)}
+    if not all(isinstance(one, (*_PLAIN, *_PARTS)) for one in nodes) or calls & variables.keys() or calls - _CALLS:
+        return
+    code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<condition>", "eval")
+    with suppress(Exception):  # Whatever a foreign value raises: the value is not known.
+        yield from (eval(code, variables, own) for own in given)  # noqa: S307 (the loop's own expression)

@@ -27,7 +27,7 @@ from ckpt_tasks.format.keys import LEDGER_PREFIX
 from ckpt_tasks.run.ledger.live_steps import LIVE_STEPS_NAME
 from ckpt_tasks.storage.local import LocalStore
 from tests.support.children import Child
-from tests.support.cli_runs import ckpt, config, save_steps, some_state, tree
+from tests.support.cli_runs import ckpt, config, save_steps, some_state, started, tree
 from tests.support.histories import Told, trained
 from tests.support.owner_child import OwnerChild
 from tests.support.waiting import until
@@ -318,6 +318,13 @@ def test_a_port_that_is_taken_is_an_error(asked: Asked, root: Path) -> None:
     answer = ckpt("serve", root, "--port", str(asked.port))
     assert answer.status == 1
     assert "--port 0" in answer.err
+
+
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+    """`ckpt serve nowhere` serves, since a run may come, and says that there is no such directory yet."""
+    with started("serve", tmp_path / "nowhere", "--port", 0) as server:
+        assert "Serving" in server.stdout.readline()
+        assert server.stdout.readline().startswith("There is no directory")
 
 
 def test_steps_that_no_commit_has_are_shown_and_marked(tmp_path: Path) -> None:

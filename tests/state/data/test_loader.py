@@ -275,6 +275,19 @@ def test_batches_taken_before_and_behind_the_epochs_move_nothing(batches: int) -
         assert (one.state_dict()["epoch"], [*one.epochs(4)]) == (3, [3])
 
 
+@pytest.mark.parametrize("by_epochs", [False, True])
+def test_an_epoch_that_is_left_early_is_numbered_from_its_begin(by_epochs: bool) -> None:
+    """`loader.batch` is the number of the batch with which the next pass begins, also behind a `break`."""
+    data: Any = [*range(12)]
+    one, numbers = ResumableLoader(data, 2, seed=1), []
+    for _ in one.epochs(3) if by_epochs else range(3):
+        for number, _ in enumerate(one, one.batch):
+            if number == 4:
+                break
+            numbers.append(number)
+    assert numbers == [0, 1, 2, 3] * 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_is_saved_in_a_second_pass_is_refused(stream: bool, tmp_path: Path) -> None:
     """Only the first pass of an epoch goes on where it was: a save in another one raises, one behind it does not."""
