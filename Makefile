@@ -69,7 +69,7 @@ pythons: $(PYTHONS:%=.venv/python%/.installed) ## make an environment without to
 	@found=$$(for it in python$* "$$HOME"/.pyenv/versions/$*.*/bin/python; do \
 		"$$it" -c '' 2>/dev/null && { echo "$$it"; break; }; done); \
 		if [ -z "$$found" ]; then echo "no Python $* here: it is not tried"; else \
-		"$$found" -m venv .venv/python$* && $(PIP_ENV) .venv/python$*/bin/python -m pip install --quiet prefect 'fastapi<=0.150' 'sqlalchemy<2.1' && touch $@; fi
+		"$$found" -m venv .venv/python$* && $(PIP_ENV) .venv/python$*/bin/python -m pip install --quiet prefect && touch $@; fi
 
 $(CEPH_STAMP): tests/servers/provision.py | $(STAMP)
 	$(BIN)/python -m tests.servers.provision .venv/ceph

@@ -280,9 +280,10 @@ class ObjectStore:
 
     def _open(self) -> Any:
         options = {**self._options, "skip_instance_cache": True, "use_listings_cache": False, "loop": io_loop()}
+        session = sending_once() if self._protocol == "s3" else None
         try:
-            if self._protocol == "s3":
-                once = {**_ONCE, "http_session_cls": sending_once()}
+            if session is not None:
+                once = {**_ONCE, "http_session_cls": session}
                 users = self._options.get("config_kwargs") or {}
                 signing = {"s3": {**_S3_SIGNING, **(users.get("s3") or {})}}
                 options["config_kwargs"] = {**_S3_CONFIG, **users, **signing, **once}

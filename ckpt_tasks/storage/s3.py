@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_tasks.errors import IntegrityError, StoreError
+from ckpt_tasks.errors import ConfigError, IntegrityError, StoreError
 from ckpt_tasks.storage.answers import answer_of, as_ours, is_expired
 from ckpt_tasks.storage.loop import each, failed, in_flight, slices
 from ckpt_tasks.storage.port import moved
@@ -254,8 +254,17 @@ class RefusedKeyError(Exception):
 
 
 def sending_once() -> type:
-    """Return an HTTP session class that never resends: aiohttp's own resends a PUT after a broken connection."""
+    """Return an HTTP session class that never resends: aiohttp's own resends a PUT after a broken connection.
+
+    Raises ConfigError if this version of aiohttp cannot be told.
+    """
+    import aiohttp
     from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+
+    if "_retry_connection" not in getattr(aiohttp.ClientSession, "ATTRS", ()):
+        raise ConfigError(
+            f"aiohttp {aiohttp.__version__} is unknown: it may send a commit twice", hint="pip install 'aiohttp<3.15'"
+        )
 
     class SendingOnce(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:

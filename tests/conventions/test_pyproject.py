@@ -26,8 +26,6 @@ EXTRAS = {
 }
 BUILD = [Requirement(line) for line in PROJECT["build-system"]["requires"]]
 DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requirement in extra)]
-# Required for its version alone: others import it, we do not.
-BOUND_ONLY = {"aiohttp", "fastapi", "sqlalchemy", "websockets"}
 # Imported by the adapter of the extra's name alone, which imports nothing else that is not required.
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
@@ -102,7 +100,7 @@ def closure(requirements: list[Requirement]) -> set[str]:
 
 
 def test_a_requirement_has_a_bound_and_allows_its_pin() -> None:
-    """A requirement says from which version on it works, or up to which one; its pin is one version of the index."""
+    """A requirement says from which version on it works; its pin is one version of the index."""
     for pin in pins().values():
         assert pin.url is None
         assert [specifier.operator for specifier in pin.specifier] == ["=="]
@@ -110,9 +108,7 @@ def test_a_requirement_has_a_bound_and_allows_its_pin() -> None:
     for requirement in DIRECT:
         assert not requirement.url
         assert requirement.specifier.contains(pinned(requirement.name))
-        operators = {specifier.operator for specifier in requirement.specifier}
-        bounds = {"<", "<="} if canonicalize_name(requirement.name) in BOUND_ONLY else {">="}
-        assert operators & bounds, requirement
+        assert ">=" in {specifier.operator for specifier in requirement.specifier}, requirement
 
 
 @pytest.mark.framework  # looks at what is installed
@@ -133,7 +129,7 @@ def test_the_package_imports_what_it_requires() -> None:
         for name in adapted:
             places = ("integrations", "flows/gang", "run/report", "checkpoint/transfer")
             assert found.pop(name).startswith((*(f"ckpt_tasks/{place}/{extra}" for place in places),))
-    declared = names(RUNTIME) - BOUND_ONLY
+    declared = names(RUNTIME)
     assert {name: place for name, place in found.items() if name not in declared} == {}
     assert declared - found.keys() == set()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.parse import quote
 
+import aiohttp
 import fsspec
 import pytest
 
@@ -127,3 +128,11 @@ class TestGoogle(StoreConformance):
         other.assume_single_writer()
         self.again = lambda _: other  # type: ignore[method-assign, assignment]
         super().test_a_name_that_is_taken_stays_what_it_was(store, verb)
+
+
+def test_an_unknown_aiohttp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of aiohttp that cannot be kept from sending a commit twice is named before a request; others work."""
+    monkeypatch.setattr(aiohttp.ClientSession, "ATTRS", frozenset())
+    with pytest.raises(ConfigError, match=rf"aiohttp {aiohttp.__version__} is unknown"):
+        ObjectStore("s3://bucket/runs/a").get("x", 1)
+    assert ObjectStore(f"memory://test/{secrets.token_hex(8)}").names("") == []

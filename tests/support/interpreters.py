@@ -307,5 +307,7 @@ if __name__ == "__main__":
     gc.freeze()
     _asked = serve(socket.socket(fileno=int(sys.argv[1])))
     if _asked is not None:
+        if "triton" in sys.modules:  # A CUDA build of torch: Triton 3.9 prints what Python does not free at the end.
+            atexit.register(gc.unfreeze)
         _code, _names = code_of(_asked)
         exec(_code, _names)

@@ -92,6 +92,7 @@ class PrefectFacts:
     url: str | None
     client_version: str
     fastapi_version: str | None = None
+    sqlalchemy_version: str | None = None
     failure: str | None = None
     version: str | None = None
     settings: Mapping[str, Any] | None = None
@@ -114,7 +115,7 @@ class PrefectFacts:
 
 
 def judge_prefect(facts: PrefectFacts) -> list[Check]:
-    """Judge a server, its automations and a work pool; if no server answers, only the server and FastAPI."""
+    """Judge a server, its automations and a work pool; if no server answers, only the server and its packages."""
     table = _OF_SERVER if facts.answered else _OF_SERVER[:2]
     return [check for judge in table for check in judge(facts)]
 
@@ -143,19 +144,21 @@ def _server(facts: PrefectFacts) -> Iterator[Check]:
         yield Check("server", "ok", seen)
 
 
-def _fastapi(facts: PrefectFacts) -> Iterator[Check]:
-    """Check that a server could be started from this environment; the packages of a remote server are unknown."""
-    numbers = _numbers(facts.fastapi_version or "")
-    seen = f"{facts.fastapi_version} is installed here"
-    if not numbers:
-        yield Check("fastapi", "not checked", "not installed here")
-    elif numbers[:2] <= (0, 150):
-        yield Check("fastapi", "ok", seen)
-    else:
-        matter = "does not start" if numbers >= (0, 155) else "refuses some requests (422)"
-        verdict: Any = "warning" if facts.answered or numbers < (0, 152) else "wrong"
-        do = "pip install 'fastapi<=0.150' where the server runs."
-        yield Check("fastapi", verdict, f"{seen}: a server of Prefect 3.8 {matter} with it", do)
+def _packages(facts: PrefectFacts) -> Iterator[Check]:
+    """Check that a server can run from this environment; the packages of a remote server are unknown."""
+    bounds = {"fastapi": (facts.fastapi_version, (0, 151)), "sqlalchemy": (facts.sqlalchemy_version, (2, 1))}
+    for name, (version, too_new) in bounds.items():
+        numbers, seen = _numbers(version or ""), f"{version} is installed here"
+        if not numbers:
+            yield Check(name, "not checked", "not installed here")
+        elif numbers < too_new or _numbers(facts.client_version) >= (3, 9):  # 3.9 works with the newest of both.
+            yield Check(name, "ok", seen)
+        else:
+            refuses = "does not start" if numbers >= (0, 155) else "refuses some requests (422)"
+            matter = refuses if name == "fastapi" else "starts no scheduled flow runs"
+            verdict: Any = "warning" if facts.answered or numbers < (0, 152) else "wrong"
+            do = f"pip install '{name}<{too_new[0]}.{too_new[1]}' where the server runs, or prefect>=3.9."
+            yield Check(name, verdict, f"{seen}: a server of Prefect 3.8 {matter} with it", do)
 
 
 def _leases(facts: PrefectFacts) -> Iterator[Check]:
@@ -296,7 +299,7 @@ def _tags(pool: PoolFacts, facts: PrefectFacts) -> Iterator[Check]:
         yield Check("tags", "ok", f"the automations hold for {_some([job.name for job in deployed])}")
 
 
-_OF_SERVER = (_server, _fastapi, _leases, _automations, _heartbeat, _pool)
+_OF_SERVER = (_server, _packages, _leases, _automations, _heartbeat, _pool)
 _OF_POOL = (_stopping, _threads, _tags)
 
 

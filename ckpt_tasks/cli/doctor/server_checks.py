@@ -84,7 +84,12 @@ def check_prefect(pool: str | None = None, deployment: str | None = None) -> lis
 def ask_server() -> PrefectFacts:
     """Ask the configured server for its version, settings, automations and time; `failure` says what failed."""
     settings = get_current_settings()
-    facts = PrefectFacts(url=None, client_version=prefect.__version__, fastapi_version=_installed("fastapi"))
+    facts = PrefectFacts(
+        url=None,
+        client_version=prefect.__version__,
+        fastapi_version=_installed("fastapi"),
+        sqlalchemy_version=_installed("sqlalchemy"),
+    )
     if not settings.api.url:
         return facts
     facts = replace(facts, url=without_secrets(settings.api.url))

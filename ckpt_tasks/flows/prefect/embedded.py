@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 from prefect.context import refresh_global_settings_context
@@ -25,6 +26,7 @@ from ckpt_tasks.errors import SiteError
 
 # Prefect's own 20 s are too short for a busy machine, and for the first start, which creates the database.
 _PATIENCE_S = 120.0
+_LOOK_S = 0.2  # Between two requests, if the server resets the first one.
 
 _PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # One for the server, one for its clients.
 _LOG = "embedded-server.log"
@@ -102,10 +104,21 @@ def start_embedded_server() -> None:
     """
     if not begin_embedded_server():
         return
-    settings = get_current_settings()
+    settings, deadline_s = get_current_settings(), time.monotonic() + _PATIENCE_S
+    while (error := _first_error(f"{settings.api.url}/health")) is not None:
+        # A server that lives may reset a connection which waited for it: ask again.
+        ended = _started[-1].poll() is not None
+        if ended or time.monotonic() > deadline_s or not isinstance(error, httpx.NetworkError | httpx.ProtocolError):
+            status = f"it ended with status {_started[-1].returncode}" if ended else str(error)
+            hint = f"Its log is {settings.home / _LOG}."
+            raise SiteError(f"Prefect's embedded server does not start: {status}", hint=hint) from error
+        time.sleep(_LOOK_S)
+
+
+def _first_error(url: str) -> httpx.HTTPError | None:
+    """Return why a server does not answer, None if it does."""
     try:
-        httpx.get(f"{settings.api.url}/health", timeout=_PATIENCE_S, trust_env=False).raise_for_status()
+        httpx.get(url, timeout=_PATIENCE_S, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
-        raise SiteError(
-            f"Prefect's embedded server does not start: {error}", hint=f"Its log is {settings.home / _LOG}."
-        ) from error
+        return error
+    return None

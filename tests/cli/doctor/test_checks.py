@@ -35,6 +35,7 @@ GOOD = PrefectFacts(
     url="http://h/api",
     client_version="3.8.8",
     fastapi_version="0.150.0",
+    sqlalchemy_version="2.0.58",
     version="3.8.8",
     settings={"server": {"concurrency": {"lease_storage": "prefect.server.concurrency.lease_storage.filesystem"}}},
     automations=(ZOMBIES, RESUMES),
@@ -48,6 +49,7 @@ GIB = 1 << 30
 SEEN = {
     "server": "http://h/api, version 3.8.8; this client has 3.8.8",
     "fastapi": "0.150.0 is installed here",
+    "sqlalchemy": "2.0.58 is installed here",
     "lease storage": "filesystem",
     "zombies": "'ckpt-tasks: zombie flow runs are crashed', after 90 s",
     "resuming": "'ckpt-tasks: crashed flow runs are resumed', after 20 s",
@@ -99,12 +101,18 @@ CASES: list[tuple[str, str, dict[str, Any], tuple[JobFacts, ...], dict[str, Any]
     ("server", "warning", {"version": "3.7.9"}, (), {}),
     ("server", "wrong", {"version": "2.20.1"}, (), {}),
     ("server", "wrong", {"version": "<html>"}, (), {}),
-    # A server of 3.8.8 runs with fastapi up to 0.150; where one runs already, what is installed here counts less.
+    # A server of 3.8.8 runs with fastapi up to 0.150 and sqlalchemy up to 2.0; where one runs already, what is
+    # installed here counts less.
     ("fastapi", "ok", {"fastapi_version": "0.150.9", "url": None}, (), {}),
     ("fastapi", "warning", {"fastapi_version": "0.151.0", "url": None}, (), {}),
     ("fastapi", "wrong", {"fastapi_version": "0.152.0", "url": None}, (), {}),
     ("fastapi", "warning", {"fastapi_version": "1.0"}, (), {}),
     ("fastapi", "not checked", {"fastapi_version": "dev"}, (), {}),
+    ("fastapi", "ok", {"fastapi_version": "0.165.0", "client_version": "3.9.1", "url": None}, (), {}),
+    ("sqlalchemy", "ok", {"sqlalchemy_version": "2.0.99", "url": None}, (), {}),
+    ("sqlalchemy", "wrong", {"sqlalchemy_version": "2.1.0", "url": None}, (), {}),
+    ("sqlalchemy", "warning", {"sqlalchemy_version": "2.1.0"}, (), {}),
+    ("sqlalchemy", "ok", {"sqlalchemy_version": "2.1.9", "client_version": "3.9.1", "url": None}, (), {}),
     ("lease storage", "warning", MEMORY, (), {}),
     ("lease storage", "wrong", MEMORY, (replace(JOB, limit=1),), {}),
     ("lease storage", "not checked", {"settings": None}, (), {}),

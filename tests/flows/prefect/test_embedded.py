@@ -1,0 +1,75 @@
+"""The wait for Prefect's embedded server, with a stand-in for the program that serves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.sources import ROOT
+
+# Imported in the server's process instead of uvicorn and of Prefect's server, which takes many seconds to start.
+SERVES = """
+import os, socket, struct, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"true")
+
+class Config:
+    def __init__(self, *arguments, **options):
+        pass
+
+class Server:
+    def __init__(self, config):
+        pass
+
+    def run(self, sockets):
+        (listening,) = sockets
+        connection, _ = listening.accept()
+        connection.recv(1000)
+        if os.environ["STAND_IN"] == "ends":
+            os._exit(3)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()  # with RST
+        server = HTTPServer(("127.0.0.1", 0), Answer, bind_and_activate=False)
+        server.socket.close()
+        server.socket = listening
+        server.serve_forever()
+"""
+STARTS = """
+import os, sys
+from ckpt_tasks.errors import SiteError
+from ckpt_tasks.flows.prefect.embedded import start_embedded_server
+os.environ["PYTHONPATH"] = sys.argv[1]
+try:
+    start_embedded_server()
+    print("it answers")
+except SiteError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "says"), [("resets", "it answers"), ("ends", "does not start: it ended with status 3")]
+)
+def test_a_reset_connection_is_no_end(does: str, says: str, tmp_path: Path) -> None:
+    """A server that resets a connection and lives is asked again; one that has ended is an error with its status."""
+    stand_in = tmp_path / "stand-in"
+    package = stand_in / "prefect" / "server" / "api"
+    package.mkdir(parents=True)
+    (stand_in / "uvicorn.py").write_text(SERVES)
+    (package / "server.py").write_text("create_app = None\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path), "STAND_IN": does}
+    command = [sys.executable, "-c", STARTS, str(stand_in)]
+    ran = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert says in ran.stdout, ran.stdout + ran.stderr
