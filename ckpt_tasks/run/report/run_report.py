@@ -84,10 +84,11 @@ class Report:
         deaths, failures = len(course.deaths), len(course.of("failure"))
         resumed = count(len(course.resumes), "time")
         runs = len({moment.moment.flow_run_id for moment in course.of("taken", "lost") if moment.moment.flow_run_id})
+        again = f"; {count(course.redone_steps, 'step')} trained again" if course.redone_steps else ""
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
-            ("resumed", f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed),
+            ("resumed", (f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed) + again),
             ("evaluations", f"{len(course.of('evaluation')):,}"),
         ]
         if course.placed:
