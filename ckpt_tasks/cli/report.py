@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt_tasks.cli.arguments import JsonOption, RunArgument, argument, complete_run, option
-from ckpt_tasks.cli.output import column, grid, listing, output, rendered, title, write_file
+from ckpt_tasks.cli.output import column, console, grid, listing, output, rendered, title, write_file
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.policy.cadence import (
     OVERHEAD_CAP,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _RETURNS = 4  # As many columns as fit on a narrow screen.
 # The width of the bar in characters.
-_BAR = 36
+_BARS, _BESIDE = (12, 36), 80  # Characters: the shortest and the longest bar, and the columns beside it.
 
 OutOption = Annotated[
     Path | None, option("--out", "FILE", "the HTML file [default: RUN_KEY-report.html]", show_default=False)
@@ -94,11 +94,12 @@ def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path)
     # Omit the URL: the title has it.
     yield grid(line for line in made.facts() if line[1] != run.history.store.url)
     if made.shares:
+        bar = max(_BARS[0], min(_BARS[1], console().width - _BESIDE))
         columns = (
             column("", itemgetter(0), whole=True),
             column("time", itemgetter(1), fine_span, numbers=True),
             column("part", itemgetter(2), percent, numbers=True),
-            column("", lambda share: "█" * round(_BAR * share[2]), whole=True),
+            column("", lambda share: "█" * round(bar * share[2]), whole=True),
             column("means", lambda share: SHARES_MEAN[share[0]]),
         )
         yield listing(columns, made.shares, lambda share: "bold" if share[0] == "useful" else "")
