@@ -133,7 +133,7 @@ def _lists(place: Path) -> Iterator[tuple[str, str, str]]:
     """List runs of many checkpoints."""
     for commits, most in zip(_LISTED, ("0.1", "0.5"), strict=True):
         run = place / f"listed-{commits}"
-        history, live = History(LocalStore(run)), tuple(map(some_checkpoint, range(commits)))
+        history, live = History(LocalStore(run)), tuple(replace(some_checkpoint(n), n=0) for n in range(1, commits + 1))
         history.create("listed")
         history.append({"kind": "note", "note": "many"}, partial(_with, live), owner=None)
         took, bare = (min(_took_s(*command) for _ in range(5)) for command in (("ls", str(run)), ("-h",)))
