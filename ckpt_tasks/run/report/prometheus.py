@@ -200,6 +200,8 @@ _OF_A_LOOK = (
     "run_state",
     "last_checkpoint_timestamp_seconds",
     "last_checkpoint_step",
+    "live_step",
+    "live_metric",
     "checkpoints",
     "size_bytes",
     "metric",

@@ -344,13 +344,16 @@ def test_steps_that_no_commit_has_are_shown_and_marked(tmp_path: Path) -> None:
         assert (line["line"]["step"], line["left"][-1]["step"]) == ([], [11, 12, 13])
         assert b'ckpt_live_step{run="live"} 13.0' in asked.raw("/metrics")[2]
         assert "to 13" in ckpt("ls", tmp_path / "runs").out
+        assert owner.ask("measure 14") == "ok"
+        until(lambda: asked.rows()["live"]["live_step"] == 14)
+        assert b'ckpt_live_step{run="live"} 14.0' in asked.raw("/metrics")[2]  # It is no figure of the ledger.
         whole = shown.read_bytes()
-        for foreign in (b"", b"{", b"[" * 10_000, whole.replace(b":13}", b":-1}"), whole.replace(b"0.0", b"Infinity")):
+        for foreign in (b"", b"{", b"[" * 10_000, whole.replace(b":14}", b":-1}"), whole.replace(b"0.0", b"Infinity")):
             shown.write_bytes(foreign)
             assert asked.rows()["live"]["live_step"] is None
-        assert owner.ask("save 14") == "ok 14"
+        assert owner.ask("save 15") == "ok 15"
         shown.write_bytes(whole)
-        assert (asked.rows()["live"]["step"], asked.rows()["live"]["live_step"]) == (14, None)
+        assert (asked.rows()["live"]["step"], asked.rows()["live"]["live_step"]) == (15, None)
     assert owner.ask("close") == "ok"
     assert not shown.exists()
     owner.kill()
