@@ -94,6 +94,14 @@ class _Carried:
             self._parameter = ref(parameter)
             self._hook = parameter.register_post_accumulate_grad_hook(self.note_backward)  # type: ignore[no-untyped-call]
 
+    def _follow_other(self, optimizer: Optimizer, state: Groups) -> None:
+        """Follow another parameter of the state that has a gradient: the loop does not train the first one."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if others := [p for p in parameters if p.grad is not None and p.is_leaf]:
+            held = {id(p) for _, p in named_parameters(state.modules)} | {*map(id, objects_of(state))}
+            if (other := next((p for p in others if id(p) in held), None)) is not None:
+                self._follow(other)
+
     def note_backward(self, parameter: torch.Tensor) -> None:
         """Record that a backward has added to the gradient; `AccumulateGrad` changes a kept tensor once."""
         gradient = parameter.grad
@@ -127,11 +135,7 @@ class _Carried:
         parameter = None if self._parameter is None else self._parameter()
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            if others := [p for p in parameters if p.grad is not None and p.is_leaf]:
-                held = {id(p) for _, p in named_parameters(state.modules)} | {*map(id, objects_of(state))}
-                if (other := next((p for p in others if id(p) in held), None)) is not None:
-                    self._follow(other)  # The loop does not train the first one.
+            self._follow_other(optimizer, state)
             return
         of_backward, version = self._gradient or (lambda: None, 0)
         is_new = of_backward() is gradient and (version, self._weights) == (gradient._version, parameter._version)

@@ -124,30 +124,42 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
     """Return the form of a pass at its first batch; `batches`: the number of them in an epoch, if it is known."""
     chain, loop = _consumers(one, caller), loop_frame(caller)
     from_nought = any(type(consumer) is enumerate and consumer.__reduce__()[1][1] == 0 for consumer in chain)
-    most, fault, below = None, None, one
-    for consumer in chain:
-        if type(consumer) is islice:
-            start, stop, step = _slice_of(consumer)
-            most = stop if stop is not None and (most is None or stop < most) else most
-            if start or step != 1:
-                fault = ("islice() counts from the begin of a restored epoch's rest", _BY_NUMBER)
-        elif type(consumer) in (accumulate, pairwise):
-            fault = (f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER)
-        elif type(consumer) in _ZIPS:
-            zipped = next(held for held in gc.get_referents(consumer) if type(held) is tuple and _is_in(below, held))
-            others = [number for number, other in enumerate(zipped) if other is not below]
+    stops = [_slice_of(consumer)[1] for consumer in chain if type(consumer) is islice]
+    most, fault = min((stop for stop in stops if stop is not None), default=None), None
+    for below, consumer in pairwise([one, *chain]):
+        if type(consumer) in _ZIPS:
+            zipped, others = _zipped(consumer, below)
             from_nought |= any(type(zipped[number]) in (_RANGE, count) for number in others)
-            if any(_begins_anew(zipped, number, batches) for number in others):
-                fault = (
-                    "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest",
-                    _ONE_OTHER,
-                )
-        below = consumer
+        fault = _fault_of(consumer, below, batches) or fault
     found = loops_around(loop)
     breaks = _counted_breaks(found, loop, batches) if loop is not None and batches else []
     if not chain and loop is not None and batches and _takes_fewer(loop, batches):
         fault = ("the loop takes a number of batches by next(), also of a restored epoch's rest", _BY_NUMBER)
     return Form(from_nought, most, fault, loop and loop.f_code, loop.f_lineno if loop else 0, breaks)
+
+
+def _zipped(consumer: Any, below: Any) -> tuple[tuple[Any, ...], list[int]]:
+    """Return what a zip() iterates, and the places of all but the pass."""
+    zipped = next(held for held in gc.get_referents(consumer) if type(held) is tuple and _is_in(below, held))
+    return zipped, [number for number, other in enumerate(zipped) if other is not below]
+
+
+def _fault_of(consumer: Any, below: Any, batches: int | None) -> tuple[str, str] | None:
+    """Return why an iterator over a pass gives other items in a restored epoch, and what to do; None if it does not."""
+    if type(consumer) is islice:
+        start, _, step = _slice_of(consumer)
+        if start or step != 1:
+            return "islice() counts from the begin of a restored epoch's rest", _BY_NUMBER
+    elif type(consumer) in (accumulate, pairwise):
+        return f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER
+    elif type(consumer) in _ZIPS:
+        zipped, others = _zipped(consumer, below)
+        if any(_begins_anew(zipped, number, batches) for number in others):
+            return (
+                "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest",
+                _ONE_OTHER,
+            )
+    return None
 
 
 def check_form(form: Form, *, numbered: bool, here: FrameType | None) -> None:
