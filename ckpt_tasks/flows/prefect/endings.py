@@ -206,10 +206,10 @@ def ends_when_cancelled() -> Iterator[None]:
     if not flow_run.id or _watching or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _watching.append(flow_run.id)
     over, cancelled = threading.Event(), threading.Event()
     look = copy_context().run  # The client's settings are in this context.
     start_thread(look, _watch, UUID(flow_run.id), over, cancelled, name="ckpt-cancelled")
+    _watching.append(flow_run.id)
     try:
         yield
     except TerminationSignal as error:
