@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from ckpt_tasks.format.ledger import State
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.storage.local import LocalStore
+from tests.servers.process import free_port
 
 __all__ = ["main"]
 
@@ -81,9 +81,7 @@ def _numbers(place: Path) -> Iterator[tuple[str, str, str]]:
 
 def _live(place: Path) -> Iterator[tuple[str, str, str]]:
     """Follow a run that logs each step and commits none: how many seconds the page and /metrics are behind."""
-    run, said = place / "served" / "run", place / "step"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    run, said, port = place / "served" / "run", place / "step", free_port()
     said.write_text("0")
     behind: dict[str, list[float]] = {"page": [], "/metrics": []}
     with (

@@ -57,7 +57,7 @@ class Interrupt:
         self._on_hold = on_hold
         self._notices: list[signal.Signals] = []
         self._at_once = False  # True while another thread has a signal delivered, or waits for a retry.
-        self._is_left = False  # True if another thread has let go: the main thread has yet to restore the handlers.
+        self._is_left = False  # True from let_go() until the main thread restores the handlers.
         self._delivered = threading.Event()
         self._returned = False
 

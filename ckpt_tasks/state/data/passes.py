@@ -127,10 +127,9 @@ def form_of(one: Pass, caller: FrameType | None, batches: int | None) -> Form:
     stops = [_slice_of(consumer)[1] for consumer in chain if type(consumer) is islice]
     most, fault = min((stop for stop in stops if stop is not None), default=None), None
     for below, consumer in pairwise([one, *chain]):
-        if type(consumer) in _ZIPS:
-            zipped, others = _zipped(consumer, below)
-            from_nought |= any(type(zipped[number]) in (_RANGE, count) for number in others)
-        fault = _fault_of(consumer, below, batches) or fault
+        zipped, others = _zipped(consumer, below) if type(consumer) in _ZIPS else ((), [])
+        from_nought |= any(type(zipped[number]) in (_RANGE, count) for number in others)
+        fault = _fault_of(consumer, zipped, others, batches) or fault
     found = loops_around(loop)
     breaks = _counted_breaks(found, loop, batches) if loop is not None and batches else []
     if not chain and loop is not None and batches and _takes_fewer(loop, batches):
@@ -144,7 +143,7 @@ def _zipped(consumer: Any, below: Any) -> tuple[tuple[Any, ...], list[int]]:
     return zipped, [number for number, other in enumerate(zipped) if other is not below]
 
 
-def _fault_of(consumer: Any, below: Any, batches: int | None) -> tuple[str, str] | None:
+def _fault_of(consumer: Any, zipped: tuple[Any, ...], others: list[int], batches: int | None) -> tuple[str, str] | None:
     """Return why an iterator over a pass gives other items in a restored epoch, and what to do; None if it does not."""
     if type(consumer) is islice:
         start, _, step = _slice_of(consumer)
@@ -152,13 +151,8 @@ def _fault_of(consumer: Any, below: Any, batches: int | None) -> tuple[str, str]
             return "islice() counts from the begin of a restored epoch's rest", _BY_NUMBER
     elif type(consumer) in (accumulate, pairwise):
         return f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER
-    elif type(consumer) in _ZIPS:
-        zipped, others = _zipped(consumer, below)
-        if any(_begins_anew(zipped, number, batches) for number in others):
-            return (
-                "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest",
-                _ONE_OTHER,
-            )
+    elif any(_begins_anew(zipped, number, batches) for number in others):
+        return "zip() begins the others anew in the middle of a restored epoch, or ends with the shortest", _ONE_OTHER
     return None
 
 
