@@ -35,14 +35,3 @@ def gather_of_ranks(own: dict[str, Any]) -> list[Any]:
     of_ranks = [None] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, own)
     return of_ranks
-
-
-def own_of_ranks(saved: list[Any], rank: int, ranks: int) -> Any:
-    """Return this rank's part of a `gather_of_ranks` result; raises ConfigError if the number of ranks has changed."""
-    if len(saved) != ranks:
-        raise ConfigError(
-            f"the number of ranks was {len(saved)} and is now {ranks}",
-            hint=f"Start {len(saved)}: the sums behind the logged means are each rank's own. "
-            "To train with another number, begin a new run from the weights; `ckpt export RUN OUT` writes them.",
-        )
-    return saved[rank]

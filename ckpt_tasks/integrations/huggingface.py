@@ -85,12 +85,16 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         """Restore everything that exists by now; return the first epoch, and the number of its trained batches."""
         begin: tuple[int, int] = super()._init_training_state(max_steps, epoch_steps, epochs, None, trial)
         optimizer = self.create_optimizer()
+        if self.accelerator.is_fsdp2:
+            # Shard now: a restore fills the shards, and the optimizer gets other parameters.
+            self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
+            self.model_wrapped, self.optimizer = self.model, optimizer
         self._progress.begin(self._loader, epoch_steps)
         self._schedule = Later(lambda: self.lr_scheduler)
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
-            # In a second train(), accelerate has wrapped the optimizer.
+            # accelerate has wrapped a sharded model's optimizer, and any in a second train().
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "schedule": self.lr_scheduler if is_given else self._schedule,
             "trainer": self._progress,
@@ -127,7 +131,13 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, _: None) -> Any:
         max_steps = self.state.max_steps if self._resumed else max_steps
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
+        if self.accelerator.is_fsdp2:
+            # accelerate finds parameters by their addresses, and all empty shards have one: prepare only once.
+            vars(self.accelerator)["prepare"] = lambda *prepared: prepared
+        try:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
+        finally:
+            vars(self.accelerator).pop("prepare", None)
         if self._resumed:
             self._schedule.apply()
             # Making a schedule sets the optimizer to the schedule's first learning rate: undo this.
@@ -285,7 +295,7 @@ def _newest_of(output_dir: str) -> str:
 
 def _refuse(trainer: Any) -> None:
     for what, used in (
-        ("FSDP", trainer.is_fsdp_enabled),
+        ("FSDP1", trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2),
         ("DeepSpeed", trainer.is_deepspeed_enabled),
         ("ignore_data_skip", trainer.args.ignore_data_skip),
     ):

@@ -82,8 +82,8 @@ def without_base(model: nn.Module, source: str) -> dict[str, Any]:
     """Return the state of a model without its frozen base: `source` names the base; a restore compares its digest.
 
     ``state = {**without_base(model, "org/name@revision"), "optimizer": optimizer}``. The base is every tensor of the
-    state_dict that needs no gradient and is not of a PEFT adapter. Call this after making adapters and freezing layers,
-    and before DistributedDataParallel. Reads all of the base once.
+    state_dict that needs no gradient and is not of a PEFT adapter. Call this after making adapters and freezing layers
+    and after `fully_shard`, and before DistributedDataParallel. Reads all of the base once.
 
     Raises ConfigError if nothing is frozen; a save raises StateError if the base has changed since, and a restore
     StateMismatchError if the run has another base.
@@ -129,6 +129,7 @@ class _Base:
         digest = Digest()
         for name in sorted(tensors):
             value = tensors[name].detach()
+            value = getattr(value, "full_tensor", lambda own=value: own)()  # of a model that is sharded
             digest.update(f"{name} {value.dtype} {[*value.shape]} ".encode())
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._own = {"source": source, "digest": digest.hexdigest(), "tensors": len(tensors)}

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
+from ckpt_tasks.integrations.attached import gather_of_ranks
 from ckpt_tasks.integrations.huggingface_adapters import AdapterConfigs
 from ckpt_tasks.state.kinds.started import Started, outline_of
 from ckpt_tasks.state.tensors.random_streams import GENERATORS, current_streams, set_streams, stream_state
@@ -172,8 +172,8 @@ class TrainerProgress(Started):
     def apply(self) -> tuple[int, int]:
         """Restore Trainer's counters; return the epoch to begin with, and the number of its batches already trained.
 
-        Raises ConfigError if another number of ranks saved the checkpoint, or if the batch size has changed and the
-        epoch's order depends on it.
+        Raises ConfigError if the batch size or the number of ranks has changed and the epoch's order depends on it, or
+        if another number of ranks has saved values that are each rank's own.
         """
         trainer, given = self._trainer, self._own()
         for name, value in given["progress"].items():
@@ -201,15 +201,19 @@ class TrainerProgress(Started):
 
     def _fitted(self, steps: int) -> int:
         """Return how many steps of the current batch size correspond to `steps` that the run made in an epoch."""
+        assert self._given is not None
         now: int = self._started[_BATCH]
         was: int = self._was(_BATCH)
-        if was == now or not steps:
+        ranks: int = self._trainer.args.world_size
+        ranks_were = len(self._given["of_ranks"])
+        if not steps or (was, ranks_were) == (now, ranks):
             return steps
         if self._started["sampler"] in _BY_BATCH:
             raise ConfigError(
-                f"{self._started['sampler']} makes another order with {now} {_BATCH} than with {was}",
-                hint=f"Keep {was} in all: per_device_train_batch_size x gradient_accumulation_steps x ranks. "
-                "Or change it where an epoch begins.",
+                f"{self._started['sampler']} makes another order with {now} {_BATCH} on {ranks} ranks than with {was} "
+                f"on {ranks_were}",
+                hint=f"Keep {was} in all: per_device_train_batch_size x gradient_accumulation_steps x ranks, and "
+                "as many ranks. Or change it where an epoch begins.",
             )
         if again := steps * was % now:
             _log.warning(
@@ -257,9 +261,9 @@ class TrainerProgress(Started):
 
     def _own(self) -> dict[str, Any]:
         assert self._given is not None
-        own: dict[str, Any] = own_of_ranks(
-            self._given["of_ranks"], self._trainer.args.process_index, self._trainer.args.world_size
-        )
+        saved, args = self._given["of_ranks"], self._trainer.args
+        own: dict[str, Any]
+        own = saved[args.process_index] if len(saved) == args.world_size else _divided(saved, args.world_size)
         return own
 
     def _callbacks(self) -> Iterator[Any]:
@@ -276,6 +280,29 @@ class TrainerProgress(Started):
 
     def _states(self) -> dict[str, Any]:
         return {name: state for name, (_, state) in self._drawn_from().items()}
+
+
+def _divided(saved: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
+    """Return what each of `ranks` ranks restores of what another number of them has saved.
+
+    Trainer logs the mean of the ranks' losses, and the sum of their operations. All else is alike in them, or refused.
+    """
+    first = saved[0]
+    for name, value in first["reused"].items():
+        is_own = name == "_buffered_inputs" and value is not None
+        if is_own or not all(_alike(value, one["reused"][name]) for one in saved):
+            raise ConfigError(
+                f"the number of ranks was {len(saved)} and is now {ranks}, and each rank has its own {name}",
+                hint=f"Start {len(saved)}, or begin a new run from the weights: `ckpt export RUN OUT` writes them.",
+            )
+    loss, flos = (sum(one[name] for one in saved) for name in ("loss", "flos"))
+    return {**first, "loss": loss / len(saved), "flos": flos / ranks}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
+    return bool(np.array_equal(np.asarray(one), np.asarray(other)))
 
 
 def _reused(trainer: Any) -> dict[str, Any]:

@@ -8,12 +8,15 @@ draws from them earlier (a sanity check, workers' seeds); the data set and the h
 from __future__ import annotations
 
 import os
+import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -21,9 +24,6 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.lightning_state import (
     LightningState,
-    LoaderPositions,
-    begin_streams,
-    fetches_in_step,
     logged_values,
 )
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
@@ -42,8 +42,8 @@ class CkptCallback(Callback):
     `fit(ckpt_path=…)` is used only while the run has no checkpoint. SIGTERM and Ctrl-C end the training after the
     current step, with a commit. A step is one of Lightning's `global_step`; what is logged becomes the step's metrics.
 
-    Raises ConfigError for a strategy other than one device or DDP and for StochasticWeightAveraging, and what
-    Checkpointer's `restore` and `step` raise.
+    Raises ConfigError for a strategy other than one device, DDP or ModelParallelStrategy, and for
+    StochasticWeightAveraging, and what Checkpointer's `restore` and `step` raise.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CkptCallback(Callback):
         self.ckpt: Checkpointer | None = None
         self._extra = state
         self._state: dict[str, Any] = {}
-        self._positions = LoaderPositions()
+        self._positions = _LoaderPositions()
         self._streams: Any = None  # Set by a restore, cleared by the first batch.
         self._resuming = False
         self._seen_step = 0
@@ -66,10 +66,10 @@ class CkptCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the run: by now the model and optimizers are on their devices, and no step is trained yet."""
-        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy):
             raise ConfigError(
                 f"CkptCallback cannot save with the strategy {type(trainer.strategy).__name__}",
-                hint="Train on one device or with strategy='ddp', or call Checkpointer in a loop of your own.",
+                hint="Train on one device, with strategy='ddp', or sharded with ModelParallelStrategy.",
             )
         if any(isinstance(one, StochasticWeightAveraging) for one in _callbacks(trainer)):
             raise ConfigError(
@@ -96,7 +96,7 @@ class CkptCallback(Callback):
         fetching = loop._on_before_fetch
 
         def before_fetch() -> None:
-            if not fetches_in_step(trainer):
+            if not _fetches_in_step(trainer):
                 self._between_batches(trainer)
             fetching()
 
@@ -106,11 +106,11 @@ class CkptCallback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make streams of data sets begin each epoch after the first at their beginning."""
         if trainer.current_epoch:
-            begin_streams(trainer)
+            _begin_streams(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Report the previous step, if `training_step` itself fetches batches."""
-        if fetches_in_step(trainer):
+        if _fetches_in_step(trainer):
             self._between_batches(trainer)
 
     def _between_batches(self, trainer: Trainer) -> None:
@@ -175,3 +175,50 @@ class CkptCallback(Callback):
 def _callbacks(trainer: Any) -> list[Callback]:
     """Return the trainer's callbacks; mypy does not see where Lightning sets them."""
     return list(trainer.callbacks)
+
+
+class _LoaderPositions:
+    """The positions of the training loaders before the next batch is fetched.
+
+    If a loader has no length, Lightning fetches a batch ahead: the position of the next batch is then one fetch older.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[list[Any]] = deque(maxlen=2)
+
+    def before_next(self, trainer: Trainer) -> list[Any] | None:
+        """Remember the positions before a fetch; return the positions before the next batch, or None if unknown."""
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        ahead = 0 if _fetches_in_step(trainer) or fetcher.length is not None else 1
+        if not fetcher.fetched:
+            self._seen.clear()
+            if ahead:
+                return None  # A stream would not continue, but begin its epoch again.
+        self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
+        return self._seen[-1 - ahead] if len(self._seen) > ahead else None
+
+
+def _fetches_in_step(trainer: Trainer) -> bool:
+    """Return True if the module's `training_step` takes an iterator and fetches its batches itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def _begin_streams(trainer: Trainer) -> None:
+    """Make streams of Hugging Face's datasets begin an epoch at their beginning.
+
+    A restored stream starts every epoch at the restored position, unless set_epoch() is called: Lightning calls it only
+    on samplers.
+    """
+    datasets = sys.modules.get("datasets")
+    combined = trainer.fit_loop._combined_loader
+    for loader in combined.flattened if combined is not None else []:
+        stream = getattr(loader, "dataset", None)
+        if datasets is not None and isinstance(stream, datasets.IterableDataset):
+            # A stream ignores the state of another epoch, and so begins at its start.
+            stream.load_state_dict({**stream.state_dict(), "epoch": -1})
+
+
+def _stateful(trainer: Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    loaders = combined.flattened if combined is not None else []
+    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]

@@ -9,73 +9,34 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from ckpt_tasks.integrations.attached import gather_of_ranks, own_of_ranks
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.attached import gather_of_ranks
 from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.kinds.differences import Differences
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.kinds.started import Started, note_changes, outline_of
+from ckpt_tasks.state.tensors.tensors import identity
 
 _log = logging.getLogger("ckpt_tasks")
 _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 
 
-class LoaderPositions:
-    """The positions of the training loaders before the next batch is fetched.
-
-    If a loader has no length, Lightning fetches a batch ahead: the position of the next batch is then one fetch older.
-    """
-
-    def __init__(self) -> None:
-        self._seen: deque[list[Any]] = deque(maxlen=2)
-
-    def before_next(self, trainer: Trainer) -> list[Any] | None:
-        """Remember the positions before a fetch; return the positions before the next batch, or None if unknown."""
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        ahead = 0 if fetches_in_step(trainer) or fetcher.length is not None else 1
-        if not fetcher.fetched:
-            self._seen.clear()
-            if ahead:
-                return None  # A stream would not continue, but begin its epoch again.
-        self._seen.append([loader.state_dict() for loader in _stateful(trainer)])
-        return self._seen[-1 - ahead] if len(self._seen) > ahead else None
-
-
-def fetches_in_step(trainer: Trainer) -> bool:
-    """Return True if the module's `training_step` takes an iterator and fetches its batches itself."""
-    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-
-
 def logged_values(trainer: Trainer) -> dict[str, Any]:
     """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
-
-
-def begin_streams(trainer: Trainer) -> None:
-    """Make streams of Hugging Face's datasets begin an epoch at their beginning.
-
-    A restored stream starts every epoch at the restored position, unless set_epoch() is called: Lightning calls it only
-    on samplers.
-    """
-    datasets = sys.modules.get("datasets")
-    combined = trainer.fit_loop._combined_loader
-    for loader in combined.flattened if combined is not None else []:
-        stream = getattr(loader, "dataset", None)
-        if datasets is not None and isinstance(stream, datasets.IterableDataset):
-            # A stream ignores the state of another epoch, and so begins at its start.
-            stream.load_state_dict({**stream.state_dict(), "epoch": -1})
 
 
 def set_up_again(trainer: Trainer) -> None:
@@ -103,12 +64,6 @@ def set_up_as_in(trainer: Trainer) -> None:
             trainer.fit_loop.setup_data()
         finally:
             progress.completed = epoch
-
-
-def _stateful(trainer: Trainer) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
-    loaders = combined.flattened if combined is not None else []
-    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]
 
 
 class LightningState(Started):
@@ -157,7 +112,8 @@ class LightningState(Started):
         if not self._begun:
             return self._given or {"started": self._started}
         trainer = self._trainer
-        dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        with _without_collectives(trainer, self._module):
+            dump = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in ("optimizer_states", *_HYPER):
             dump.pop(name, None)
         if _same(dump["state_dict"], self._module.state_dict()):
@@ -210,7 +166,8 @@ class LightningState(Started):
         assert self._given is not None
         trainer, connector = self._trainer, self._trainer._checkpoint_connector
         own = self._given["ckpt_tasks"]
-        self._own = own_of_ranks(own["of_ranks"], trainer.global_rank, trainer.world_size)
+        saved, rank, ranks = own["of_ranks"], trainer.global_rank, trainer.world_size
+        self._own = saved[rank] if len(saved) == ranks else _divided(saved, self._module, rank, ranks)
         connector._loaded_checkpoint = {"state_dict": self._module.state_dict(), **self._given}
         connector.restore_model()
         connector.restore_datamodule()
@@ -241,6 +198,7 @@ class LightningState(Started):
             "data": [outline_of(getattr(loader, "dataset", None)) for loader in loaders],
             "batch_sizes": [getattr(loader, "batch_size", None) for loader in loaders],
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
+            "ranks": getattr(self._trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1),
         }
         self._started |= own
         if self._given is None:
@@ -262,9 +220,10 @@ class LightningState(Started):
         """Convert the completed batches to the current batch size; record the effects of another size."""
         loop: Any = self._trainer.fit_loop
         sizes, steps = zip(*((one["batch_sizes"], one["accumulate_grad_batches"]) for one in (was, own)), strict=True)
-        if sizes[0] == sizes[1] and steps[0] == steps[1]:
+        ranks = was.get("ranks", own["ranks"]), own["ranks"]
+        if sizes[0] == sizes[1] and steps[0] == steps[1] and ranks[0] == ranks[1]:
             return
-        in_a_step = [[size and size * every for size in of] for of, every in zip(sizes, steps, strict=True)]
+        in_a_step = [[size and size * steps[n] * ranks[n] for size in sizes[n]] for n in (0, 1)]
         loaders, current, effect = loop._combined_loader.flattened, loop.epoch_loop.batch_progress.current, ""
         epochs = loop.epoch_progress.total
         if epochs.started == epochs.processed:
@@ -275,7 +234,7 @@ class LightningState(Started):
             and isinstance(loaders[0], ResumableLoader)
         ):
             current.completed = sampler.epoch_batches - len(sampler)
-        elif sizes[0] != sizes[1]:
+        elif sizes[0] != sizes[1] or ranks[0] != ranks[1]:
             effect = (
                 f"The run has trained {current.completed} batches of the epoch, and its loader continues after as many "
                 "of the present size: the samples between come twice, or not at all. A ResumableLoader counts samples."
@@ -315,13 +274,70 @@ class LightningState(Started):
                 metric.value = metric.value + value if adds else metric.meta.reduce_fx(metric.value, value)
 
 
+@contextmanager
+def _without_collectives(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """In the block, dump no optimizers of ModelParallelStrategy, and of the model what this rank holds.
+
+    Lightning would copy all of it, and make an optimizer step where the optimizer has no state yet.
+    """
+    strategy = vars(trainer.strategy)
+    own = {"lightning_module_state_dict": module.state_dict, "optimizer_state": lambda _: {}}
+    own = own if isinstance(trainer.strategy, ModelParallelStrategy) else {}
+    strategy |= own
+    try:
+        yield
+    finally:
+        for name in own:
+            del strategy[name]
+
+
 def _sums(trainer: Trainer) -> dict[str, Any]:
     results = trainer.fit_loop.epoch_loop._results
     return {
-        name: {"value": metric.value.cpu(), "count": getattr(metric, "cumulated_batch_size", torch.tensor(0)).cpu()}
+        name: {
+            "value": metric.value.cpu(),
+            "count": getattr(metric, "cumulated_batch_size", torch.tensor(0)).cpu(),
+            "reduction": metric.meta.reduce_fx.__name__,
+        }
         for name, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch
     }
+
+
+def _divided(saved: list[dict[str, Any]], module: LightningModule, rank: int, ranks: int) -> dict[str, Any]:
+    """Return what a rank restores of what another number of ranks has saved: together they have the same sums.
+
+    Each rank gets an equal share of Lightning's sums, since some are logged without a reduction over the ranks. Raises
+    ConfigError for a metric whose states cannot be put together.
+    """
+    sums: dict[str, Any] = {}
+    for name, one in saved[0]["sums"].items():
+        values, counts = (torch.stack([each["sums"][name][key] for each in saved]) for key in ("value", "count"))
+        extreme = {"max": torch.max, "min": torch.min}.get(one["reduction"])
+        value = values.sum(0) / ranks if extreme is None else extreme(values)
+        sums[name] = {"value": value, "count": counts.sum(0) / ranks}
+    metrics = {**saved[0]["metrics"]}
+    for name, metric in module.named_modules():
+        if name in metrics and isinstance(metric, Metric) and any(one["metrics"][name]["updates"] for one in saved):
+            of_all = [one["metrics"][name]["state"] for one in saved]
+            state = {key: _together(metric, key, [one[key] for one in of_all], rank) for key in of_all[0]}
+            metrics[name] = {**metrics[name], "state": state}
+    return {**saved[0], "sums": sums, "metrics": metrics}
+
+
+def _together(metric: Metric, key: str, values: list[Any], rank: int) -> Any:
+    """Return a rank's part of a metric's state; sums and lists are rank 0's, and the others begin anew."""
+    reduce = metric._reductions[key]
+    if isinstance(values[0], list):
+        return [item for value in values for item in value] if rank == 0 else []
+    if reduce is dim_zero_sum:
+        return torch.stack(values).sum(0) if rank == 0 else metric._defaults[key]
+    if reduce in (dim_zero_mean, dim_zero_max, dim_zero_min):
+        return reduce(torch.stack(values))
+    raise ConfigError(
+        f"the state {key} of {type(metric).__name__} cannot be put together from other ranks' states",
+        hint="Start as many ranks as before, or change their number where an epoch begins.",
+    )
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:
@@ -358,5 +374,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _same(some: dict[str, Any], own: dict[str, Any]) -> bool:
     return some.keys() == own.keys() and all(
-        isinstance(value, torch.Tensor) and value.data_ptr() == own[name].data_ptr() for name, value in some.items()
+        isinstance(value, torch.Tensor) and identity(value) == identity(own[name]) for name, value in some.items()
     )

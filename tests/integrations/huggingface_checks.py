@@ -12,7 +12,6 @@ from accelerate.utils import DataLoaderConfiguration
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
-from ckpt_tasks.integrations.attached import own_of_ranks
 from ckpt_tasks.integrations.huggingface import state_of
 
 
@@ -111,10 +110,3 @@ def test_gradients_of_one_rank_do_not_stand_for_all(monkeypatch: pytest.MonkeyPa
         accumulation.state_dict()
     accelerator.step = 6
     assert accumulation.state_dict() == {"batches": 0}
-
-
-def test_another_number_of_ranks_is_told_both_numbers_and_a_way_on() -> None:
-    """Two ranks' sums do not make one rank's: the error says how many to start, and how to go on without them."""
-    assert own_of_ranks(["first", "second"], 1, 2) == "second"
-    with pytest.raises(ConfigError, match=r"was 2 and is now 1.*Start 2.*ckpt export"):
-        own_of_ranks(["first", "second"], 0, 1)

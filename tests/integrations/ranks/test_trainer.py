@@ -1,0 +1,103 @@
+"""Trainer and accelerate in ranks, DDP and FSDP2: killed twice they go on, on any number of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.ranks.checks import begun_otherwise, by_step, sampled_otherwise
+from tests.support.legs import assert_equal, begins, compared, within
+
+pytestmark = pytest.mark.framework
+slow = pytest.mark.slow
+JOB = "tests.integrations.ranks.trainer_job:ranks"
+FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+STOPS = [4, 6]  # the second one after an evaluation, which leaves parameters gathered
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"args": FSDP2},
+        pytest.param({"loop": True, "sharded": True}, marks=slow),
+        *(
+            pytest.param(options, marks=slow)
+            for options in (
+                {},
+                {"loop": True},
+                {"args": {**FSDP2, "fp16": True}},
+                {"args": FSDP2, "accumulates": 2},
+                {"args": FSDP2, "adapter": True},
+                {"args": FSDP2, "adapter": True, "base": "a/base@1"},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_two_ranks_end_as_without_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
+    """Killed twice, every loss, sample and bit of the weights and moments is that of a training without a kill."""
+    reference, legs, statuses = compared(JOB, tmp_path, options, within(STOPS))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs)[0] == 0 < begins(legs)[1] <= STOPS[0] < begins(legs)[2] <= STOPS[1]
+    assert_equal(reference, legs)
+    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"args": FSDP2, "then": [3, 1]},
+        *(
+            pytest.param(options, marks=slow)
+            for options in (
+                {"args": FSDP2, "then": [1, 4]},
+                {"args": FSDP2, "then": [4, 3], "adapter": True, "base": "a/base@1"},
+                {"args": {**FSDP2, "fp16": True}, "then": [3, 3]},
+                {"then": [3, 1]},
+                {"then": [1, 4]},
+                {"then": [4, 3], "args": {"accelerator_config": {"use_seedable_sampler": False}}},
+                {"loop": True, "then": [3, 1]},
+                {"loop": True, "then": [1, 4]},
+                {"loop": True, "sharded": True, "then": [3, 1]},
+                {"loop": True, "sharded": True, "then": [1, 4]},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_another_number_of_ranks_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
+    """Another number of ranks begins with the same weights and moments, and trains on with exactly the next samples."""
+    reference, legs, statuses = compared(JOB, tmp_path, options, within(STOPS))
+    assert statuses == [0, -9, -9, 0]
+    assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
+    assert [sampled_otherwise(reference, leg) for leg in legs] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"args": {"train_sampling_strategy": "group_by_length"}}, "12 samples in a step on 3 ranks than with 12 on 2"),
+        pytest.param({"sums": True}, "was 2 and is now 3, and each rank has its own own_sums", marks=slow),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_divided_is_refused(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """An order that depends on the number of ranks, and sums of a class that differ by rank, end with their names."""
+    _, legs, _ = compared(JOB, tmp_path, {**options, "then": [3]}, within([4]))
+    assert {why in value for what, _, value in legs[-1] if what.startswith("refused")} == {True}
+
+
+@slow
+def test_samples_that_come_twice_are_said(tmp_path: Path) -> None:
+    """Three ranks with as many samples each as two had: the warning names the samples that are trained twice."""
+    reference, legs, _ = compared(JOB, tmp_path, {"each": 6, "then": [3]}, within([8]))
+    begin = begins(legs)[1]
+    (told,) = (value for what, _, value in legs[1] if what == "warned" and "trained twice" in value)
+    assert begin == 8
+    assert "the samples 18 to 23 of the epoch's order are trained twice" in told
+    trained, before, after = by_step(legs[1], "samples")[8], *(by_step(reference, "samples")[n] for n in (7, 8))
+    assert {*after} < {*trained}
+    assert {*trained} - {*after} < {*before}

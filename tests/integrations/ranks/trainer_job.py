@@ -1,0 +1,174 @@
+"""Trainer and accelerate in several ranks, as jobs whose legs are killed; the last leg may have another number of them.
+
+Recorded are the samples of each rank, and a digest of model and optimizer after each step and where a leg begins.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
+from ckpt_tasks.errors import ConfigError
+from ckpt_tasks.integrations.huggingface import CkptTrainer, state_of
+from tests.integrations.huggingface_job import scale
+from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched
+from tests.support.legs import Leg
+
+
+def base() -> LlamaForCausalLM:
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    shape = LlamaConfig(vocab_size=97, hidden_size=12, intermediate_size=10, attention_dropout=0.1, **heads)
+    return LlamaForCausalLM(shape)
+
+
+def on_cpu() -> None:
+    """Let accelerate shard: on a CPU it takes its FSDP plugin for nothing."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+class Recording(TrainerCallback):
+    def __init__(self, leg: Leg):
+        self.leg = leg
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.leg.record("begin", state.global_step, "")
+        self.held("begin state", state.global_step, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        for name in logs.keys() & {"loss", "grad_norm", "learning_rate", "eval_loss", "train_loss"}:
+            self.leg.record(name, state.global_step, float(logs[name]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.held("state", state.global_step, **kwargs)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.leg.within(state.global_step)
+
+    def held(self, what: str, step: int, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        self.leg.record(what, step, digest(model, optimizer.optimizer))
+
+
+class Sharded(CkptTrainer):
+    leg: Leg
+    of_step, taken, own_sums = -1, [], None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.fsdp:
+            on_cpu()
+        super().create_accelerator_and_postprocess()
+        if self.args.fp16:
+            scale(self.accelerator)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        step = self.state.global_step
+        self.taken = [*(self.taken if self.of_step == step else []), *inputs["input_ids"][:, 0].tolist()]
+        self.of_step = step
+        if self.accelerator.sync_gradients:
+            self.leg.record("samples", step, str(self.taken))
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if self.own_sums is not None:
+            self.own_sums["loss"] += loss.item()
+        return loss
+
+
+def train(leg: Leg, size: int) -> None:
+    """Train 3 epochs of a small Llama with random weights."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    options = leg.options
+    transformers.set_seed(7)
+    model: Any = base()
+    if options.get("adapter"):
+        model = get_peft_model(model, LoraConfig(r=3, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]))
+    rows = [[n, *torch.randint(0, 97, (6,)).tolist()] for n in range(SAMPLES)]
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows}).with_format("torch")
+    stream = data.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8) if options.get("stream") else None
+    args = TrainingArguments(
+        str(leg.folder / "out"),
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        eval_strategy="epoch",
+        logging_steps=4,
+        num_train_epochs=3,
+        max_steps=18 if stream else -1,
+        learning_rate=0.01,
+        per_device_train_batch_size=options.get("each") or IN_A_STEP // size // options.get("accumulates", 1),
+        gradient_accumulation_steps=options.get("accumulates", 1),
+        ddp_find_unused_parameters=True,  # keeps the buckets as they are
+        **options.get("args", {}),
+    )
+    trainer = Sharded(
+        model=model,
+        args=args,
+        train_dataset=stream or data,
+        eval_dataset=data.select(range(12)),
+        callbacks=[Recording(leg)],
+        base=options.get("base"),
+        checkpoint=CheckpointConfig(
+            checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=leg.folder / "memory", on_non_finite="stop"
+        ),
+    )
+    trainer.leg = leg
+    leg.settle = trainer.ckpt.wait
+    if options.get("sums"):
+        trainer.own_sums = defaultdict(float)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        leg.record("refused", 0, str(error))
+    leg.end(trainer.state.global_step, [])
+
+
+def loop(leg: Leg, size: int) -> None:
+    """Train a loop of one's own with accelerate."""
+    transformers.set_seed(7)
+    plugin = None
+    if leg.options.get("sharded"):
+        on_cpu()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    numbered = torch.cat([torch.arange(float(SAMPLES))[:, None], torch.randn(SAMPLES, 3)], 1)
+    loader = ResumableLoader(TensorDataset(numbered), batch_size=IN_A_STEP // size, shuffle=True)
+    config = CheckpointConfig(checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=leg.folder / "memory")
+    with Checkpointer(config) as ckpt:
+        leg.settle = ckpt.wait
+        state = {**state_of(accelerator), "data": loader}
+        step = ckpt.restore(state)
+        leg.record("begin", step, "")
+        leg.record("begin state", step, digest(model, optimizer.optimizer))
+        while loader.epoch < 3:
+            for (x,) in loader:
+                leg.record("samples", step, str(x[:, 0].int().tolist()))
+                accelerator.backward(model(x / SAMPLES).square().mean())
+                leg.within(step)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                step += 1
+                leg.record("state", step, digest(model, optimizer.optimizer))
+                ckpt.step(step, state)
+    leg.end(step, [])
+
+
+def ranks(leg: Leg) -> None:
+    """Train in ranks, by a Trainer or by a loop."""
+    launched(leg, loop if leg.options.get("loop") else train)
