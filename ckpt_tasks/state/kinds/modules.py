@@ -26,6 +26,7 @@ from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.names import EXTRA, bare_name, module_state, tied_names, unwrapped
 from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import pack, unpack
+from ckpt_tasks.state.tensors.placements import cut_like
 from ckpt_tasks.state.tensors.tensor_sources import Maker, Stored
 from ckpt_tasks.state.tensors.tensors import DTYPES, RankRule, TensorSet, difference, identity, refuse
 
@@ -308,6 +309,7 @@ class Gradients:
             raise StateMismatchError("the gradients do not fit the module", unexpected=unknown, different=different)
         for name, parameter in parameters.items():
             gradient = state.get(name)
+            gradient = None if gradient is None else cut_like(gradient, parameter, name)
             old = parameter.grad
             if gradient is not None and old is not None and _is_alike(old, gradient):
                 old.copy_(gradient)

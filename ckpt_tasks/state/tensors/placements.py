@@ -233,6 +233,15 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     )
 
 
+def cut_like(whole: torch.Tensor, model: torch.Tensor, key: str) -> torch.Tensor:
+    """Return a whole tensor as `model` is cut: this rank's part of it, as a DTensor, if `model` is one."""
+    if not is_sharded(model) or is_sharded(whole):
+        return whole
+    offset, shape = place_of(model, key, ALONE).box
+    part = whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
+    return like(part.to(local_of(model).device).contiguous(), model)
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Reshard the parameters of FSDP modules, so that each rank again holds only its shard, as between steps."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -46,7 +46,10 @@ def launched(leg: Leg, job: Callable[[Leg, int], None]) -> None:
     sizes = [RANKS, *leg.options.get("then", [])] if leg.folder.name == "killed" else [RANKS]
     size = sizes[min(number, len(sizes) - 1)]
     with leg.ranks_end():
-        start_processes(_rank, (leg, job, port, size), nprocs=size, start_method="fork")  # type: ignore[no-untyped-call]
+        arguments = leg, job, port, size
+        context = start_processes(_rank, arguments, size, join=False, start_method="fork")  # type: ignore[no-untyped-call]
+        while not context.join(grace_period=2):  # a rank that waits for the killed one does not end at SIGTERM
+            pass
 
 
 def _rank(rank: int, leg: Leg, job: Callable[[Leg, int], None], port: int, size: int) -> None:

@@ -76,6 +76,17 @@ def test_another_number_of_ranks_goes_on(options: dict[str, Any], tmp_path: Path
     assert [sampled_otherwise(reference, leg) for leg in legs] == [[], [], []]
 
 
+def test_a_logged_loss_is_the_mean_of_all_its_steps(tmp_path: Path) -> None:
+    """A mean over steps that 2, 3 and 4 ranks have trained is that of 2 ranks."""
+    reference, legs, _ = compared(JOB, tmp_path, {"frozen": True, "then": [3, 4]}, within([2, 5]))
+    whole, *parts = (
+        {(what, step): float.fromhex(str(value)) for what, step, value in lines if what == "loss"}
+        for lines in (reference, *legs)
+    )
+    assert [{step for _, step in one} for one in parts] == [set(), {4}, {8, 12, 16}]
+    assert parts[1] | parts[2] == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

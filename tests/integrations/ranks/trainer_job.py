@@ -27,9 +27,9 @@ from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launc
 from tests.support.legs import Leg
 
 
-def base() -> LlamaForCausalLM:
+def base(dropout: float) -> LlamaForCausalLM:
     heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    shape = LlamaConfig(vocab_size=97, hidden_size=12, intermediate_size=10, attention_dropout=0.1, **heads)
+    shape = LlamaConfig(vocab_size=97, hidden_size=12, intermediate_size=10, attention_dropout=dropout, **heads)
     return LlamaForCausalLM(shape)
 
 
@@ -90,7 +90,7 @@ def train(leg: Leg, size: int) -> None:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     options = leg.options
     transformers.set_seed(7)
-    model: Any = base()
+    model: Any = base(0 if options.get("frozen") else 0.1)
     if options.get("adapter"):
         model = get_peft_model(model, LoraConfig(r=3, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]))
     rows = [[n, *torch.randint(0, 97, (6,)).tolist()] for n in range(SAMPLES)]
@@ -106,7 +106,7 @@ def train(leg: Leg, size: int) -> None:
         logging_steps=4,
         num_train_epochs=3,
         max_steps=18 if stream else -1,
-        learning_rate=0.01,
+        learning_rate=0 if options.get("frozen") else 0.01,
         per_device_train_batch_size=options.get("each") or IN_A_STEP // size // options.get("accumulates", 1),
         gradient_accumulation_steps=options.get("accumulates", 1),
         ddp_find_unused_parameters=True,  # keeps the buckets as they are
