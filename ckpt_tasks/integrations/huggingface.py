@@ -120,7 +120,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             self._options = [{name: value for name, value in one.items() if name != "params"} for one in options]
         elif self._theirs is not None:
             self._theirs = _newest_of(self.args.output_dir) if self._theirs is True else self._theirs
-            self._load_from_checkpoint(self._theirs)
+            if not self.accelerator.is_fsdp2:  # Trainer reads the weights of a sharded model when it prepares it.
+                self._load_from_checkpoint(self._theirs)
             begin = super()._init_training_state(max_steps, epoch_steps, epochs, self._theirs, trial)
         return begin
 

@@ -109,7 +109,6 @@ def train(leg: Leg, size: int) -> None:
         learning_rate=0 if options.get("frozen") else 0.01,
         per_device_train_batch_size=options.get("each") or IN_A_STEP // size // options.get("accumulates", 1),
         gradient_accumulation_steps=options.get("accumulates", 1),
-        ddp_find_unused_parameters=True,  # keeps the buckets as they are
         **options.get("args", {}),
     )
     trainer = Sharded(
