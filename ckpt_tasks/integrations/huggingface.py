@@ -87,8 +87,9 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         optimizer = self.create_optimizer()
         if self.accelerator.is_fsdp2:
             # Shard now: a restore fills the shards, and the optimizer gets other parameters.
-            self.model, optimizer = self.accelerator.prepare(self.model, optimizer)
-            self.model_wrapped, self.optimizer = self.model, optimizer
+            model, optimizer = self.accelerator.prepare(self.model, optimizer)
+            for name, value in (("model", model), ("model_wrapped", model), ("optimizer", optimizer)):
+                setattr(self, name, value)
         self._progress.begin(self._loader, epoch_steps)
         self._schedule = Later(lambda: self.lr_scheduler)
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
@@ -134,11 +135,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         max_steps = self.state.max_steps if self._resumed else max_steps
         if self.accelerator.is_fsdp2:
             # accelerate finds parameters by their addresses, and all empty shards have one: prepare only once.
-            vars(self.accelerator)["prepare"] = lambda *prepared: prepared
+            self.accelerator.__dict__["prepare"] = lambda *prepared: prepared
         try:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         finally:
-            vars(self.accelerator).pop("prepare", None)
+            self.accelerator.__dict__.pop("prepare", None)
         if self._resumed:
             self._schedule.apply()
             # Making a schedule sets the optimizer to the schedule's first learning rate: undo this.

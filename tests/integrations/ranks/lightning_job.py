@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, MaxMetric, MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric
 
 from ckpt_tasks import CheckpointConfig, ResumableLoader
 from ckpt_tasks.errors import ConfigError
@@ -31,7 +31,10 @@ class Net(lightning.LightningModule):
         self.net = nn.Sequential(
             nn.Linear(4, 12), nn.Dropout(0 if leg.options.get("frozen") else 0.5), nn.Linear(12, 3)
         )
-        self.metrics = nn.ModuleDict({"mean": MeanMetric(), "max": MaxMetric(), "cat": CatMetric()})
+        self.mean, self.most, self.all = MeanMetric(), MaxMetric(), CatMetric()
+
+    def metrics(self) -> tuple[Metric, ...]:
+        return self.mean, self.most, self.all
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.leg.options.get("plain"):
@@ -68,7 +71,7 @@ class Net(lightning.LightningModule):
         if mesh is None or mesh["tensor_parallel"].get_local_rank() == 0:  # The others train on the same samples.
             self.leg.record("samples", self.global_step, str(x[:, 0].int().tolist()))
         losses = (self.net(x / SAMPLES) - 1).square().mean(1)
-        for metric in self.metrics.values():
+        for metric in self.metrics():
             metric.update(losses.detach())
         loss: torch.Tensor = losses.mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -95,7 +98,7 @@ class Net(lightning.LightningModule):
     def on_train_epoch_end(self) -> None:
         for name in ("loss_epoch", "of all", "most", "sum", "val"):
             self.leg.record(name, self.global_step, self.trainer.callback_metrics[name].item())
-        for name, metric in self.metrics.items():
+        for metric, name in zip(self.metrics(), ("mean", "max", "cat"), strict=True):
             self.leg.record(name, self.global_step, metric.compute().double().sum().item())
             metric.reset()
 

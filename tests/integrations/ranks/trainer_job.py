@@ -63,7 +63,9 @@ class Recording(TrainerCallback):
 
 class Sharded(CkptTrainer):
     leg: Leg
-    of_step, taken, own_sums = -1, [], None
+    of_step: int = -1
+    taken: list[int]
+    own_sums: Any = None
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.fsdp:
