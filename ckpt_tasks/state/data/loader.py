@@ -26,9 +26,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.data.drawing import OwnNumbers
-from ckpt_tasks.state.data.passes import Form, Pass, check_form, counts_anew, form_of, loop_frame
-from ckpt_tasks.state.data.sampler import ResumableSampler, SampleId
+from ckpt_tasks.state.data.drawing import MadeBatches
+from ckpt_tasks.state.data.ends import Ends
+from ckpt_tasks.state.data.loops import counts_anew
+from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame
+from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.state.kinds.started import Started, outline_of
@@ -48,6 +50,7 @@ _FROM_NOUGHT = (
     "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
 )
 _STEP = "samples in a step"
+_NOT_OF_SAMPLER = {"ends", "started"}
 _OURS = {"batch_sampler", "sampler", "generator"}
 stood_in_for: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()  # A ResumableLoader is iterated in their place.
 
@@ -142,7 +145,7 @@ class ResumableLoader(Started):
             )
             self.sampler.name_epochs()
             self._outline = outline_of(dataset)
-            ours = _Batches(dataset, collate, seed)
+            ours = MadeBatches(dataset, collate, seed)
             self._loader = DataLoader(ours, batch_sampler=self.sampler, collate_fn=_as_it_is, **options)
         self._restored = False
         self._ending: int | None = None  # The epoch whose last batch was yielded, but which has not ended.
@@ -150,6 +153,7 @@ class ResumableLoader(Started):
         self._numbered = False  # True if the loop has read `batch`.
         self._forms: dict[tuple[Any, int], Form] = {}  # By the code and the line of the loop.
         self._asked = False  # True if the loop has read `epoch` or called `epochs`.
+        self._ends = Ends()
 
     @property
     def epoch(self) -> int:
@@ -176,6 +180,8 @@ class ResumableLoader(Started):
                 if (
                     not self._restored or self.sampler.moves == moves
                 ):  # Else a restore or a skip has moved the position.
+                    if self._passed and not self._ends_again:
+                        self._ends.add(self.sampler.batch, is_left=self.sampler.epoch == epoch and self._ending is None)
                     self._ends_again, self._ending = False, None
                     self.sampler.end_epoch(epoch)
         finally:
@@ -243,7 +249,7 @@ class ResumableLoader(Started):
             self._home = self.state_dict()
         if not self._restored:
             self.sampler.begin_epoch()
-        self._ending = None
+        self._ending, self._ends.begin = None, self.sampler.batch
         behind = self.sampler.batch if self._restored and not self._numbered else 0
         batches = self._hand_out(self.sampler.iterate(self._loader))
         one = Pass(batches, self._look, behind=behind, total=self._total())
@@ -288,7 +294,7 @@ class ResumableLoader(Started):
         """Return the position after the yielded batches."""
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
-        state = {**self.sampler.state_dict(), "started": started}
+        state = {**self.sampler.state_dict(), "started": started, **self._ends.state()}
         if self._ending is None or self.sampler.samples:  # `samples` is not 0 after skipped batches.
             return state
         return {**state, "epoch": self._ending, "samples": self.sampler.size}
@@ -296,7 +302,8 @@ class ResumableLoader(Started):
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position, at which the next `iter` continues. Raises StateMismatchError as the sampler does."""
-        self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name != "started"})
+        self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name not in _NOT_OF_SAMPLER})
+        self._ends.set(state_dict.get("ends", ()))
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._restored, self._passed, self._home, self.found_s, self.waited_s = True, False, None, None, 0.0
         self._ends_again, self._asked, self._epoch = False, False, None if self._over else self._epoch
@@ -359,29 +366,6 @@ def check_dealt(state: Mapping[str, Any]) -> None:
                     hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
                     "data parallelism: rank=0, world_size=1 where there is none.",
                 )
-
-
-class _Batches(Dataset[Any]):
-    """Makes whole collated batches, each with its own random streams."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
-        self._dataset = dataset
-        self._collate = collate
-        self._own = OwnNumbers(seed)
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
-
-    def __getitems__(self, samples: list[SampleId]) -> Any:
-        if not samples:
-            return self._collate([])
-        several = getattr(self._dataset, "__getitems__", None)
-        ids = [int(sample) for sample in samples]
-
-        def make() -> Any:
-            return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
-
-        return self._own.make(make, samples[0].epoch, f"{int(samples[0])}/batch", self._dataset, self._collate)
 
 
 def _is_stream(dataset: Any) -> bool:
