@@ -148,7 +148,7 @@ def left_by_its_own_count_from_its_place(epochs: Any, loader: Any, run: Run) -> 
 
 def left_by_the_length_of_a_list(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
-        seen = []
+        seen: list[Any] = []
         for x in loader:
             if len(seen) >= 2:
                 break
@@ -186,7 +186,7 @@ def left_by_an_exception(epochs: Any, loader: Any, run: Run) -> None:
         pass
 
     for run.epoch in epochs:
-        done = []
+        done: list[Any] = []
         with suppress(EnoughError):
             for x in loader:
                 if len(done) == 3:
