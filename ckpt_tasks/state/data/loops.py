@@ -53,14 +53,10 @@ def made_anew(loops: list[ast.For | ast.While]) -> set[int]:
     if len(loops) < 2:
         return set()
     before = _assigned_before(loops)
-    names = {name for node in before for target in node.targets for name in _names(target)}
-    calls = [
-        node for part in (loops[-1], *before) for node in ast.walk(getattr(part, "iter", getattr(part, "value", part)))
-    ]
-    zips = [
-        node.args for node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) in ("zip", "zip_longest")
-    ]
-    return {place for args in zips for place, one in enumerate(args) if isinstance(one, ast.Name) and one.id in names}
+    made = [getattr(loops[-1], "iter", loops[-1]), *before.values()]
+    calls = [node for one in made for node in ast.walk(one) if isinstance(node, ast.Call)]
+    zips = [call.args for call in calls if ast.unparse(call.func) in ("zip", "zip_longest")]
+    return {place for args in zips for place, one in enumerate(args) if isinstance(one, ast.Name) and one.id in before}
 
 
 def counted_breaks(loops: list[ast.For | ast.While], frame: FrameType, batches: int) -> list[int]:
@@ -99,7 +95,8 @@ def takes_fewer(frame: FrameType, batches: int) -> bool:
     loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
     if len(loops) < 2 or (loop := loops[-1]) not in loops[-2].body:
         return False
-    made = [one for node in _assigned_before(loops) for one in ast.walk(node.value) if isinstance(one, ast.Call)]
+    values = _assigned_before(loops).values()
+    made = [one for value in values for one in ast.walk(value) if isinstance(one, ast.Call)]
     if not any(ast.unparse(one.func) == "iter" for one in made):
         return False
     variables = {**frame.f_globals, **frame.f_locals}
@@ -124,15 +121,20 @@ def _counters(loops: list[ast.For | ast.While], loop: ast.For | ast.While) -> tu
         counting = [node for node in nodes if isinstance(node, ast.AugAssign | ast.NamedExpr)]
         counted = {name for node in counting for name in _names(node.target)}
         growing = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-        at_start = {name for node in _assigned_before(loops) for target in node.targets for name in _names(target)}
+        at_start = _assigned_before(loops).keys()
         sized = at_start & {name for one in growing if one.attr in _GROWING for name in _names(one.value)}
         counters |= (counted & at_start) | sized
     return counters, sized
 
 
-def _assigned_before(loops: list[ast.For | ast.While]) -> list[ast.Assign]:
-    """Return the assignments of an epoch that stand before its loop over the loader."""
-    return [node for node in loops[-2].body if isinstance(node, ast.Assign) and node.lineno < loops[-1].lineno]
+def _assigned_before(loops: list[ast.For | ast.While]) -> dict[str, ast.expr]:
+    """Return the names that an epoch assigns before its loop over the loader, with the values of the statements."""
+    values: dict[str, ast.expr] = {}
+    for node in loops[-2].body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and node.lineno < loops[-1].lineno:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values |= {name: node.value for target in targets for name in _names(target)}
+    return values
 
 
 def _around(frame: FrameType | None) -> list[ast.stmt]:
