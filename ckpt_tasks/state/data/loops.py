@@ -7,6 +7,7 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -141,12 +142,16 @@ def _around(frame: FrameType | None) -> list[ast.stmt]:
     """Return the statements around the one that a frame is at, the outermost first; none if the source is not there."""
     if frame is None:
         return []
+    statements = _statements("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    return [node for node in statements if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
+
+
+@lru_cache(maxsize=4)
+def _statements(source: str) -> list[ast.stmt]:
     try:
-        source = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+        return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
     except (SyntaxError, ValueError):  # The source is not Python.
         return []
-    statements = [node for node in ast.walk(source) if isinstance(node, ast.stmt)]
-    return [node for node in statements if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
