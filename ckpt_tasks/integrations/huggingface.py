@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs, without_base
-from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of, warn_of_own_files
+from ckpt_tasks.integrations.huggingface_state import TrainerProgress, samplers_of, warn_of_own_files
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
@@ -92,7 +92,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             for name, value in (("model", model), ("model_wrapped", model), ("optimizer", optimizer)):
                 setattr(self, name, value)
         self._progress.begin(self._loader, epoch_steps)
-        self._schedule = Later(lambda: self.lr_scheduler)
+        self._schedule = _Later(lambda: self.lr_scheduler)
         is_given = self.lr_scheduler is not None and not self._created_lr_scheduler
         state = {
             "model": self.model,
@@ -284,6 +284,31 @@ class _Accumulation:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         self._accelerator.step = state_dict["batches"]
+
+
+class _Later:
+    """A substitute for a stateful object that does not exist yet: it keeps the restored state until `apply`.
+
+    Until then `state_dict` returns the restored state, since a restore from memory saves to storage at once.
+    """
+
+    def __init__(self, find: Callable[[], Any]):
+        self._find = find
+        self._given: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._given is not None:
+            return self._given
+        target = self._find()
+        return {} if target is None else dict(target.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._given = state
+
+    def apply(self) -> None:
+        if self._given is not None:
+            self._find().load_state_dict(self._given)
+            self._given = None
 
 
 def _newest_of(output_dir: str) -> str:

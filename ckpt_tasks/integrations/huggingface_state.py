@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,31 +53,6 @@ _ARGUMENTS = ("num_train_epochs", "max_steps", "warmup_steps", "max_grad_norm", 
 _BY_BATCH = {"LengthGroupedSampler", "BatchRebalanceSampler", "RepeatSampler"}
 _BATCH = "samples in a step"
 _SEED = "data_seed, or seed"
-
-
-class Later:
-    """A substitute for a stateful object that does not exist yet: it keeps the restored state until `apply`.
-
-    Until then `state_dict` returns the restored state, since a restore from memory saves to storage at once.
-    """
-
-    def __init__(self, find: Callable[[], Any]):
-        self._find = find
-        self._given: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._given is not None:
-            return self._given
-        target = self._find()
-        return {} if target is None else dict(target.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._given = state
-
-    def apply(self) -> None:
-        if self._given is not None:
-            self._find().load_state_dict(self._given)
-            self._given = None
 
 
 class TrainerProgress(Started):
