@@ -243,7 +243,9 @@ class LightningState(Started):
             effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
         if effect or in_a_step[0] != in_a_step[1]:
             effect = effect or "The epoch continues behind the samples trained."
-            noting.change("samples in a step", in_a_step[0], in_a_step[1], effect)
+            only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
+            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", in_a_step)
+            noting.change(name, before, now, effect)
 
     def at_first_batch(self) -> None:
         """Restore the counters that Lightning resets when training begins; call this at the first batch."""

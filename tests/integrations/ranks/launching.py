@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
+from ckpt_tasks.errors import ConfigError
 from tests.support.legs import Leg
 
 SAMPLES, IN_A_STEP, RANKS = 66, 12, 2  # 6 steps in an epoch, the last one of 6 samples
@@ -29,6 +31,15 @@ def digest(model: Any, optimizer: Any) -> str:
         for tensor in (p, *(held[key] for key in sorted(held))):
             seen.update(name.removeprefix("module.").encode() + whole(tensor.detach()).numpy().tobytes())
     return seen.hexdigest()
+
+
+@contextmanager
+def refusing(leg: Leg) -> Iterator[None]:
+    """Record a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        leg.record("refused", 0, str(error))
 
 
 def launched(leg: Leg, job: Callable[[Leg, int], None]) -> None:

@@ -9,18 +9,22 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric
 
 from ckpt_tasks import CheckpointConfig, ResumableLoader
-from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.lightning import CkptCallback
-from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched
+from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched, refusing
 from tests.support.legs import Leg
+
+
+class Other(DDPStrategy):
+    """A strategy of a user's own."""
 
 
 class Net(lightning.LightningModule):
@@ -37,7 +41,7 @@ class Net(lightning.LightningModule):
         return self.mean, self.most, self.all
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not self.leg.options.get("plain"):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
             mesh = self.device_mesh
             assert mesh is not None
             if mesh["tensor_parallel"].size() > 1:
@@ -50,6 +54,8 @@ class Net(lightning.LightningModule):
 
     def train_dataloader(self) -> Any:
         numbered = torch.cat([torch.arange(float(SAMPLES))[:, None], self.leg.options["rows"]], 1)
+        if self.leg.options.get("stateful"):
+            return StatefulDataLoader(TensorDataset(numbered), batch_size=IN_A_STEP // self.size)
         mesh = getattr(self, "_device_mesh", None)
         of_data = {} if mesh is None else {"mesh": mesh["data_parallel"]}
         ranks = self.size if mesh is None else mesh["data_parallel"].size()
@@ -114,7 +120,8 @@ def train(leg: Leg, size: int) -> None:
     lightning.seed_everything(7, verbose=False)
     leg.options = {**leg.options, "rows": torch.randn(SAMPLES, 3)}
     of_tensors = {"tp": size, "both": 2}.get(leg.options["strategy"], 1)
-    parallel: Any = ModelParallelStrategy(size // of_tensors, of_tensors)
+    strategies: dict[str, Any] = {"ddp": "ddp", "other": Other()}
+    parallel = ModelParallelStrategy(size // of_tensors, of_tensors)
     saving = CkptCallback(
         CheckpointConfig(checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=leg.folder / "memory")
     )
@@ -128,12 +135,10 @@ def train(leg: Leg, size: int) -> None:
         enable_progress_bar=False,
         logger=False,
         max_epochs=3,
-        strategy=parallel if leg.options["strategy"] in {"fsdp2", "tp", "both"} else leg.options["strategy"],
+        strategy=strategies.get(leg.options["strategy"], parallel),
     )
-    try:
+    with refusing(leg):
         trainer.fit(Net(leg, size, saving))
-    except ConfigError as error:
-        leg.record("refused", 0, str(error))
     leg.end(trainer.global_step, [])
 
 

@@ -20,10 +20,9 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
-from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.huggingface import CkptTrainer, state_of
 from tests.integrations.huggingface_job import scale
-from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched
+from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched, refusing
 from tests.support.legs import Leg
 
 
@@ -113,26 +112,27 @@ def train(leg: Leg, size: int) -> None:
         gradient_accumulation_steps=options.get("accumulates", 1),
         **options.get("args", {}),
     )
-    trainer = Sharded(
-        model=model,
-        args=args,
-        train_dataset=stream or data,
-        eval_dataset=data.select(range(12)),
-        callbacks=[Recording(leg)],
-        base=options.get("base"),
-        checkpoint=CheckpointConfig(
-            checkpoint_dir=leg.folder / "run", step_interval=1, memory_dir=leg.folder / "memory", on_non_finite="stop"
-        ),
-    )
-    trainer.leg = leg
-    leg.settle = trainer.ckpt.wait
-    if options.get("sums"):
-        trainer.own_sums = defaultdict(float)
-    try:
+    with refusing(leg):
+        trainer = Sharded(
+            model=model,
+            args=args,
+            train_dataset=stream or data,
+            eval_dataset=data.select(range(12)),
+            callbacks=[Recording(leg)],
+            base=options.get("base"),
+            checkpoint=CheckpointConfig(
+                checkpoint_dir=leg.folder / "run",
+                step_interval=1,
+                memory_dir=leg.folder / "memory",
+                on_non_finite="stop",
+            ),
+        )
+        trainer.leg = leg
+        leg.settle = trainer.ckpt.wait
+        if options.get("sums"):
+            trainer.own_sums = defaultdict(float)
         trainer.train()
-    except ConfigError as error:
-        leg.record("refused", 0, str(error))
-    leg.end(trainer.state.global_step, [])
+        leg.end(trainer.state.global_step, [])
 
 
 def loop(leg: Leg, size: int) -> None:
