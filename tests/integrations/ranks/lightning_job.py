@@ -31,6 +31,7 @@ class Net(lightning.LightningModule):
     def __init__(self, leg: Leg, size: int, saving: CkptCallback):
         super().__init__()
         self.leg, self.size, self.saving = leg, size, saving
+        self.idle = nn.Parameter(torch.ones(3), requires_grad=bool(leg.options.get("manual")))
         self.automatic_optimization = not leg.options.get("manual")
         self.net = nn.Sequential(
             nn.Linear(4, 12), nn.Dropout(0 if leg.options.get("frozen") else 0.5), nn.Linear(12, 3)
@@ -87,7 +88,7 @@ class Net(lightning.LightningModule):
         assert self.saving.ckpt is not None
         self.leg.settle = self.saving.ckpt.wait
         if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
+            optimizer: Any = self.optimizers()[0]  # type: ignore[index]
             self.manual_backward(loss)
             optimizer.step()  # The gradients of a step are added to those before.
         return loss
@@ -108,8 +109,13 @@ class Net(lightning.LightningModule):
             self.leg.record(name, self.global_step, metric.compute().double().sum().item())
             metric.reset()
 
+    def on_train_end(self) -> None:
+        self.leg.record("idle", self.global_step, str(sum(len(one.state) for one in self.trainer.optimizers[1:])))
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0 if self.leg.options.get("frozen") else 0.01)
+        optimizer = torch.optim.AdamW(self.net.parameters(), 0 if self.leg.options.get("frozen") else 0.01)
+        if not self.automatic_optimization:
+            return [optimizer, torch.optim.AdamW([self.idle])]
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])]
 
 
