@@ -20,7 +20,7 @@ def test_the_page_is_what_the_verbs_print() -> None:
         ([1, 0.5], "number"),
         ([None, "a", True], "boolean or string or null"),
         ([{"a": [1, None], "b": {}}, {"a": ["x"]}], "{a: [number or string or null], b: {}}"),
-        ([{"a": "x", "b": 1}], "{a, b: number}"),
+        ([{"a": "x", "b": 1, "c": True}], "{a, b, c: boolean}"),
     ],
 )
 def test_a_form_has_what_values_have_in_common(values: list[object], says: str) -> None:

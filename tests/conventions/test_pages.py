@@ -12,11 +12,12 @@ import ckpt_tasks
 from benchmarks.comparison import table
 from ckpt_tasks import CheckpointConfig
 from ckpt_tasks.run.ledger.config import field_texts
-from tools.pages import format, options, packages, pitfalls, reference
+from tools.pages import format as fields_of_records
+from tools.pages import options, packages, pitfalls, reference
 
 MADE: list[tuple[Path, str, Callable[[str], str]]] = [
     (options.PAGE, "tools.pages.options", options.written),
-    (format.PAGE, "tools.pages.format", format.written),
+    (fields_of_records.PAGE, "tools.pages.format", fields_of_records.written),
     (reference.PAGE, "tools.pages.reference", lambda _: reference.written()),
     (pitfalls.PAGE, "tools.pages.pitfalls", pitfalls.written),
     (packages.PAGE, "tools.pages.packages", packages.written),

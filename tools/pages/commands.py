@@ -31,8 +31,8 @@ What `ckpt VERB --help` prints, with examples. `python -m tools.pages.commands` 
 it with the help of today.
 
 Every verb has `--json` and `--help`. With `--json` a verb prints one object; its form stands below the examples, where
-a key without a type holds a string. A verb that fails prints `{"error": …}` with `type`, `message`, `key`, `step` and
-`hint`. The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
+a key without a type holds a string or a number. A verb that fails prints `{"error": …}` with `type`, `message`, `key`,
+`step` and `hint`. The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
 _FRAMEWORKS = frozenset({"lightning", "transformers", "accelerate"})  # `show` names them where they are installed.
 _SHARED = 2  # What so many verbs take stands once, at the head of the page.
@@ -103,8 +103,8 @@ class Form(NamedTuple):
 
     @property
     def after_key(self) -> str:
-        """What stands after a key of this form: nothing for a string."""
-        return "" if str(self) == "string" else f": {self}"
+        """What stands after a key of this form: nothing for a string or a number."""
+        return "" if str(self) in {"string", "number"} else f": {self}"
 
 
 def form(value: Any) -> Form:
@@ -172,9 +172,9 @@ def written(forms: dict[str, str]) -> str:
         section.append("\n".join(_verb(verb, about, {*shared.values()})))
         if name in forms:
             typed = "\n".join(f"$ {line}" for line in dict.fromkeys(EXAMPLES) if line.split()[1] == name)
-            section.append(f"```console\n{typed}\n```\n\n`--json`:\n\n```text\n{forms[name]}\n```\n")
+            section.append(f"```text\n{typed}\n{forms[name]}\n```\n")
     text = [_HEAD, f"{root.help} {root.epilog}\n", "What several verbs take:\n"]
-    text.append("\n".join(["| | |", "|---|---|", *(row for row in times if row in shared.values()), ""]))
+    text.append("\n".join([*(row for row in times if row in shared.values()), ""]))
     for heading, parts in sections.items():
         text += [f"## {heading}\n", *parts]
     return "\n".join(text)
@@ -182,20 +182,20 @@ def written(forms: dict[str, str]) -> str:
 
 def _verb(verb: Any, context: Any, shared: set[str]) -> Iterator[str]:
     yield f"### ckpt {context.info_name}\n"
-    yield f"`{verb.get_usage(context).removeprefix('Usage: ')}`\n"
+    yield f"`{verb.get_usage(context).removeprefix('Usage: ').replace(' [OPTIONS]', '')}`\n"
     for paragraph in verb.help.split("\n\n"):
         yield " ".join(paragraph.split()) + "\n"
     sections: dict[str, list[str]] = {}
     names = []
     for heading, row in _options(verb, context):
         if row in shared:
-            names += [row.split("`")[1]] if row.startswith("| `-") else []
+            names += [row.split("`")[1]] if row.startswith("- `-") else []
         else:
             sections.setdefault(heading, []).append(row)
     if sections.pop("Checkpoints", None):
         yield "Each [option of a run](OPTIONS.md) is an option here as well: `step_interval` is `--step-interval N`.\n"
     for heading, rows in sections.items():
-        yield "\n".join([f"| {heading} | |", "|---|---|", *rows, ""])
+        yield "\n".join([*([] if heading == "option" else [f"{heading}:\n"]), *rows, ""])
     if names:
         yield f"Also takes {', '.join(f'`{name}`' for name in names)}.\n"
 
@@ -206,12 +206,8 @@ def _options(verb: Any, context: Any) -> Iterator[tuple[str, str]]:
         if (record := option.get_help_record(context)) is not None and not {"--json", "--help"} & {*option.opts}:
             words = (option.metavar or record[0], record[1]) if option.param_type_name == "argument" else record
             panel = getattr(option, "rich_help_panel", None)
-            text = _cell(words[1]).removesuffix("[required]").rstrip()
-            yield panel if isinstance(panel, str) else "option", f"| `{_cell(words[0])}` | {text} |"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|").replace("<", r"\<")
+            text = " ".join(words[1].split()).replace("<", r"\<").removesuffix("[required]").rstrip()
+            yield panel if isinstance(panel, str) else "option", f"- `{words[0]}`: {text}"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _BOUNDED = re.compile(
     r"\b(?:(Step|Count|Epoch)|(Seconds|Number)|(Digest|Name|Time)|Annotated\[(\w+), Meta\([^)]*\)\])(?=[ ,\]])"
 )
 _MOST_COLUMNS = 120
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 # Other parts of the package call these, or torch does.
 _INNER = frozenset(
     {
@@ -37,12 +38,14 @@ _INNER = frozenset(
         *("CheckpointConfig.retention_policy", "CheckpointConfig.location", "LookupTable.extra_repr"),
         *("ResumableLoader.is_ending", "ResumableLoader.batch_size", "ResumableSampler.iterate"),
         *("ResumableSampler.whole", "ResumableSampler.end_epoch", "ResumableSampler.name_epochs"),
+        *("Checkpointer.record_failure", "Checkpointer.record_program", "Location.resolve", "SyncPlan.chosen"),
         *("ShuffleBuffer.why_inexact", "FaultyStore.fate_of", "FaultyStore.later", "FaultyStore.part_of"),
-        *("FaultRule.strikes", "Run.head"),
+        *("FaultRule.strikes", "Run.head", "Fate", "images_of", "look", "seal", "under_way"),
     }
 )
 _IN_WORDS = frozenset({"CheckpointConfig", "Checkpoint"})  # Their fields have texts.
-_OF_INTERFACES = frozenset({"state_dict", "load_state_dict", *dir(Store)})
+_GIVEN = frozenset({"Run", "FaultRule"})  # Functions return them; users do not make them.
+_STATEFUL = frozenset({"state_dict", "load_state_dict"})
 
 
 def written() -> str:
@@ -50,7 +53,11 @@ def written() -> str:
     names = [name for name in ckpt_tasks.__all__ if name != "errors"]
     parts = [part for name in names for part in _about(name, getattr(ckpt_tasks, name))]
     parts += [part for kind in _returned(names) for part in _about(kind.__name__, kind)]
-    parts += [part for name in testing.__all__ if name != "Fate" for part in _about(name, getattr(testing, name))]
+    of_tests = {name: getattr(testing, name) for name in testing.__all__ if name not in _INNER}
+    parts += [part for name, value in of_tests.items() if inspect.isclass(value) for part in _about(name, value)]
+    functions = {name: value for name, value in of_tests.items() if not inspect.isclass(value)}
+    parts.append("## Functions of ckpt_tasks.testing\n")
+    parts.append("\n".join([*(_line(f"{name}{_names_only(value)}", value) for name, value in functions.items()), ""]))
     return _FUNCTION.sub("…", "\n".join([_HEAD, *parts]))
 
 
@@ -68,7 +75,7 @@ def _about(name: str, value: Any) -> Iterator[str]:
     yield f"## {name}\n"
     called = value.__init__ if inspect.isclass(value) else value
     ours = not inspect.isclass(value) or called.__module__ == value.__module__
-    if inspect.isfunction(called) and ours and name not in _IN_WORDS:
+    if inspect.isfunction(called) and ours and name not in _IN_WORDS | _GIVEN:
         yield f"```text\n{name}{_signature(called)}\n```\n"
     yield from _paragraphs(inspect.getdoc(value) or "")
     if inspect.isclass(value):
@@ -92,9 +99,14 @@ def _methods(name: str, kind: type) -> Iterator[str]:
         inner = getattr(function, "fget", function)
         of_ours = str(getattr(inner, "__module__", None)).startswith("ckpt_tasks.")
         text = inspect.getdoc(function) if of_ours and not method.startswith(("_", "block_")) else None
-        if text and method not in _OF_INTERFACES and f"{name}.{method}" not in _INNER:
+        of_interface = method in _STATEFUL or (hasattr(kind, "put_if_absent") and hasattr(Store, method))
+        if text and not of_interface and f"{name}.{method}" not in _INNER:
             called = f"{method}{_names_only(function)}" if inspect.isfunction(function) else method
-            yield f"- `{called}`: {' '.join(text.split())}"
+            yield _line(called, function)
+
+
+def _line(called: str, value: Any) -> str:
+    return f"- `{called}`: {' '.join((inspect.getdoc(value) or '').split())}"
 
 
 def _paragraphs(doc: str) -> Iterator[str]:
@@ -117,19 +129,18 @@ def _names_only(function: Any) -> str:
 
 
 def _signature(function: Any) -> str:
-    """Return (parameters) -> type, a parameter a line if it is long."""
+    """Return (parameters) -> type; a line ends between two parameters."""
     signature = inspect.signature(function)
     params = [p.replace(annotation=_Text(p.annotation)) for p in signature.parameters.values() if p.name != "self"]
     returns = signature.return_annotation
     arrow = f" -> {returns}" if returns not in (inspect.Signature.empty, "None", None) else ""
-    text = _plain(f"{inspect.Signature(params)}{arrow}")
-    if len(text) <= _MOST_COLUMNS:
-        return text
-    lines = [_plain(str(inspect.Signature([p]))[1:-1]).removeprefix("*, ") for p in params]
+    words = [_plain(str(inspect.Signature([p]))[1:-1]).removeprefix("*, ") for p in params]
     first_named = next((n for n, p in enumerate(params) if p.kind is p.KEYWORD_ONLY), None)
     if first_named is not None:
-        lines.insert(first_named, "*")
-    return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){_plain(arrow)}"
+        words.insert(first_named, "*")
+    text = _plain(f"({', '.join(one.replace(' ', _UNBROKEN) for one in words)}){arrow}")
+    how: dict[str, Any] = {"width": _MOST_COLUMNS, "subsequent_indent": "    ", "break_on_hyphens": False}
+    return textwrap.fill(text, **how).replace(_UNBROKEN, " ")
 
 
 def _plain(text: str) -> str:
