@@ -228,10 +228,12 @@ def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
-    """Read an evaluation from JSON data; its table's name must have its step and suite."""
+    """Read an evaluation from JSON data; its table's name must have its step and evaluation set."""
     one = typed({**item, "metrics": _metrics(item["metrics"])}, Evaluation)
     if not is_evaluation(one.table, one.step, one.suite):
-        raise ValueError(f"{one.table!r:.80} is not a table of step {one.step} and the suite {one.suite!r:.80}")
+        raise ValueError(
+            f"{one.table!r:.80} is not a table of step {one.step} and the evaluation set {one.suite!r:.80}"
+        )
     return one
 
 

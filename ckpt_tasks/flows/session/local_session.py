@@ -123,7 +123,9 @@ def measure(
     with OwnStreams().inside():
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
-            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
+            raise ProgramError(
+                f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every evaluation set."
+            )
         modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
         run.restore(checkpoint, modules or fresh.state, partial=True)
         own = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}

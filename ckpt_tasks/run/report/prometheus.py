@@ -151,7 +151,7 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: None if look.partial else look.summary.size_bytes),
     ),
     "metric": (
-        "a metric of the newest checkpoint, or the newest of an evaluation suite",
+        "a metric of the newest checkpoint, or the newest of an evaluation set",
         lambda look, course: [({"name": name}, value) for name, value in look.summary.metrics.items()],
     ),
     "stall_seconds": ("how long training waited for the last save", _of_last_commit(lambda one: one.stall_s)),

@@ -64,7 +64,7 @@ def assert_pages(run_dir: Path) -> None:
     assert re.fullmatch(r"rank [01] works \d+% of the time", after["slowest rank"])
     assert after["restored from"]
     happened = str(pages["gang-report"].data).partition("What happened")[2]
-    assert "a gang of ranks began at step 5" in happened
+    assert "a worker group began at step 5" in happened
     assert "rank 1 was killed by SIGKILL" in happened
 
 
