@@ -257,7 +257,7 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
 
 def _proof(program: list[str], steps: int | None, params: list[str], ranks: int | None) -> Proof:
     if _is_program(program):
-        from ckpt_tasks.cli.proving.proof import verify_resume as prove
+        from ckpt_tasks.cli.proving.proof import prove
 
         given = {"steps": steps, "ranks": ranks}
         return prove(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})

@@ -64,7 +64,7 @@ ForkOption = Annotated[
     option(
         "--fork-from",
         "DIR@STEP",
-        "begin with this checkpoint of another run; a fork continues",
+        "begin with this checkpoint of another run; a fork that exists is resumed",
         autocompletion=complete_checkpoint,
     ),
 ]

@@ -25,7 +25,7 @@ from ckpt_tasks.run.report.words import count, fine_span, number, percent, print
 
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
-    "lost": "training that was thrown away, and done again",
+    "lost": "training that was discarded, and repeated",
     "data": "waiting for the next batch",
     "saving": "waiting for snapshots",
     "starting": "from a start or a failure until training continued",
