@@ -22,6 +22,7 @@ from ckpt_tasks.checkpoint.rollback import goes_back
 from ckpt_tasks.checkpoint.save.parts import encode_groups
 from ckpt_tasks.checkpoint.save.pipeline import Snapshot, checkpoint_of
 from ckpt_tasks.checkpoint.save.schedule import check_epoch, check_step, point
+from ckpt_tasks.checkpoint.telling import note_idle, note_trained
 from ckpt_tasks.errors import ConfigError, FencedError, StateError
 from ckpt_tasks.format.ledger import lineage
 from ckpt_tasks.format.policy.cadence import SavePoint
@@ -29,8 +30,8 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import collects_here, gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.data.loader import check_dealt, check_passes
-from ckpt_tasks.state.data.passes import may_train
+from ckpt_tasks.state.data.checks import check_dealt, check_passes
+from ckpt_tasks.state.data.loops import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.kinds.switches import note_begun
 from ckpt_tasks.state.selection import Only, Selection
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 _EARLY_BYTES = 64 << 20  # The first save of a smaller state prepares itself: its memory takes less time than a walk.
 _PRUNE_S = 10.0  # `close` gives the prune after the last commit this long; the next owner prunes the rest.
 _log = logging.getLogger("ckpt_tasks")
-_NOTHING_LEFT = (
-    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
-    "training (another fold or seed) needs a directory of its own"
-)
 _UNSAVED = "Steps %s are not saved: no save was due. Call save(step, state) after the last step."
 Metrics = Mapping[str, float]
 _InMemory = CachedSnapshot | RankSnapshot
@@ -108,7 +105,9 @@ class Checkpointer(HeldRun):
                 _log.warning(_UNSAVED, steps)
             idle = self._resumed and not self._at.has_trained and self._flow_run_id is None
             if idle and may_train(inspect.currentframe()):
-                _log.warning(_NOTHING_LEFT, self.config.checkpoint_dir, self._at.step)
+                note_idle(str(self.config.checkpoint_dir), self._at.step)
+        if self._at.has_trained:
+            note_trained(str(self.config.checkpoint_dir))
         self._resumed = self._at.has_trained = False
         try:
             # After an error or a signal, a retry on this host resumes from memory.
@@ -312,7 +311,7 @@ class Checkpointer(HeldRun):
             live = flat(state)
             if self._line.last_commit is None:
                 check_dealt(storable(live))
-            check_passes(live)
+            check_passes(live, step)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 
 from ckpt_tasks.checkpoint.restore.restore import HostSnapshot
 from ckpt_tasks.format.records import Checkpoint
@@ -10,6 +12,35 @@ from ckpt_tasks.logs import tell
 from ckpt_tasks.run.report.words import age, printable, when
 
 _log = logging.getLogger("ckpt_tasks")
+_NOTHING_LEFT = (
+    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
+    "training (another fold or seed) needs a directory of its own"
+)
+_trained: set[str] = set()  # The runs that this process has trained.
+_idle: dict[str, int] = {}  # The runs that were ended at their start, with their steps; not told so far.
+
+
+def note_idle(run: str, step: int) -> None:
+    """Warn that a start had nothing left to train; if it may be an earlier phase of the program, do so at the exit.
+
+    A run that this process has opened before is another fold's. A notebook may have no exit.
+    """
+    if run in _trained or run in _idle or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        _log.warning(_NOTHING_LEFT, run, step)
+    else:
+        _idle[run] = step
+
+
+def note_trained(run: str) -> None:
+    """Note that this process has trained a run: those that had nothing left to train were its earlier phases."""
+    _trained.add(run)
+    _idle.clear()
+
+
+@atexit.register
+def _tell_idle() -> None:
+    for run, step in _idle.items():
+        _log.warning(_NOTHING_LEFT, run, step)
 
 
 class Start:

@@ -25,7 +25,7 @@ from ckpt_tasks.checkpoint.checkpointer import Checkpointer
 from ckpt_tasks.errors import ConfigError, StateError
 from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, AdapterConfigs, without_base
-from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of
+from ckpt_tasks.integrations.huggingface_state import Later, TrainerProgress, samplers_of, warn_of_own_files
 from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
@@ -62,6 +62,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         self._own_state = state
         self._ckpt_state: dict[str, Any] = {}
         self._progress = TrainerProgress(self)
+        warn_of_own_files(self)
         self._resumed = False
         self._theirs: str | bool | None = None  # Trainer's own checkpoint, used if the run has none.
         self._streams: Any = None  # Set by a restore, cleared by the first step.

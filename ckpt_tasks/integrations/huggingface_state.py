@@ -45,6 +45,7 @@ _PROGRESS = (
 )
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 _OF_TRL = ("_step", "_buffered_inputs", "_total_train_tokens")
+_LIBRARIES = ("ckpt_tasks.", "sentence_transformers.", "transformers.", "trl.")
 _LOADERS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler")
 _LENGTH = "Training ends there, and a schedule that depends on it jumps to its rate at this step."
 _ORDER = "The epoch continues in another order: some of its samples come twice, others not at all."
@@ -351,6 +352,17 @@ def _own_files(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _folder(trainer: Any) -> str:
     return f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
+def warn_of_own_files(trainer: Any) -> None:
+    """Warn of a class, not a library's, that writes into Trainer's checkpoints and has no override that reads them."""
+    own = next(one for one in type(trainer).__mro__ if "_save_checkpoint" in vars(one))
+    if not own.__module__.startswith(_LIBRARIES) and not any(_is_overridden(trainer, name) for name in _LOADERS):
+        _log.warning(
+            "%s overrides _save_checkpoint, and nothing that reads what it writes: it is not in the run's checkpoints. "
+            "If training goes on from it, override _load_from_checkpoint too: both are called then",
+            own.__qualname__,
+        )
 
 
 def _is_overridden(trainer: Any, name: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count, islice, pairwise, zip_longest
 from typing import Any
 
@@ -10,74 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from ckpt_tasks import ResumableLoader
-
-EPOCHS, BATCHES, SIZE = 2, 4, 2
-Place = tuple[int, int | None]  # Of a kill: (epoch, batch), before the batch is trained; None: at the epoch's end.
-
-
-class Killed(BaseException):
-    """The process ends."""
-
-
-def data_of(seed: int, batches: int = BATCHES, workers: int = 0) -> ResumableLoader:
-    data: Any = [*range(100 * seed, 100 * seed + batches * SIZE)]
-    return ResumableLoader(data, SIZE, shuffle=True, seed=seed, num_workers=workers)
-
-
-class Plain:
-    """The same batches as a plain loop gets them; `each_pass`: every pass is another epoch."""
-
-    batch = 0
-
-    def __init__(self, loader: ResumableLoader, *, each_pass: bool = False):
-        self.order = [[*loader] for _ in range(2 * EPOCHS)]
-        self.epoch, self.each_pass = -1, each_pass
-
-    def __len__(self) -> int:
-        return len(self.order[0])
-
-    def epochs(self) -> Iterator[int]:
-        for self.epoch in range(EPOCHS):
-            yield self.epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += self.each_pass
-        return iter(self.order[self.epoch])
-
-
-class Run:
-    """One training over its starts: what each step trained, and what each other pass has seen."""
-
-    def __init__(self, other: Any = None) -> None:
-        self.trained: dict[int, tuple[Any, ...]] = {}
-        self.measured: dict[int, list[Any]] = {}
-        self.epoch = self.calls = 0
-        self.kill: Place | None = None
-        self.other = other
-        self.step: Callable[[], int] = lambda: self.calls
-        self.report: Callable[[], Any] = lambda: None
-
-    def train(self, x: torch.Tensor, more: Any = None, number: int | None = None) -> None:
-        """Train a batch as a step; `number`: its number in its epoch, as the loop counts."""
-        if self.kill and self.kill == (self.epoch, [one.tolist() for one in PLAIN.order[self.epoch]].index(x.tolist())):
-            raise Killed
-        now = (x.tolist(), more.tolist() if isinstance(more, torch.Tensor) else more, number)
-        assert self.trained.setdefault(self.step() + 1, now) == now
-        self.calls += 1
-        self.report()
-
-    def measure(self, loader: Iterable[Any]) -> None:
-        now = [x.tolist() for x in loader]
-        assert self.measured.setdefault(self.epoch, now) == now
-
-    def end(self) -> None:
-        """Be where the loop's epoch ends."""
-        if self.kill == (self.epoch, None):
-            raise Killed
-
-
-PLAIN = Plain(data_of(1))
+from tests.checkpoint.loop_runs import BATCHES, SIZE, Run, data_of
 
 
 def in_order(epochs: Any, loader: Any, run: Run) -> None:
@@ -212,6 +146,56 @@ def left_by_its_own_count_from_its_place(epochs: Any, loader: Any, run: Run) -> 
         run.end()
 
 
+def left_by_the_length_of_a_list(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        seen: list[Any] = []
+        for x in loader:
+            if len(seen) >= 2:
+                break
+            run.train(x)
+            seen.append(x)
+        run.end()
+
+
+def left_at_a_multiple(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for number, x in enumerate(loader, loader.batch):
+            run.train(x, number=number)
+            run.counted += 1
+            if run.counted % 2 == 0:
+                break
+        run.end()
+
+
+def left_by_a_function(epochs: Any, loader: Any, run: Run) -> None:
+    def enough(losses: list[Any]) -> bool:
+        return len(losses) == 3
+
+    for run.epoch in epochs:
+        losses: list[Any] = []
+        for x in loader:
+            if enough(losses):
+                break
+            run.train(x)
+            losses += [x]
+        run.end()
+
+
+def left_by_an_exception(epochs: Any, loader: Any, run: Run) -> None:
+    class EnoughError(Exception):
+        pass
+
+    for run.epoch in epochs:
+        done: list[Any] = []
+        with suppress(EnoughError):
+            for x in loader:
+                if len(done) == 3:
+                    raise EnoughError
+                run.train(x)
+                done.append(x)
+        run.end()
+
+
 def never_left(epochs: Any, loader: Any, run: Run) -> None:
     limit: Any = None
     for run.epoch in epochs:
@@ -281,6 +265,15 @@ def by_next_of_a_number(epochs: Any, loader: Any, run: Run) -> None:
         run.end()
 
 
+def by_next_while_there_are_fewer(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        done, batches = 0, iter(loader)
+        while done < 2:
+            run.train(next(batches))
+            done += 1
+        run.end()
+
+
 def zipped_with_numbers(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         for number, x in zip(count(loader.batch), loader, strict=False):
@@ -310,6 +303,14 @@ def zipped_with_an_endless_one(epochs: Any, loader: Any, run: Run) -> None:
 def zipped_with_a_bar(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         for x, more in zip(loader, tqdm(run.other, disable=True), strict=False):
+            run.train(x, more)
+        run.end()
+
+
+def zipped_with_one_that_is_made_anew(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        others = iter(run.other)
+        for x, more in zip(loader, others, strict=False):
             run.train(x, more)
         run.end()
 
@@ -345,6 +346,7 @@ FORMS = {
 OTHERS: dict[str, Callable[[], Any]] = {
     "zipped_with_a_bar": lambda: data_of(2),
     "zipped_with_a_generator": Anew,
+    "zipped_with_one_that_is_made_anew": Anew,
     "zipped_with_the_longest": Anew,
     "zipped_with_as_many": lambda: data_of(2),
     "zipped_with_an_endless_one": lambda: data_of(2, BATCHES - 1),
@@ -352,8 +354,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "zipped_with_a_list": lambda: [torch.tensor([n]) for n in range(BATCHES)],
     "zipped_with_a_plain_loader": lambda: DataLoader(range(BATCHES * SIZE), SIZE),  # type: ignore[arg-type]
 }
-BEHIND = {"left_below_the_step"}  # A Checkpointer has saved the step before the loop leaves the epoch behind it.
+BEHIND = {
+    "left_below_the_step",
+    "left_at_a_multiple",
+}  # A Checkpointer has saved the step before the loop leaves the epoch behind it.
+TOLD = {"left_by_a_function", "left_by_an_exception"}  # After three batches: a count that no source shows.
 REFUSED = {
+    *("left_by_the_length_of_a_list", "by_next_while_there_are_fewer", "zipped_with_one_that_is_made_anew"),
     *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count", "left_by_a_call_in_an_else"),
     *("left_by_return", "left_by_a_count_in_its_condition", "by_next_of_a_number"),
     *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader", "zipped_with_a_generator"),

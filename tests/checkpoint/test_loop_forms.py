@@ -13,20 +13,8 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, resumable
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.testing import MemoryStore, located
-from tests.checkpoint.loop_forms import (
-    BATCHES,
-    BEHIND,
-    EPOCHS,
-    FORMS,
-    OTHERS,
-    PLAIN,
-    REFUSED,
-    Killed,
-    Place,
-    Plain,
-    Run,
-    data_of,
-)
+from tests.checkpoint.loop_forms import BEHIND, FORMS, OTHERS, REFUSED, TOLD
+from tests.checkpoint.loop_runs import BATCHES, EPOCHS, PLAIN, Killed, Place, Plain, Run, data_of
 
 PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
 FEW: list[Place] = [(0, 0), (0, 2), (0, None), (1, 3), (1, None)]  # One of each kind, one after the other.
@@ -43,25 +31,27 @@ def _few_objects() -> Iterator[None]:
 KINDS = ("loader.epochs", "resumable")
 
 
-def start(kind: str, form: str, run: Run, config: Any, workers: int = 0, kill: Place | None = None) -> None:  # noqa: PLR0917
+def start(  # noqa: PLR0917
+    kind: str, form: str, run: Run, config: Any, workers: int = 0, kill: Place | None = None, epochs: int = EPOCHS
+) -> None:
     """Start the program, which goes on from what is saved, or ends at `kill`."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    loader, run.other, run.kill = data_of(1, workers=workers), OTHERS.get(form, lambda: None)(), kill
+    loader, run.other, run.kill = data_of(1, len(run.order[0]), workers), OTHERS.get(form, lambda: None)(), kill
     state: dict[str, Any] = {"optimizer": optimizer}
     state |= {"other": run.other} if isinstance(run.other, ResumableLoader) else {}
     if kind == "resumable":
-        ours, epochs = resumable(config, loader, EPOCHS, **state)
-        run.step, run.report = lambda: epochs.step, optimizer.step
+        ours, loop = resumable(config, loader, epochs, **state)
+        run.step, run.report = lambda: loop.step, optimizer.step
         try:
-            FORMS[form](epochs, ours, run)
+            FORMS[form](loop, ours, run)
         finally:
-            epochs.leave()
+            loop.leave()
         return
     state["data"] = loader
     with Checkpointer(config) as ckpt:
         ckpt.restore(state)
         run.step, run.report = lambda: ckpt.position, lambda: ckpt.step(ckpt.position + 1, state)
-        FORMS[form](loader.epochs(EPOCHS), loader, run)
+        FORMS[form](loader.epochs(epochs), loader, run)
 
 
 def plain(form: str) -> Run:
@@ -116,9 +106,31 @@ def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, capl
         with pytest.raises(ConfigError, match=r"a resume would train other samples|it would not leave it"):
             start(kind, form, Run(), located_config())
         return
-    check(kind, form, 0, [])
-    check(kind, form, 0, FEW)
+    if form in TOLD:
+        start(kind, form, run := Run(), located_config())
+        assert run.trained == plain(form).trained
+    else:
+        check(kind, form, 0, [])
+        check(kind, form, 0, FEW)
+    assert "counts from 0 again" not in caplog.text
     assert "enumerate begins" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", sorted(TOLD))
+@pytest.mark.parametrize("place", [(epoch, batch) for epoch in range(4) for batch in (1, 2)])
+def test_a_count_that_no_source_shows_is_told(
+    place: Place, form: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop whose way to leave an epoch is unknown is told once if it counts anew in an epoch that was restored."""
+    config, run = located_config(), Run()
+    run.order = Plain(data_of(1, 2 * BATCHES)).order
+    with suppress(Killed):
+        start(kind, form, run, config, kill=place, epochs=4)
+    assert "counts from 0 again" not in caplog.text
+    run.trained = {}  # It trains other samples.
+    start(kind, form, run, config, epochs=4)
+    assert caplog.text.count("The loop leaves an epoch after 4 batches") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +143,7 @@ def test_workers_change_no_form(form: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED | BEHIND])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in REFUSED | BEHIND | TOLD])
 def test_every_form_at_every_place(form: str, kind: str, workers: int) -> None:
     """Killed once, at any place, or at one after the other, every form goes on as the plain, also with two workers."""
     for places in [*([place] for place in PLACES), PLACES]:

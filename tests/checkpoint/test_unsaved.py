@@ -29,6 +29,7 @@ from torch.utils.data import (
 from tqdm import tqdm
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader, ResumableSampler, resumable
+from tests.support.gang import run
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 
@@ -187,6 +188,19 @@ class FromAStart(DistributedSampler[Any]):
         return islice(super().__iter__(), self.start_index, None)
 
 
+class InOrder(Sampler[int]):
+    """One with an order of its own, of all samples or of a rank's part, that it begins with each epoch."""
+
+    def __init__(self, part: range):
+        self.part = part
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.part)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+
 class Drawing(Sampler[Any]):
     """A sampler of the user's that draws an order of its own; `begin`: the loop tells it where to begin."""
 
@@ -237,19 +251,27 @@ def test_every_sampler_that_draws(
     assert [f"A DataLoader with {said} keeps no position" in text for text in caplog.messages] == [True] * bool(said)
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "batch_size"),
+    [(None, 2), (DistributedSampler(DATA, 2, 0, shuffle=False), 1), (InOrder(range(7, -1, -1)), 2)],
+)
 @pytest.mark.parametrize(
     ("stop", "begin", "beside"), [(3, 0, False), (3, 3, False), (4, 0, False), (3, 0, True), (4, 0, True)]
 )
 def test_an_epoch_that_begins_again(  # noqa: PLR0917
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: int, begin: int, beside: bool, dealt: bool
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    stop: int,
+    begin: int,
+    beside: bool,
+    sampler: Any,
+    batch_size: int,
 ) -> None:
     """P22: a plain loader that starts an epoch again is warned of; one that skips, evaluates, or ended it, is not.
 
-    The same for a rank's part of the data.
+    The same for a rank's part of the data, and for an order of the program's own.
     """
-    sampler: Any = DistributedSampler(DATA, 2, 0, shuffle=False) if dealt else None
-    loader = DataLoader(DATA, batch_size=1 if dealt else 2, sampler=sampler)
+    loader = DataLoader(DATA, batch_size=batch_size, sampler=sampler)
     more = {"data": ResumableLoader(DATA, batch_size=2)} if beside else {}
     batches: list[Iterator[Any]] = [iter(())]
 
@@ -265,3 +287,21 @@ def test_an_epoch_that_begins_again(  # noqa: PLR0917
     assert ["samples come twice" in text for text in caplog.messages] == [True] * (
         (stop, begin, beside) == (3, 0, False)
     )
+
+
+def again(rank: int, size: int, place: str, count: int) -> list[str]:
+    """Stop in an epoch and begin it again, with a sampler that gives this rank `count` samples; return what is said."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt_tasks").addHandler(handler)
+    for steps in (1, 2):
+        batches = iter(DataLoader(DATA, batch_size=1, sampler=InOrder(range(rank, len(DATA), size)[:count])))
+        trained(steps, training(), Path(place), lambda batches=batches: next(batches))  # type: ignore[misc]
+    return [message for message in messages if "samples come twice" in message]
+
+
+@pytest.mark.parametrize(("count", "said"), [(4, 1), (3, 0)])
+def test_a_part_of_a_rank_that_begins_again(tmp_path: Path, count: int, said: int) -> None:
+    """P22: a sampler that deals the data out by names of its own is warned of; a list of what is left is not."""
+    assert [*map(len, run(2, again, str(tmp_path), count))] == [said, said]

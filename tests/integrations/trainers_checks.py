@@ -73,6 +73,13 @@ class Before(CkptTrainer):
         self.read(checkpoint)
 
 
+class NeverRead(CkptTrainer):
+    """A class that writes into Trainer's checkpoints what its train() reads."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        Path(self._get_output_dir(trial=trial), "coef.json").write_text("1.0")
+
+
 class ElsewhereSaved(CkptTrainer):
     """A right class that reads weights in its own way: Trainer's files, which a run does not have."""
 
@@ -119,6 +126,15 @@ def test_what_a_trainer_keeps_in_its_own_files_is_state(kind: Any, place: str, l
 
     check_stops(train, 2, 5)
     assert not [*tmp_path.glob("out/*")]
+
+
+@pytest.mark.parametrize(("kind", "said"), [(NeverRead, 1), (Before, 0), (ElsewhereSaved, 0), (CkptTrainer, 0)])
+def test_files_that_nothing_reads_are_told(kind: Any, said: int, tmp_path: Path, caplog: Any) -> None:
+    """A class that writes into Trainer's checkpoints and reads it in a place of its own hears that it is not kept."""
+    args = TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True)
+    kind(model=Squares(torch.nn.Linear(4, 4)), args=args, train_dataset=[], checkpoint=tmp_path / "run")
+    assert len(caplog.messages) == said
+    assert all("NeverRead overrides _save_checkpoint" in message for message in caplog.messages)
 
 
 class Forgetful(CkptTrainer):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, resumable
+from tests.support.interpreters import python
 
 DATA = TensorDataset(torch.arange(16.0).view(8, 2) / 16)
 ENDED = "Nothing was left to train"
@@ -94,7 +95,7 @@ def test_a_program_of_two_phases_is_quiet(
 ) -> None:
     """Without a stop, and failed in either phase, it ends bit for bit, and no optimizer of the other phase is missed.
 
-    Started again in its second phase, it hears that the first one has nothing left to train.
+    Started again in its second phase by the same process, it hears that the first one has nothing left to train.
     """
     whole = Program(tmp_path / "whole", adopted).train(form)
     assert caplog.messages == []
@@ -104,6 +105,17 @@ def test_a_program_of_two_phases_is_quiet(
         assert torch.equal(Program(tmp_path / str(fail_at), adopted).train(form), whole)
     said = [message for message in caplog.messages if "its epochs were over" not in message]  # Of the failure.
     assert [message.startswith(ENDED) for message in said] == [True] * (form != "one")
+
+
+@pytest.mark.parametrize("adopted", ["two lines", "step by step"])
+def test_an_earlier_phase_is_not_told_that_it_has_ended(adopted: str, tmp_path: Path) -> None:
+    """Started again in its second phase, a program is quiet; started once more, it hears of both ended runs."""
+    program = f"""from pathlib import Path; import sys
+from tests.state.test_phases import Program
+Program(Path({str(tmp_path)!r}), {adopted!r}, int(sys.argv[1])).train("two")"""
+    said = [python("-c", program, fail_at).stderr for fail_at in (14, 0, 0)]
+    assert "InterruptedError" in said[0]
+    assert [text.count(ENDED) for text in said] == [0, 0, 2]
 
 
 def test_an_optimizer_that_begins_to_step_later_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -29,9 +28,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data import sampler as samplers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.distributed import DistributedSampler
 
 from ckpt_tasks.checkpoint.extension import Extension, Restored
+from ckpt_tasks.state.data.foreign_samplers import DRAWING, deals_out, draws, is_whole
 from ckpt_tasks.state.data.loader import stood_in_for
 from ckpt_tasks.state.groups import Groups, held_in, objects_of
 from ckpt_tasks.state.kinds.kinds import KINDS, Covering, kind_of, may_draw, may_hold_others
@@ -48,12 +47,6 @@ _steps: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # True: has st
 _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
-_DRAWING = (samplers.RandomSampler, samplers.SubsetRandomSampler, samplers.WeightedRandomSampler)
-# In the code of a sampler's own __iter__: it draws numbers, from whatever stream.
-_DRAWN = {"choice", "choices", "multinomial", "permutation", "permuted", "randint", "randperm"}
-_BEGIN = re.compile(
-    "start|begin|skip|consumed|offset|position|resume|index|step"
-)  # In the name of a place to begin at.
 # random.Random is not in this tuple: libraries draw delays from such objects.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState)
 _FEATURES = {kind.has: name for name, kind in KINDS.items() if kind.moving and isinstance(kind.has, type)}
@@ -257,9 +250,7 @@ def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restore
         return
     for value in iterators:
         batches = value._index_sampler
-        in_order = type(batches) is samplers.BatchSampler and (
-            type(batches.sampler) is samplers.SequentialSampler or _deals_out(batches.sampler, shuffled=False)
-        )
+        in_order = type(batches) is samplers.BatchSampler and is_whole(batches.sampler, value._dataset)
         # A Subset may be the rest of the epoch; torchdata's iterators keep a position.
         if not in_order or isinstance(value._dataset, Subset) or not type(value).__module__.startswith("torch."):
             continue
@@ -288,7 +279,7 @@ def _warn_of_schedules(state: Groups, schedules: list[LRScheduler]) -> None:
 
 
 def _warn_of_ranks(state: Groups, covered: set[int]) -> None:
-    """Warn of PEFT's AdaLoRA models: their state lacks the averages by which they reduce the ranks of matrices."""
+    """Warn of PEFT's AdaLoRA models: their state lacks the averages that reduce the ranks of matrices."""
     for name, module in state.modules.items():
         adaptive = (one for one in module.modules() if type(one).__module__ == "peft.tuners.adalora.model")
         if _new(one for one in adaptive if id(one) not in covered):
@@ -315,8 +306,7 @@ def _warn_of_empty(state: Groups) -> None:
 
 def _new(objects: Iterable[Any]) -> list[Any]:
     """Return the objects that have caused no warning so far, and remember them."""
-    new = [value for value in objects if value not in _warned]
-    _warned.update(new)
+    _warned.update(new := [value for value in objects if value not in _warned])
     return new
 
 
@@ -341,7 +331,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
         inner = [own, getattr(own, "sampler", None)]
         inner += [of_batches, getattr(of_batches, "sampler", None)] if nested else []
         for one in inner:
-            if isinstance(one, _DRAWING) or _deals_out(one, shuffled=True) or (nested and _draws(one)):
+            if isinstance(one, DRAWING) or deals_out(one, shuffled=True) or (nested and draws(one)):
                 drawing[loader] = one
     if new := _new(one for one in drawing if one not in stood_in_for):
         one = drawing[new[0]]
@@ -350,29 +340,6 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
             "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
             "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
         )
-
-
-def _deals_out(sampler: Any, *, shuffled: bool) -> bool:
-    """Return True if a sampler without a position gives each rank its part, in order or `shuffled`.
-
-    A class with an __iter__ of its own may begin in the middle of an epoch, if it has a number to begin at.
-    """
-    if hasattr(sampler, "state_dict") or not (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
-        return False
-    own = type(sampler).__iter__ is not DistributedSampler.__iter__
-    return bool(getattr(sampler, "shuffle", True)) is shuffled and not (own and any(map(_BEGIN.search, vars(sampler))))
-
-
-def _draws(sampler: Any) -> bool:
-    """Return True if a sampler's own class draws in its __iter__, and has neither a state nor a number to begin at."""
-    kind = type(sampler)
-    code = getattr(getattr(kind, "__iter__", None), "__code__", None)
-    if code is None or kind.__module__.startswith(_NOT_LOOPS) or hasattr(sampler, "state_dict"):
-        return False
-    codes = [code, *(one for one in code.co_consts if inspect.iscode(one))]
-    names = {name for one in codes for name in one.co_names}
-    is_drawn = bool(names & _DRAWN) or {"random", "shuffle"} <= names or {"random", "sample"} <= names
-    return is_drawn and not any(map(_BEGIN.search, getattr(sampler, "__dict__", {})))
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

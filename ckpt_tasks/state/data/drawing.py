@@ -10,15 +10,19 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.groups import held_in
 from ckpt_tasks.state.tensors.random_streams import GENERATORS, set_streams, stream_state
+
+if TYPE_CHECKING:
+    from ckpt_tasks.state.data.sampler import SampleId
 
 _T = TypeVar("_T")
 _WORDS = 625  # A Mersenne Twister: 624 words and the number of the next one.
@@ -201,3 +205,26 @@ def mixed_seed(value: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
     return value ^ (value >> 31)
+
+
+class MadeBatches(Dataset[Any]):
+    """Makes whole collated batches, each with its own random streams."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int):
+        self._dataset = dataset
+        self._collate = collate
+        self._own = OwnNumbers(seed)
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # checked by the loader
+
+    def __getitems__(self, samples: list[SampleId]) -> Any:
+        if not samples:
+            return self._collate([])
+        several = getattr(self._dataset, "__getitems__", None)
+        ids = [int(sample) for sample in samples]
+
+        def make() -> Any:
+            return self._collate(several(ids) if several else [self._dataset[i] for i in ids])
+
+        return self._own.make(make, samples[0].epoch, f"{int(samples[0])}/batch", self._dataset, self._collate)
