@@ -22,7 +22,7 @@ _COUNTS_ANEW = (
     "again in a restored epoch, and has trained other samples than without a stop. Write `for number, batch in "
     "enumerate(loader, loader.batch):`, and leave the epoch by this number"
 )
-_moments = count(1)
+moments = count(1)  # Of this process, to compare.
 End = tuple[int, int]  # The number of the first batch of an epoch's last pass, and of the one behind its last.
 
 
@@ -43,12 +43,12 @@ class Ends:
 
     def begin_epoch(self) -> None:
         """Note that the loop has begun an epoch."""
-        self.epoch_at = next(_moments)
+        self.epoch_at = next(moments)
 
     def begin_pass(self, batch: int) -> None:
         """Note that a pass begins at a batch of its epoch; not for one inside of the training's."""
         self.begin = batch
-        self._passes_at = [*self._passes_at[-_MOST_PASSES:], next(_moments)]
+        self._passes_at = [*self._passes_at[-_MOST_PASSES:], next(moments)]
 
     def passes(self, epoch_at: int) -> int:
         """Return how many passes have begun since the loop's epoch has."""

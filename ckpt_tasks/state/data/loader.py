@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.drawing import MadeBatches
-from ckpt_tasks.state.data.ends import Ends
+from ckpt_tasks.state.data.ends import Ends, moments
 from ckpt_tasks.state.data.loops import counts_anew
 from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame, place_of
 from ckpt_tasks.state.data.sampler import ResumableSampler
@@ -46,6 +46,10 @@ _TOO_MANY = (
 _FROM_NOUGHT = (
     "enumerate begins at 0, and the restored epoch resumes at batch %d: write enumerate(loader, loader.batch), or a "
     "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
+)
+_NONE_LEFT = (
+    "epochs(%d) yields nothing: it counts all epochs of the loader, and %d of them are over. For as many more, write "
+    "epochs(%d)"
 )
 _STEP = "samples in a step"
 _NOT_OF_SAMPLER = {"ends", "over", "started"}
@@ -99,6 +103,8 @@ class ResumableLoader(Started):
     _again = False  # True if a restore of this moment must enter the epoch again, though this loader's pass is over.
     _saved_below: tuple[int, int] | None = None  # The epoch and the step of the last save below the pass.
     _tells_below = True
+    # When the last batch was yielded, and a reference to a tensor of it.
+    handed: tuple[int, Callable[[], Any] | None] | None = None
 
     @checked
     def __init__(
@@ -177,6 +183,8 @@ class ResumableLoader(Started):
         batches, so that the code after the inner loop runs.
         """
         self._leave_out_peek()
+        if not self._restored and self.sampler.epoch >= count > 0:
+            _log.warning(_NONE_LEFT, count, self.sampler.epoch, self.sampler.epoch + count)
         self._asked, self._over = True, False
         try:
             while (epoch := self._begun_epoch()) < count:
@@ -349,6 +357,7 @@ class ResumableLoader(Started):
                     self._restored, self._passed, self.found_s = False, True, waited_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
+                self.handed = next(moments), _reference_to(batch)
                 yield batch
                 asked_s = system().monotonic()
                 if self.sampler.moves > moves:
@@ -357,6 +366,13 @@ class ResumableLoader(Started):
                 break
             moves, batches = self.sampler.moves, self.sampler.iterate(self._loader)
         self._ending = None
+
+
+def _reference_to(batch: Any) -> Callable[[], Any] | None:
+    """Return a weak reference to the first tensor of a batch."""
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+    first = next(iter(items), None)
+    return weakref.ref(first) if isinstance(first, torch.Tensor) else None
 
 
 def _is_stream(dataset: Any) -> bool:
