@@ -11,7 +11,7 @@ def test_the_page_is_what_the_verbs_print() -> None:
     """Every verb has its help of today, and its examples answer JSON of the form that the page says."""
     page = PAGE.read_text(encoding="utf-8")
     assert written(forms()) == page, "run `python -m tools.pages.commands`"
-    assert page.count("\n### ckpt ") >= 20
+    assert page.count("\n### `ckpt ") >= 20
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,7 @@ def written(forms: dict[str, str]) -> str:
 
 
 def _verb(verb: Any, context: Any, shared: set[str]) -> Iterator[str]:
-    yield f"### ckpt {context.info_name}\n"
-    yield f"`{verb.get_usage(context).removeprefix('Usage: ').replace(' [OPTIONS]', '')}`\n"
+    yield f"### `{verb.get_usage(context).removeprefix('Usage: ').replace(' [OPTIONS]', '')}`\n"
     for paragraph in verb.help.split("\n\n"):
         yield " ".join(paragraph.split()) + "\n"
     sections: dict[str, list[str]] = {}
