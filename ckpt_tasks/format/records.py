@@ -77,7 +77,8 @@ class Checkpoint:
     if the loop reported them. `abandoned`: training went back to an older checkpoint, and this checkpoint is not on the
     new line. `reuses` has the folded names of objects of older attempts that this checkpoint reuses. `interim`: saved
     because a batch or the process ended, not because an interval had passed; retention does not count it among the
-    newest checkpoints.
+    newest checkpoints. `why`: "signal", "batch" (it ended) or "call" (of `save()`, also at the end of training); "" if
+    it was due by step, epoch or time.
     """
 
     step: Step
@@ -95,6 +96,7 @@ class Checkpoint:
     abandoned: bool = False
     reuses: tuple[str, ...] = ()
     interim: bool = False
+    why: str = ""
 
     @property
     def saved_at_s(self) -> float | None:
@@ -196,7 +198,8 @@ CHECKS = {
 
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
     """Read a checkpoint; its manifest's name must have its step and attempt. `uncommitted`: `n` may be -1."""
-    checkpoint = typed({**item, "metrics": _metrics(item["metrics"])}, Checkpoint)
+    # `why` is missing in checkpoints from before December 2026.
+    checkpoint = typed({"why": "", **item, "metrics": _metrics(item["metrics"])}, Checkpoint)
     attempt = parse_attempt(checkpoint.manifest)
     if (
         attempt is None
