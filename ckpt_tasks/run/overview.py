@@ -139,10 +139,9 @@ def life_of(history: History, state: State) -> tuple[str, str]:
     if owner is None or owner.released:
         if not state.live:
             return "new", "nothing is saved yet"
-        stopped = lineage(state.live)[0].why == "signal"
-        return (
-            ("stopped", "a signal, such as that of `ckpt down`; the next start goes on") if stopped else ("ended", "")
-        )
+        if lineage(state.live)[0].why == "signal":
+            return "stopped", "by a signal; the next start resumes it"
+        return "ended", ""
     free = why_free(owner, identify(None), Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
     return ("running", "") if free is None else ("silent", free)
 

@@ -56,7 +56,7 @@ def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> No
     finally:
         signal.signal(signal.SIGTERM, before)
     (stopped,) = ckpt("ls", run_dir.parent, "--json").data["runs"]
-    assert (stopped["state"], "the next start goes on" in stopped["why"]) == ("stopped", True)
+    assert (stopped["state"], "the next start resumes it" in stopped["why"]) == ("stopped", True)
     with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
         ckpt_.restore(some_state())
         ckpt_.save(16, some_state(16))

@@ -77,6 +77,7 @@ def begin_embedded_server() -> bool:
     own = {
         "PREFECT_UI_ENABLED": "0",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "0",
+        "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "0",  # A block registers its type when it is saved.
         "PREFECT__SERVER_EPHEMERAL": "1",
         "PREFECT__SERVER_FINAL": "1",
     }

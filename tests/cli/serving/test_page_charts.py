@@ -142,11 +142,11 @@ def test_one_value_is_said_and_not_drawn(page: Page, sweep: str) -> None:
 
 
 def test_equal_curves_can_be_told_apart(page: Page, sweep: str) -> None:
-    """Of runs with the same values each is drawn in dashes over the one before, and their names stand below."""
+    """Of runs that begin with the same values each is drawn in dashes over the one before; the page names them."""
     page.go(f"{sweep}#run=run-0&run=run-1&run=run-2&metric=loss")
     page.until(drawn_of("run-0", "run-1", "run-2"))
     keys = "[...document.querySelectorAll('.chart-keys li')].map(one => one.textContent)"
-    assert page.value(keys) == ["equal, drawn in turn: run-0, run-1, run-2"]
+    assert page.value(keys) == ["equal, at least at first: run-0, run-1, run-2"]
     page.value(PLOTS)
     assert page.value("plots[0].series.slice(1).map(one => one.dash)") == [[], [12, 12], [8, 16]]
 

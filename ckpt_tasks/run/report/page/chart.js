@@ -10,6 +10,7 @@ const ckptChart = (() => {
   const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
   for (let days = 2; days < 1e5; days *= days.toString()[0] === "2" ? 2.5 : 2) SPANS.push(days * 86400);
   const MOST_ROWS = 12;
+  const FIRST = 8; // Runs that are equal in so many values are drawn in dashes through each other.
   const NEAR_PX = 8; // The tooltip leaves out a run whose nearest value is farther away.
   const OWNERS = ["taken", "lost"];
   // What the time went into, as in the table of a report.
@@ -218,20 +219,20 @@ const ckptChart = (() => {
       if (some && shares.length && (what.commits || []).length) this.keys.append(element("li", { text: "tick: a commit" }));
       if (some && (what.marks || []).length) this.keys.append(element("li", { text: "dashed: a failure, a resume or a rollback" }));
       if (some && what.by === "step" && (what.marks || []).some((mark) => mark.again)) this.keys.append(element("li", { text: "shaded: trained again" }));
-      this.keys.append(...equal.map((labels) => element("li", { text: `equal, drawn in turn: ${labels.join(", ")}` })));
+      if (!alone) this.keys.append(...equal.map((labels) => element("li", { text: `equal, at least at first: ${labels.join(", ")}` })));
       if (some && !alone) this.plot = new uPlot(this.options(what, series, data[0]), data, this.canvas);
     }
 
     series(what) {
       const tables = [];
       const series = [{}];
-      const drawn = new Map(); // The labels of the runs that have these values.
+      const drawn = new Map(); // The labels of the runs that begin with these values.
       const add = (line, look, marks) => {
         const [xs, ys] = columns(line, what.by, what.log, marks || []);
         if (!xs.length) return;
         tables.push([xs, ys]);
         if (look.run) {
-          const values = JSON.stringify([xs, ys]);
+          const values = JSON.stringify([xs.slice(0, FIRST), ys.slice(0, FIRST)]);
           const labels = drawn.get(values) || [];
           drawn.set(values, [...labels, look.run.label]);
           const turn = 24 / (labels.length + 1); // Dashes through which the lines below can be seen.
