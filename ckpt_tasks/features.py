@@ -43,6 +43,7 @@ FEATURES = [
     Feature(f"{_EXTENSIONS}.left_out:LeftOutBatches"),
     Feature(f"{_EXTENSIONS}.unsaved:UnsavedObjects"),
     Feature(f"{_EXTENSIONS}.carried:CarriedGradients"),
+    Feature(f"{_EXTENSIONS}.drawn_ahead:BatchesDrawnAhead"),
     Feature(f"{_EXTENSIONS}.step_metrics:StepLog"),
     Feature(f"{_EXTENSIONS}.space_forecast:SpaceForecast"),
     Feature(f"{_EXTENSIONS}.live_steps:LiveSteps"),

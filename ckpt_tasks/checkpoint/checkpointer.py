@@ -30,7 +30,7 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import collects_here, gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.data.loader import check_dealt, check_passes
+from ckpt_tasks.state.data.checks import check_dealt, check_passes
 from ckpt_tasks.state.data.loops import may_train
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.kinds.switches import note_begun
@@ -313,7 +313,7 @@ class Checkpointer(HeldRun):
             live = flat(state)
             if self._line.last_commit is None:
                 check_dealt(storable(live))
-            check_passes(live)
+            check_passes(live, step)
             with gc_paused():
                 captured = capture(live, world=self._ranks.world, parent=self._line.known_parent)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.

@@ -42,7 +42,12 @@ class Training:
             late.zero_grad()
         self.loss(x).backward()  # It has gradients for both.
         early.step()
-        if self.form in ("accumulated", "in both", "never zeroed"):
+        if self.form == "by hand":
+            late.zero_grad()
+            for parameter in self.late.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            late.step()
+        elif self.form in ("accumulated", "in both", "never zeroed"):
             if is_fourth or self.form != "accumulated":
                 late.step()
             if self.form == "in both" or (is_fourth and self.form == "accumulated"):
@@ -99,11 +104,14 @@ def test_gradients_accumulated_over_a_save_are_named(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure"])
+@pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure", "by hand"])
 def test_gradients_that_no_step_takes_are_in_nobodys_way(
     form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps in every batch, gradients that are dropped or zeroed before a step, frozen parameters, and a closure."""
+    """Steps in every batch, gradients that are dropped or zeroed before a step, frozen parameters, a closure.
+
+    Gradients that the program makes by itself, as meta-learning does.
+    """
     trained(run_dir, form, "step by step")
     assert caplog.messages == []
 

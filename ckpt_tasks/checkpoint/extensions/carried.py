@@ -119,8 +119,10 @@ class _Carried:
     def note_step(self, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
-        self._end()
         parameter = None if self._parameter is None else self._parameter()
+        if parameter is not None and self._gradient is not None and self._gradient[0]() is not parameter.grad:
+            self._at_save, self._crosses = None, False  # The program has assigned another one, without a backward.
+        self._end()
         if parameter is not None and parameter.grad is not None:  # A loop that does not zero it goes on adding to it.
             self._gradient, self._weights = (ref(parameter.grad), parameter.grad._version), parameter._version
 

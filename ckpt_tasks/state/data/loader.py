@@ -21,20 +21,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.drawing import MadeBatches
-from ckpt_tasks.state.data.ends import Ends
+from ckpt_tasks.state.data.ends import Ends, moments
 from ckpt_tasks.state.data.loops import counts_anew
-from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame
+from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame, place_of
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
-from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.state.kinds.started import Started, outline_of
-from ckpt_tasks.state.tensors.placements import cut_beside_data
 from ckpt_tasks.system import system
 
 if TYPE_CHECKING:
@@ -49,8 +47,12 @@ _FROM_NOUGHT = (
     "enumerate begins at 0, and the restored epoch resumes at batch %d: write enumerate(loader, loader.batch), or a "
     "loop that counts its batches (to accumulate gradients, or for the last one of an epoch) does another thing"
 )
+_NONE_LEFT = (
+    "epochs(%d) yields nothing: it counts all epochs of the loader, and %d of them are over. For as many more, write "
+    "epochs(%d)"
+)
 _STEP = "samples in a step"
-_NOT_OF_SAMPLER = {"ends", "started"}
+_NOT_OF_SAMPLER = {"ends", "over", "started"}
 _OURS = {"batch_sampler", "sampler", "generator"}
 stood_in_for: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()  # A ResumableLoader is iterated in their place.
 
@@ -92,8 +94,17 @@ class ResumableLoader(Started):
     _passed = False  # True if that epoch has had its training's pass.
     _over = True  # True if no loop over epochs() runs.
     _home: dict[str, Any] | None = None  # The position before a pass outside epochs().
-    _pass: weakref.ref[Pass] | None = None  # The last pass of the training, and the last other pass.
-    _plain: weakref.ref[Pass] | None = None
+    _pass: Callable[[], Pass | None] = staticmethod(
+        lambda: None
+    )  # The last pass of the training, and the last other pass.
+    _plain: Callable[[], Pass | None] = staticmethod(lambda: None)
+    _owner: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # The loader whose epochs() have begun last.
+    _loop_at: tuple[Any, int] | None = None  # Where the loop over epochs() is.
+    _again = False  # True if a restore of this moment must enter the epoch again, though this loader's pass is over.
+    _saved_below: tuple[int, int] | None = None  # The epoch and the step of the last save below the pass.
+    _tells_below = True
+    # When the last batch was yielded, and a reference to a tensor of it.
+    handed: tuple[int, Callable[[], Any] | None] | None = None
 
     @checked
     def __init__(
@@ -172,10 +183,15 @@ class ResumableLoader(Started):
         batches, so that the code after the inner loop runs.
         """
         self._leave_out_peek()
+        if not self._restored and self.sampler.epoch >= count > 0:
+            _log.warning(_NONE_LEFT, count, self.sampler.epoch, self.sampler.epoch + count)
         self._asked, self._over = True, False
         try:
             while (epoch := self._begun_epoch()) < count:
                 self._epoch, self._passed, moves = epoch, False, self.sampler.moves
+                self._ends.begin_epoch()
+                self._loop_at = place_of(getattr(inspect.currentframe(), "f_back", None))
+                ResumableLoader._owner = weakref.ref(self)
                 yield epoch
                 if (
                     not self._restored or self.sampler.moves == moves
@@ -208,7 +224,7 @@ class ResumableLoader(Started):
         self._numbered = True
         if self._ends_again:
             return self._total() or 0
-        last = self._pass and self._pass()
+        last = self._pass()
         return self.sampler.batch if self._restored or (last and last.is_open) else 0
 
     @property
@@ -242,6 +258,15 @@ class ResumableLoader(Started):
             self._plain = weakref.ref(other)
             return other
         self._passed = True
+        owner = ResumableLoader._owner()
+        is_inside = owner is not None and owner is not self and not owner._over and owner._has_pass
+        if self._ends.empty and not is_inside:
+            self._ends.empty -= 1
+            self._restored = self._ends.empty > 0 or self._ends.goes_on
+            self._ends.begin_pass(0)
+            return Pass(iter(()))
+        if not is_inside:
+            self._ends.begin_pass(0)
         if self._ends_again:
             self._ends_again, self._ending = False, None
             return Pass(iter(()), behind=0 if self._numbered else self._total() or 0)
@@ -259,14 +284,13 @@ class ResumableLoader(Started):
     def _look(self, one: Pass, caller: FrameType | None) -> int | None:
         """Warn of a loop that begins anew in a restored epoch; return how many batches an islice() leaves of it."""
         behind = self.sampler.batch if self._restored and self.sampler.samples else 0
-        loop = loop_frame(caller)
-        where = loop and (loop.f_code, loop.f_lineno)
+        one.place = where = place_of(caller)
         if where is None or (self._epoch is None and not self._restored):
             return None
         if where not in self._forms or behind:
             self._forms[where] = form_of(one, caller, self._total())
         one.form = form = self._forms[where]
-        if self._restored and self.sampler.epoch and not self._asked and counts_anew(loop):
+        if self._restored and self.sampler.epoch and not self._asked and counts_anew(loop_frame(caller)):
             _log.warning(_TOO_MANY, self.sampler.epoch)
         if not behind or self._numbered:
             return None
@@ -277,9 +301,14 @@ class ResumableLoader(Started):
     def _total(self) -> int | None:
         return self.sampler.epoch_batches if isinstance(self.sampler, ResumableSampler) else None
 
+    @property
+    def _has_pass(self) -> bool:
+        one = self._pass()
+        return one is not None and one.is_open
+
     def _check_passes(self) -> None:
         """Raise ConfigError if a save now, in a pass of `epochs()`, would not go on with the same batches."""
-        other, one = self._plain and self._plain(), self._pass and self._pass()
+        other, one = self._plain(), self._pass()
         if other and other.is_open and other.count:
             raise ConfigError(
                 f"a save in a second pass over the loader: the first one of epoch {self._epoch} is the training's, and "
@@ -295,18 +324,18 @@ class ResumableLoader(Started):
         self._take_place()
         started = {_STEP: self.batch_size * self.sampler.world_size, "data": self._outline}
         state = {**self.sampler.state_dict(), "started": started, **self._ends.state()}
-        if self._ending is None or self.sampler.samples:  # `samples` is not 0 after skipped batches.
-            return state
-        return {**state, "epoch": self._ending, "samples": self.sampler.size}
+        ending = self._epoch if self._again else None if self.sampler.samples else self._ending  # After a skip: not 0.
+        return state if ending is None else {**state, "epoch": ending, "samples": self.sampler.size}
 
     @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position, at which the next `iter` continues. Raises StateMismatchError as the sampler does."""
         self.sampler.load_state_dict({name: state_dict[name] for name in state_dict if name not in _NOT_OF_SAMPLER})
-        self._ends.set(state_dict.get("ends", ()))
+        self._ends.set(state_dict.get("ends", ()), state_dict.get("over", (0, False)))
         self._ending = state_dict["epoch"] if state_dict["samples"] == self.sampler.size else None
         self._restored, self._passed, self._home, self.found_s, self.waited_s = True, False, None, None, 0.0
-        self._ends_again, self._asked, self._epoch = False, False, None if self._over else self._epoch
+        self._again = self._ends_again = self._asked = False
+        self._epoch = None if self._over else self._epoch
 
     def skip_batches(self, count: int) -> None:
         """Skip the next `count` batches, for a rollback; a running loop discards prefetched batches."""
@@ -328,6 +357,7 @@ class ResumableLoader(Started):
                     self._restored, self._passed, self.found_s = False, True, waited_s
                 self.sampler.advance()
                 self._ending = epoch if self.sampler.epoch > epoch else None
+                self.handed = next(moments), _reference_to(batch)
                 yield batch
                 asked_s = system().monotonic()
                 if self.sampler.moves > moves:
@@ -338,34 +368,11 @@ class ResumableLoader(Started):
         self._ending = None
 
 
-def check_passes(state: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a resume from a save now would not go on with the batches of a loader's loop."""
-    for value in objects_of(state):
-        if isinstance(value, ResumableLoader):
-            value._check_passes()
-
-
-def check_dealt(state: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a loader or sampler gives different samples to ranks with parts of one model."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    objects = [*objects_of(state)]
-    for dealer in objects:
-        sampler = dealer.sampler if isinstance(dealer, ResumableLoader) else dealer
-        if isinstance(dealer, ResumableLoader):
-            dealer._take_place()
-        if not isinstance(sampler, ResumableSampler) or sampler.has_mesh:
-            continue
-        if sampler.world_size == distributed.get_world_size() > 1:
-            names = (cut_beside_data(value, sampler.world_size) for value in objects if isinstance(value, nn.Module))
-            if key := next((name for name in names if name), None):
-                raise ConfigError(
-                    f"the {type(dealer).__name__} gives every rank other samples, and ranks that hold parts of one "
-                    "model need the same ones",
-                    key=key,
-                    hint='Give it the data-parallel part of the mesh (mesh=mesh["dp"]), or rank= and world_size= of '
-                    "data parallelism: rank=0, world_size=1 where there is none.",
-                )
+def _reference_to(batch: Any) -> Callable[[], Any] | None:
+    """Return a weak reference to the first tensor of a batch."""
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+    first = next(iter(items), None)
+    return weakref.ref(first) if isinstance(first, torch.Tensor) else None
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -24,8 +24,13 @@ _WHOLE_RANGE = re.compile(r"for .+ in .*range\((?:[01], )?[^,]*?(?:\)|, \w+=).*:
 
 def loops_around(frame: FrameType | None) -> list[ast.For | ast.While]:
     """Return the loops around the statement that takes a batch; the last is the loop over the loader."""
-    loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
+    loops = loops_at(frame)
     return loops if frame is not None and loops and loops[-1].lineno == frame.f_lineno else []
+
+
+def loops_at(frame: FrameType | None) -> list[ast.For | ast.While]:
+    """Return the loops around the statement that a frame is at, the outermost first."""
+    return [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
 
 
 def counts_anew(frame: FrameType | None) -> bool:
@@ -93,7 +98,7 @@ def at_multiples(loops: list[ast.For | ast.While]) -> list[int]:
 
 def takes_fewer(frame: FrameType, batches: int) -> bool:
     """Return True for a loop that calls next() for a number of batches, fewer than a new iterator has."""
-    loops = [node for node in _around(frame) if isinstance(node, ast.For | ast.While)]
+    loops = loops_at(frame)
     if len(loops) < 2 or (loop := loops[-1]) not in loops[-2].body:
         return False
     values = _assigned_before(loops).values()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.state.data.loops import at_multiples, counted_breaks, loops_around, made_anew, takes_fewer
+from ckpt_tasks.state.data.loops import at_multiples, counted_breaks, loops_around, loops_at, made_anew, takes_fewer
 
 _BARS = ("tqdm", "ckpt_tasks.checkpoint.")
 _SIZED: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), "", b"")
@@ -82,6 +82,7 @@ class Pass(Iterator[Any]):
         self.is_open = True
         self.is_direct = _is_for_statement(inspect.currentframe())
         self.form: Form | None = None
+        self.place: tuple[Any, int] | None = None  # The code and the line that take the first batch.
         self._left: int | None = None
         self.on_next: Callable[[], None] | None = None
         self.on_batch: Callable[[], None] | None = None
@@ -249,6 +250,23 @@ def loop_frame(caller: FrameType | None) -> FrameType | None:
     while _is_bar(caller):
         caller = caller and caller.f_back
     return caller
+
+
+def place_of(caller: FrameType | None) -> tuple[Any, int] | None:
+    """Return the code and the line of the loop that takes a batch; keep no frame, which would keep the batch."""
+    loop = loop_frame(caller)
+    return None if loop is None else (loop.f_code, loop.f_lineno)
+
+
+def is_around(one: Pass | None, epochs_at: tuple[Any, int] | None, here: FrameType | None) -> bool:
+    """Return True if the loop that takes the batches of a pass is around `here`: not only the loop over the epochs."""
+    if one is None or not one.is_open or one.place is None:
+        return False
+    code, line = one.place
+    while here is not None and here.f_code is not code:
+        here = here.f_back
+    loops = [loop for loop in loops_at(here) if (code, loop.lineno) != epochs_at]
+    return any(loop.lineno <= line <= (loop.end_lineno or 0) for loop in loops)
 
 
 def _is_for_statement(here: FrameType | None) -> bool:

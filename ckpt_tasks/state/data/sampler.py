@@ -24,8 +24,7 @@ from ckpt_tasks.checked import checked
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.state.data.drawing import OwnNumbers, seed_of
 from ckpt_tasks.state.data.order import ORDER_VERSION, Permutation
-from ckpt_tasks.state.data.position import Position
-from ckpt_tasks.state.data.seen import Seen
+from ckpt_tasks.state.data.seen import Position, Seen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

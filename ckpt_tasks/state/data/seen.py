@@ -1,4 +1,4 @@
-"""The record of the samples that a loop has received, as spans of each epoch's order, and the ids in such spans.
+"""A position in the data, and the record of the samples up to it: spans of each epoch's order, and the ids in them.
 
 A row of the record is [first epoch, number of epochs, begin, end]: in each of these epochs, the samples from position
 `begin` up to `end` of the epoch's order. Skipped batches and the end of an epoch add a row, steps do not. Two adjacent
@@ -20,6 +20,26 @@ Ranges = NDArray[np.int64]  # Shape (n, 2): pairs (first id, id after the last),
 
 _OF_SAMPLER = {"epoch", "samples", "size", "seed", "shuffle", "order_version"}
 _OF_STREAM = {"epoch", "samples", "batch", "workers", "turn", "places", "replayed"}
+
+
+class Position:
+    """A position in numbered samples or in a stream, which a ResumableLoader moves.
+
+    `moves` counts restores and skips: after each, a running iterator starts again at the new position.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = self._samples = self.moves = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of completed epochs, and so the number of the next batch's epoch."""
+        return self._epoch
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of this epoch that all ranks together have received; for a stream, this rank."""
+        return self._samples
 
 
 class Seen:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.state.data.drawing import own_random_numbers
 from ckpt_tasks.state.data.libraries import copy_of, mark_of, order_of, return_state, way_of, why_inexact
-from ckpt_tasks.state.data.position import Position
+from ckpt_tasks.state.data.seen import Position
 
 _ENDED = -1  # `samples` in the state of an ended epoch: a stream has no size that would show its end.
 

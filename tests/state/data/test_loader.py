@@ -339,3 +339,17 @@ def test_what_it_cannot_do_is_refused() -> None:
     other = ResumableLoader(torch.utils.data.TensorDataset(torch.zeros(9)), batch_size=4, shuffle=True)
     with pytest.raises(StateMismatchError):
         loader().load_state_dict(other.state_dict())
+
+
+def test_epochs_that_are_over_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A second loop over as many epochs yields nothing, and says so; after a restore of an ended run it is right."""
+    loader = ResumableLoader(range(4), 2)  # type: ignore[arg-type]
+    for _ in loader.epochs(2):
+        list(loader)
+    ended = loader.state_dict()
+    assert caplog.messages == []
+    assert list(loader.epochs(2)) == []
+    assert [message.partition(":")[0] for message in caplog.messages] == ["epochs(2) yields nothing"]
+    loader.load_state_dict(ended)
+    assert list(loader.epochs(2)) == []
+    assert len(caplog.messages) == 1

@@ -1,0 +1,119 @@
+"""A batch that is drawn at a save and trained after it: a resume leaves it out, and the loop is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
+from ckpt_tasks.testing import MemoryStore, located
+
+EPOCHS = 2
+
+
+class Program:
+    """A model, its optimizer and its data; `step` reports a completed step, as the loop's form does."""
+
+    def __init__(self, ckpt: Checkpointer):
+        self.ckpt, self.model = ckpt, nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        samples: Any = [torch.ones(2)] * 12
+        self.data, self.other = (ResumableLoader(samples, 2, seed=seed) for seed in (1, 2))
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "data": self.data}
+
+    def train(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(x).sum().backward()
+        self.optimizer.step()
+
+    def step(self) -> None:
+        self.ckpt.step(self.ckpt.position + 1, self.state)
+
+
+def saved_behind(one: Program) -> None:
+    for _ in one.data.epochs(EPOCHS):
+        for x in one.data:
+            one.train(x)
+            one.step()
+
+
+def saved_behind_every_second(one: Program) -> None:
+    for _ in one.data.epochs(EPOCHS):
+        for number, x in enumerate(one.data, one.data.batch):
+            one.model(x).sum().backward()
+            if number % 2:
+                one.optimizer.step()
+                one.optimizer.zero_grad()
+                one.step()
+
+
+def saved_in_accumulation(one: Program) -> None:
+    one.state["gradients"] = {"of": one.model.weight.grad}
+    for _ in one.data.epochs(EPOCHS):
+        for number, x in enumerate(one.data, one.data.batch):
+            one.model(x).sum().backward()
+            if number % 2:
+                one.optimizer.step()
+                one.optimizer.zero_grad()
+            one.step()
+
+
+def measured_behind(one: Program) -> None:
+    one.state["other"] = one.other
+    others = iter(one.other)
+    for _ in one.data.epochs(EPOCHS):
+        for x in one.data:
+            one.train(x)
+            if (y := next(others, None)) is not None:
+                one.model(y)
+            one.step()
+
+
+def fetched_and_saved(one: Program) -> None:
+    one.state["batch"] = {"x": torch.zeros(2)}
+    batches = chain.from_iterable(one.data for _ in one.data.epochs(EPOCHS))
+    x = next(batches)
+    while x is not None:
+        one.train(x)
+        x = one.state["batch"]["x"] = next(batches, None)
+        if x is not None:
+            one.step()
+
+
+def saved_at_the_head(one: Program) -> None:
+    for _ in one.data.epochs(EPOCHS):
+        for x in one.data:
+            one.step()
+            one.train(x)
+
+
+def fetched_ahead(one: Program) -> None:
+    batches = chain.from_iterable(one.data for _ in one.data.epochs(EPOCHS))
+    x = next(batches)
+    while x is not None:
+        one.train(x)
+        x = next(batches, None)
+        one.step()
+
+
+RIGHT = [saved_behind, saved_behind_every_second, saved_in_accumulation, measured_behind, fetched_and_saved]
+
+
+@pytest.mark.parametrize(("form", "said"), [*((form, 0) for form in RIGHT), (saved_at_the_head, 1), (fetched_ahead, 1)])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_batch_that_every_save_leaves_out_is_told(
+    form: Callable[[Program], None], said: int, interval: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P22: a loop that saves between a batch and its training hears so once; a right loop of any form does not."""
+    config = CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=interval, memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        one = Program(ckpt)
+        ckpt.restore(one.state)
+        form(one)
+    assert caplog.text.count("The loop draws a batch, saves, and then trains the batch") == said
+    assert len(caplog.messages) <= 1
