@@ -177,8 +177,7 @@ class Checkpointer(HeldRun):
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
         self._tell_restored(chosen.step, groups, rollback, cached if chosen.n < 0 else None)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
-            now, interim = point(chosen.step, chosen.epochs), chosen.interim
-            self._snapshot(now, groups, chosen.metrics, keep=True, interim=interim, why=chosen.why)
+            self._snapshot(self._at.last, groups, chosen.metrics, keep=True, interim=chosen.interim, why=chosen.why)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
             self._pruner.verified.add(chosen.manifest_digest)
         self._writer.listeners.restored(report)
