@@ -105,9 +105,9 @@ class Checkpointer(HeldRun):
                 _log.warning(_UNSAVED, steps)
             idle = self._resumed and not self._at.has_trained and self._flow_run_id is None
             if idle and may_train(inspect.currentframe()):
-                note_idle(str(self.config.checkpoint_dir), self._at.step)
+                note_idle(self._history.store.url, self._at.step)
         if self._at.has_trained:
-            note_trained(str(self.config.checkpoint_dir))
+            note_trained(self._history.store.url)
         self._resumed = self._at.has_trained = False
         try:
             # After an error or a signal, a retry on this host resumes from memory.

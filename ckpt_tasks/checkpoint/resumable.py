@@ -284,9 +284,11 @@ def _freed(ckpt: Checkpointer, steps: Steps, hooks: list[Any]) -> None:
     """End a loop that a `break` or an exception has left."""
     for hook in hooks:
         hook.remove()
-    steps.end_run()
+    is_failing = sys.exception() is not None or getattr(sys, "last_value", None) is not None
+    if not is_failing:
+        steps.end_run()
     steps.end()
-    if steps.unsaved and getattr(sys, "last_value", None) is None:
+    if steps.unsaved and not is_failing:
         _log.warning(_UNSAVED, steps.saved + 1, steps.number)
     ckpt.__exit__(GeneratorExit, GeneratorExit(), None)
 

@@ -26,7 +26,7 @@ def note_idle(run: str, step: int) -> None:
     A run that this process has opened before is another fold's. A notebook may have no exit.
     """
     if run in _trained or run in _idle or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
-        _log.warning(_NOTHING_LEFT, run, step)
+        _log.warning(_NOTHING_LEFT, printable(run), step)
     else:
         _idle[run] = step
 
@@ -40,7 +40,7 @@ def note_trained(run: str) -> None:
 @atexit.register
 def _tell_idle() -> None:
     for run, step in _idle.items():
-        _log.warning(_NOTHING_LEFT, run, step)
+        _log.warning(_NOTHING_LEFT, printable(run), step)
 
 
 class Start:

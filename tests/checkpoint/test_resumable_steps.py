@@ -14,6 +14,7 @@ from ckpt_tasks import resumable
 from ckpt_tasks.checkpoint.counting import Steps
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.system import System
+from tests.support.interpreters import python
 from tests.support.systems import running_on
 
 
@@ -49,6 +50,27 @@ def test_batches_without_a_step_are_told(
     assert stepping(run_dir, form) == steps
     told = [message for message in caplog.messages if "no optimizer of the state has stepped" in message]
     assert [says in message for message in told] == [True] * bool(says)
+
+
+FAILING = """
+import sys, torch
+from ckpt_tasks import resumable
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters())
+data = torch.utils.data.DataLoader(range(12))
+loader, epochs = resumable(sys.argv[1], data, 2, model=model, optimizer=optimizer)
+for _ in epochs:
+    for number, _ in enumerate(loader, loader.batch):
+        if number == 3:
+            raise InterruptedError
+"""
+
+
+def test_a_loop_that_fails_before_its_step_is_right(run_dir: Path) -> None:
+    """A loop that accumulates, and fails before its first step, hears nothing of the batches without a step."""
+    said = python("-c", FAILING, run_dir).stderr
+    assert "InterruptedError" in said
+    assert "no optimizer of the state has stepped" not in said
 
 
 class Ticking(System):
