@@ -167,9 +167,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         yield "\nThere is no checkpoint yet.\n"
     if len(shown) < len(rows):
         yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
-    reasons = [f"{row.checkpoint.step} ({why})" for row in shown if (why := _why(row.checkpoint))]
-    if reasons and any(row.checkpoint.interim or not row.checkpoint.why for row in rows):  # The run has an interval.
-        yield f"Saved not by the interval: {', '.join(reasons)}.", "dim"
+    yield from _reasons(shown, rows)
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
     if (origin := head.state.origin) is not None:
@@ -183,6 +181,13 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         entries = count(len(head.damaged), "ledger entry", "ledger entries")
         yield f"{entries} newer than the newest good one cannot be read:", "yellow"
         yield from ((f"  {name}", "yellow") for name in head.damaged)
+
+
+def _reasons(shown: list[_Row], rows: list[_Row]) -> Iterator[Any]:
+    """Say which checkpoints were saved though no save was due, and why, if the run has an interval."""
+    reasons = [f"{row.checkpoint.step} ({why})" for row in shown if (why := _why(row.checkpoint))]
+    if reasons and any(row.checkpoint.interim or not row.checkpoint.why for row in rows):
+        yield f"Saved not by the interval: {', '.join(reasons)}.", "dim"
 
 
 def _why(checkpoint: Checkpoint) -> str:
