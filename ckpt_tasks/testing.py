@@ -175,14 +175,16 @@ class FaultRule:
 class FaultyStore(WrappedStore):
     """A store that refuses, loses, tears, delays or repeats requests to `inner`, as its rules say.
 
-    `log` has the (verb, name) of every request, in order. The verbs are put, put_if_absent, replace, delete, get, read,
-    size and names. The fates:
+    The fates:
 
     * "refused": nothing is done, and an error says so. "unanswered": the request is done, and the answer is lost.
     * "exists": the request is done, but the sender's second try gets the answer that the name is taken.
     * "late": an error; the request is done when `deliver` is called. "twice": it is done now, and again by `deliver`.
     * "torn": an error, and a part of the bytes is stored. "flipped": a read returns one wrong bit.
     * "done": the request is served normally; it may still be held.
+
+    `log` has the (verb, name) of every request, in order. The verbs are put, put_if_absent, replace, delete, get, read,
+    size and names.
     """
 
     def __init__(self, inner: Store):

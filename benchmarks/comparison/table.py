@@ -12,7 +12,12 @@ from benchmarks.comparison.experiments import RESULTS, ROOT, SAVING_MIB, STALL_M
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "COMPARISON.md"
 _PLACE = re.compile(r"(<!-- (?:comparison|results) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_WORDS = {"same bits": "continues, same bits", "other numbers": "continues, other numbers", "anew": "begins anew"}
+_WORDS = {
+    "same bits": "resumes, same bits",
+    "other numbers": "resumes, other numbers",
+    "anew": "begins anew",
+    "continues": "resumes",
+}
 ROWS = {
     "killed": "killed between two saves",
     "saving": f"killed while it saves {SAVING_MIB} MiB",

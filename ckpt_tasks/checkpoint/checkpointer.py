@@ -30,8 +30,8 @@ from ckpt_tasks.format.records import Checkpoint, Rollback
 from ckpt_tasks.gc_pause import collects_here, gc_paused
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.state.capture import capture
-from ckpt_tasks.state.data.checks import check_dealt, check_passes
 from ckpt_tasks.state.data.loops import may_train
+from ckpt_tasks.state.data.whole_epochs import check_dealt, check_passes
 from ckpt_tasks.state.groups import Groups, flat, objects_of, storable
 from ckpt_tasks.state.kinds.switches import note_begun
 from ckpt_tasks.state.selection import Only, Selection

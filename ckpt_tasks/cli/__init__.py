@@ -175,7 +175,8 @@ app = typer.Typer(
     name="ckpt",
     cls=_Verbs,
     help="Train with checkpoints that survive a kill at any moment, and manage them.",
-    epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best.",
+    epilog="DIR is a run directory. DIR@500 is its checkpoint of step 500, DIR@latest the newest, DIR@best the best. "
+    "A run's ledger is the numbered list of its events.",
     rich_markup_mode=None,  # Plain help is printed in half the time.
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # A plain traceback can be searched and copied.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args,
 import typer
 
 from ckpt_tasks.errors import CkptError, ConfigError
-from ckpt_tasks.run.ledger.config import CheckpointConfig, option_texts
+from ckpt_tasks.run.ledger.config import CheckpointConfig, field_texts
 from ckpt_tasks.run.ledger.targets import split_target
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def with_config_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Give a verb with `**settings` one option for each field of CheckpointConfig; an omitted option is None."""
     signature = inspect.signature(verb, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    kinds, texts = get_type_hints(CheckpointConfig), option_texts()
+    kinds, texts = get_type_hints(CheckpointConfig), field_texts(CheckpointConfig)
     options = [
         inspect.Parameter(
             field.name,

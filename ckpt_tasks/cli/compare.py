@@ -257,10 +257,10 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
 
 def _proof(program: list[str], steps: int | None, params: list[str], ranks: int | None) -> Proof:
     if _is_program(program):
-        from ckpt_tasks.cli.proving.proof import verify_resume as prove
+        from ckpt_tasks.cli.proving.proof import prove_resume
 
         given = {"steps": steps, "ranks": ranks}
-        return prove(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
+        return prove_resume(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
     if steps is not None or ranks is not None or params:
         raise ConfigError(
             "--steps, --param and --ranks are for a program", hint="Give a command its own options, after the --."

@@ -180,7 +180,7 @@ def rollback(
     dry_run: DryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Go back to DIR@STEP, and print what is left behind.
+    """Go back to DIR@STEP, and print what that discards.
 
     The next restore takes DIR@STEP, and does not use uncommitted snapshots in memory. Marks the checkpoints after
     DIR@STEP as abandoned, and deletes none of them. Reads every byte of DIR@STEP back first. Takes ownership of the run
@@ -202,7 +202,9 @@ def rollback(
         with _held(config, "Stop the training first: a rollback would fence it.") as ckpt:
             ckpt.rollback(checkpoint.step, skip_batches=skip, reason=reason)
         left = sorted(checkpoint.step for checkpoint in run.checkpoints() if checkpoint.abandoned)
-        parts = [f"Training resumes from step {checkpoint.step}; {count(len(left), 'checkpoint')} left behind."]
+        parts = [
+            f"Training resumes from step {checkpoint.step}; {count(len(left), 'checkpoint')} on the discarded branch."
+        ]
         parts += [f"Then it leaves out the batches of steps {skip[0]} to {skip[1]}."] if skip else []
         facts = {"checkpoint_dir": run.history.store.url, "step": checkpoint.step, "skip": skip, "left_behind": left}
         out.answer(facts, [*parts, f"Reason: {reason}"])
@@ -214,7 +216,7 @@ def _say_back(out: Output, run: Run, checkpoint: Checkpoint, skip: tuple[int, in
     if faults := verify_checkpoint(run.history.store, checkpoint):
         raise IntegrityError(f"the checkpoint is damaged: {faults[0]}", step=checkpoint.step)
     left = sorted(one.step for one in run.checkpoints() if one.abandoned or one.n > checkpoint.n)
-    text = f"Training would resume from it; {count(len(left), 'checkpoint')} left behind."
+    text = f"Training would resume from it; {count(len(left), 'checkpoint')} on the discarded branch."
     _say(out, run, checkpoint, {"dry_run": True, "skip": skip, "left_behind": left}, text)
 
 

@@ -122,7 +122,9 @@ _TAIL = (
     Column("metrics", None, lambda row: dict(row.checkpoint.metrics)),
     Column("evaluations", None, attrgetter("evaluations")),
     Column("kept_because", None, attrgetter("kept")),
-    column("kept because", lambda row: [*(["left behind"] if row.checkpoint.abandoned else []), *row.kept], "\n".join),
+    column(
+        "kept because", lambda row: [*(["discarded branch"] if row.checkpoint.abandoned else []), *row.kept], "\n".join
+    ),
     Column("abandoned", None, attrgetter("checkpoint.abandoned")),
     Column("interim", None, attrgetter("checkpoint.interim")),
     Column("why", None, attrgetter("checkpoint.why")),
@@ -174,7 +176,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         changed = f", with {params_line(origin.set)}" if origin.set else ""
         yield f"Forked from {origin.run_key} ({origin.url}) at step {origin.step}{changed}.", "dim"
     if any(row.checkpoint.abandoned for row in rows):
-        yield "Left behind: training went back to an older checkpoint, and on from there.", "dim"
+        yield "Discarded branch: training went back to an older checkpoint, and resumed from that.", "dim"
     if run.run_key is None:
         yield "format.json is damaged; the checkpoints hold the run's key as well.", "yellow"
     if head.damaged:

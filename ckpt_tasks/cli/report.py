@@ -185,7 +185,7 @@ def _why(planned: _Planned) -> str:
 _CURVE = (
     column("save every", "interval_s", fine_span, numbers=True),
     column("waiting", "overhead", percent, numbers=True),
-    column("done again", "expected_loss", percent, numbers=True),
+    column("repeating", "expected_loss", percent, numbers=True),
     column("together", "total", percent, numbers=True),
 )
 

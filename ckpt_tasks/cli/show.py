@@ -160,7 +160,7 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["pinned"] is not None:
         yield "pinned", facts["pinned"]
     if facts["abandoned"]:
-        yield "left behind", "training resumed from an older checkpoint"
+        yield "discarded branch", "training resumed from an older checkpoint"
 
 
 def _objects(place: str, objects: list[Mapping[str, Any]], every: bool) -> Iterator[Any]:

@@ -65,15 +65,15 @@ ForkOption = Annotated[
     option(
         "--fork-from",
         "DIR@STEP",
-        "begin with this checkpoint of another run; a fork continues",
+        "begin with this checkpoint of another run; a fork that exists is resumed",
         autocompletion=complete_checkpoint,
     ),
 ]
 WhichOption = Annotated[
     str,
-    option("--which", "STEP|WORD", 'a step, "latest", "best", or "pending": each that the suite has not evaluated'),
+    option("--which", "STEP|WORD", 'a step, "latest", "best", or "pending": each that the set has not evaluated'),
 ]
-SuiteOption = Annotated[str, option("--suite", "NAME", "name of the evaluation")]
+SuiteOption = Annotated[str, option("--suite", "NAME", "name of the evaluation set")]
 LimitOption = Annotated[int | None, option("--limit", "N", "with --which pending: evaluate at most this many")]
 PromoteOption = Annotated[
     str | None, option("--promote", "MODULE:FUNCTION", "call this function with each new best checkpoint")
@@ -228,7 +228,7 @@ def evaluate(
     as_json: JsonOption = False,
     named: ProgramOption = None,
 ) -> None:
-    """Evaluate a run's checkpoints, each once per suite.
+    """Evaluate a run's checkpoints, each once per evaluation set.
 
     Restores the checkpoint, calls the program's `evaluate(suite)` and records the result in the run.
     """

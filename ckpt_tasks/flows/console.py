@@ -205,7 +205,7 @@ def evaluate_in_terminal(
             print_evaluations(out, suite, results)
         else:
             recorded = "recorded" if results[0].new else "recorded before, nothing was changed"
-            out.print(f"Step {results[0].step}, suite {suite}: {recorded}.")
+            out.print(f"Step {results[0].step}, evaluation set {suite}: {recorded}.")
             print_evaluation(out, results[0])
     return Ended(status=status[0], step=max((result.step for result in results), default=0), evaluations=tuple(results))
 

@@ -156,7 +156,7 @@ def print_evaluation(out: Console, result: EvaluationResult) -> None:
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
-    out.print(f"Evaluation of step {result.step}, suite {result.suite}", style="italic")
+    out.print(f"Evaluation of step {result.step}, evaluation set {result.suite}", style="italic")
     out.print(table)
 
 

@@ -78,9 +78,9 @@ def train(
 
     The flow cuts the run into batches of `batch_steps` steps, or else of about `batch_seconds`. Each batch is a task
     that restores if needed, trains, and commits. A failed batch is retried up to `retries` times. However this flow run
-    ends, another with the same `run_key` and directory continues. If the store or Prefect's API does not answer, this
-    flow run crashes, and is resumed. A new run begins with `fork_from` ("DIR@STEP"). `rollback_to` goes back to a step,
-    once, and skips `skip_batches` ("401-410"). `early_stop` ends the flow run after a batch. See docs/RANKS.md.
+    ends, another with the same `run_key` and directory resumes the run. If the store or Prefect's API does not answer,
+    this flow run crashes, and is resumed. A new run begins with `fork_from` ("DIR@STEP"). `rollback_to` goes back to a
+    step, once, and skips `skip_batches` ("401-410"). `early_stop` ends the flow run after a batch.
     """
     keep_log_readers_out()
     with crashes_while_the_api_is_away(), crashes_while_the_store_is_away(reached=True):

@@ -26,6 +26,9 @@ from ckpt_tasks.format.live import Segment, joined_segments, read_live, write_li
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
     Count,
+    Digest,
+    Name,
+    Time,
     check_version,
     declared,
     finite_json,
@@ -56,34 +59,35 @@ MAX_ENTRY_BYTES = 64 << 20
 @declared
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The whole state of a run after a committed ledger entry.
-
-    `live` holds the checkpoints in the order of their commits; `pins` maps identities to reasons; `retired` holds the
-    folded names of objects that are given up but may not be deleted yet; `stalled_attempts` counts how often the flow
-    run `stalled_flow_run` has taken the directory without releasing it, or failed an attempt, since the last commit of
-    a new step; `best_metric` and `best_mode` say what the name "best" means. `spared_epochs`: an entry was unreadable
-    when the owner of this epoch took the run; the entry may name objects of attempts up to this epoch, so these objects
-    are never swept. `origin` is the checkpoint of another run from which this run was forked. `program`
-    ("module:Factory") is what a flow trains, and `params` are its parameters; None if no flow has trained the run.
-    `checks` holds, of each kind, the last good check, and after it the last check if that was bad.
-    """
+    """The whole state of a run after a committed ledger entry."""
 
     owner: Owner | None = None
+    """Who holds the directory, or held it last."""
     live: tuple[Checkpoint, ...] = ()
+    """In the order of their commits; of more than 128, the older ones in segments."""
     pins: Mapping[str, str] = field(default_factory=dict)
+    """Identity → reason."""
     leases: tuple[Lease, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    retired: tuple[str, ...] = ()
+    """Of live checkpoints, in the order in which they were recorded."""
+    retired: tuple[Name, ...] = ()
+    """Objects of attempts that are given up, and whose deletion may not be done; the names are folded."""
     stalled_flow_run: str | None = None
+    """The flow run that `stalled_attempts` counts."""
     stalled_attempts: Count = 0
+    """How often it took the directory or failed an attempt since a new step was committed; a release takes one off."""
     best_metric: str | None = None
+    """The metric that says what "best" means."""
     best_mode: BestMode = "min"
     spared_epochs: Epoch = 0
+    """A damaged entry may have named attempts of owner epochs up to this one: they are never swept."""
     origin: Origin | None = None
     params: Mapping[str, Any] | None = None
     program: str | None = None
+    """What a flow trains, as `module:Factory`."""
     rollback: Rollback | None = None
     checks: tuple[RunCheck, ...] = ()
+    """Of each kind the last good one, and after it the last one if that was bad."""
 
     def with_owner(self, owner: Owner, best_metric: str | None, best_mode: BestMode) -> State:
         """Return the state after this owner took the run; `best_metric`, if not None, changes the meaning of "best".
@@ -216,18 +220,25 @@ class State:
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One ledger entry: its number, its writer and time, its event, and the state of the run after it.
+    """One ledger entry.
 
-    `partial`: the reader left older live checkpoints out of the state.
+    `segments` hold the older live checkpoints. `partial`: the reader left older live checkpoints out of the state. An
+    entry stores neither of the two, but segments in the field `live` of its state.
     """
 
     n: Count
+    """Its number, as in the name; numbers are dense, from 0 on."""
     epoch: Epoch
+    """The owner epoch before the event; 0 without an owner."""
     nonce: str
-    previous: str | None
-    at: str
+    """32 hex digits, new for every event."""
+    previous: Digest | None
+    """The entry whose state this one was made from: the highest good one before it."""
+    at: Time
     event: Mapping[str, Any]
+    """What happened, for people; a program reads `state`."""
     state: State
+    """Everything that is true after the event."""
     segments: tuple[Segment, ...] = ()  # They hold the older live checkpoints.
     partial: bool = False
 

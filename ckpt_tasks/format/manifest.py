@@ -17,6 +17,7 @@ from ckpt_tasks.format.keys import INDEX_NAME, attempt_prefix, is_group, is_shar
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
     Count,
+    Time,
     check_version,
     declared,
     finite_json,
@@ -47,23 +48,23 @@ class ObjectRecord(NamedTuple):
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of one checkpoint: its groups and objects.
-
-    `groups` maps each group to {"kind", "tree"}, or to {"kind", "trees"} with one tree for each rank; "buffers" of a
-    module lists the keys of tensors of which each rank has its own. `index` and `objects` name the other objects;
-    `world_size` is the number of ranks that wrote the checkpoint; `environment` describes for people what wrote it.
-    """
+    """The contents of one checkpoint: its groups and objects."""
 
     run_key: str
     step: Step
     attempt: str
+    """As in its name."""
     world_size: Count
+    """The number of ranks that wrote it."""
     index: ObjectRecord
     objects: tuple[ObjectRecord, ...]
+    """All shards."""
     groups: Mapping[str, Mapping[str, Any]]
+    """By name: `kind`, and `tree` or `trees`; a module may have `buffers`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    created_at: str = ""
+    created_at: Time = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """What wrote it, for people, under any names; `imported_from` and `dcp_root` have a meaning."""
 
     @property
     def buffers(self) -> frozenset[str]:

@@ -26,6 +26,9 @@ _MAX_LEVELS = 100  # Only notes of users nest so deep.
 Count = Annotated[int, Meta(ge=0, le=MAX_INT64)]
 Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Seconds = Annotated[float, Meta(ge=-_MAX_S, le=_MAX_S)]
+Digest = Annotated[str, Meta(description="digest")]
+Name = Annotated[str, Meta(description="name")]  # Of an object, relative to the run directory.
+Time = Annotated[str, Meta(description="time")]
 
 # The code that reads a value may raise any of these for an unexpected form.
 MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)

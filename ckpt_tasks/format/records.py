@@ -33,8 +33,11 @@ from ckpt_tasks.format.keys import (
 from ckpt_tasks.format.parsing import (
     FORMAT_VERSION,
     Count,
+    Digest,
+    Name,
     Number,
     Seconds,
+    Time,
     check_version,
     declared,
     parse_json,
@@ -51,52 +54,59 @@ _Pid = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # The number becomes part of a 
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that may write to the run directory. `epoch` grows by one with every owner; `id` is its own nonce."""
+    """The process that may write to the run directory, or the last one. What a system does not tell is ""."""
 
     epoch: Epoch
+    """One more than the last owner's."""
     id: str
+    """32 random hex digits."""
     flow_run_id: str | None
     host: str
     machine_id: str
     boot_id: str
+    """Changes with every boot of the machine."""
     pid_namespace: str
+    """The namespace in which `pid` counts."""
     pid: _Pid
     process_start: str
-    taken_at: str
+    """When the process began, in clock ticks since boot."""
+    taken_at: Time
     released: bool = False
 
 
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint, as the ledger holds it.
-
-    `manifest` names its manifest and `manifest_digest` (hex) is its identity; `parent` is the identity of the
-    checkpoint from which training continued to this one; `n` is the number of the ledger entry that committed it;
-    `cost_s` is how many seconds training had waited for the save before the commit; `epochs` counts completed epochs,
-    if the loop reported them. `abandoned`: training went back to an older checkpoint, and this checkpoint is not on the
-    new line. `reuses` has the folded names of objects of older attempts that this checkpoint reuses. `interim`: saved
-    because a batch or the process ended, not because an interval had passed; retention does not count it among the
-    newest checkpoints. `why`: "signal", "batch" (it ended) or "call" (of `save()`, also at the end of training); "" if
-    it was due by step, epoch or time.
-    """
+    """A committed checkpoint, as the ledger holds it. Several live ones may have the same step."""
 
     step: Step
     attempt: str
-    manifest: str
-    manifest_digest: str
-    parent: str | None
+    """As in the names of its objects."""
+    manifest: Name
+    manifest_digest: Digest
+    """Of all bytes of the manifest: the identity of the checkpoint."""
+    parent: Digest | None
+    """Identity of the checkpoint from which training continued to this one; it may have been pruned."""
     n: Annotated[int, Meta(ge=-1, le=MAX_LEDGER_NUMBER)]
+    """Number of the ledger entry that committed it; -1 in a seal."""
     metrics: Mapping[str, float]
     size_bytes: Count
+    """Of all its objects, index and manifest included."""
     objects: Count
-    saved_at: str
+    """How many these are."""
+    saved_at: Time
     cost_s: Seconds
+    """Seconds that training waited for the snapshot."""
     epochs: Count | None = None
+    """Completed epochs, if the loop reported them."""
     abandoned: bool = False
-    reuses: tuple[str, ...] = ()
+    """Training went back to an older checkpoint, and this one is not on the new line."""
+    reuses: tuple[Name, ...] = ()
+    """Objects of older attempts that the manifest names; the names are folded."""
     interim: bool = False
+    """Saved because a batch or the process ended; retention does not count it among the newest checkpoints."""
     why: str = ""
+    """Empty if the save was due; else "signal", "batch" (it ended), or "call" (of `save()`, or the end of training)."""
 
     @property
     def saved_at_s(self) -> float | None:
@@ -106,60 +116,63 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A reader's claim that a checkpoint stays until `expires_at` (seconds since 1970)."""
+    """A reader's claim that a checkpoint stays."""
 
     id: str
-    manifest_digest: str
+    """16 hex digits."""
+    manifest_digest: Digest
     holder: str
     expires_at: Number
+    """Seconds since 1970."""
 
 
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The metrics that one suite measured on one checkpoint; `table` names the Arrow object with its rows."""
+    """The metrics that one evaluation set measured on one checkpoint."""
 
-    manifest_digest: str
+    manifest_digest: Digest
     step: Step
     suite: str
+    """Name of the evaluation set."""
     metrics: Mapping[str, float]
-    table: str
-    table_digest: str
-    evaluated_at: str
+    table: Name
+    """The Arrow file."""
+    table_digest: Digest
+    evaluated_at: Time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The checkpoint of another run from which this run was forked.
-
-    `url`, `run_key`, `step` and `manifest_digest` describe the source. `identity` is the identity of the copy in this
-    run; the copy's manifest has this run's key. `set` holds the parameters that the fork changed; `params` holds the
-    source's parameters (None: the source has none).
-    """
+    """The checkpoint of another run from which this run was forked."""
 
     url: str
     run_key: str
     step: Step
-    manifest_digest: str
-    identity: str
+    manifest_digest: Digest
+    """The checkpoint there."""
+    identity: Digest
+    """The same checkpoint in this run; its manifest has this run's key."""
     set: Mapping[str, Any]
+    """The parameters that the fork changed."""
     params: Mapping[str, Any] | None
+    """The parameters of the source."""
 
 
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """The last rollback: its checkpoint, and the batches that training skips because of it.
+    """The last rollback."""
 
-    `skip`: the first and the last step that had trained on these batches. `pending`: no commit after the rollback has a
-    position in the data beyond these batches. `by`: the flow run that requested the rollback.
-    """
-
-    identity: str
+    identity: Digest
+    """The checkpoint to which training goes back."""
     step: Step
     skip: tuple[Step, Step] | None = None
+    """The first and the last step that had trained on the batches to skip."""
     pending: bool = True
+    """No commit since has a position in the data beyond these batches."""
     by: str | None = None
+    """The flow run that requested it."""
 
     @property
     def skips_at(self) -> int:
@@ -174,19 +187,18 @@ class Rollback:
 @declared
 @dataclass(frozen=True, kw_only=True)
 class RunCheck:
-    """The result of a check of the run on a host; `fault` is the first thing that was wrong, None: all was good.
-
-    `kind` is one of CHECKS. "drill": fresh processes restored a checkpoint of `step` into a program, one for each of
-    the `ranks` that had saved it; `start_s`: seconds until the program was built, `restore_s`: seconds of the restore.
-    "verify": every byte of the `checkpoints` was read; `damaged_records` counts other damaged objects, such as ledger
-    entries.
-    """
+    """The result of a check of the run on a host."""
 
     kind: str
-    at: str
+    """"drill": fresh processes restored a checkpoint into the program. "verify": every byte of the run was read."""
+    at: Time
     host: str
     fault: str | None
+    """The first thing that was wrong; null if all was good."""
     figures: Mapping[str, Seconds]
+    """By name. Of a drill: `step`, `ranks`, and if good `start_s` (until the program was built) and `restore_s`.
+    Of a verification: `checkpoints`, `damaged_checkpoints`, and `damaged_records` (other damaged objects).
+    """
 
 
 # The figures of each kind of check: whole numbers, then seconds, which a failed check may lack.
@@ -198,7 +210,7 @@ CHECKS = {
 
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
     """Read a checkpoint; its manifest's name must have its step and attempt. `uncommitted`: `n` may be -1."""
-    # `why` is missing in checkpoints from before December 2026.
+    # Older checkpoints lack `why`.
     checkpoint = typed({"why": "", **item, "metrics": _metrics(item["metrics"])}, Checkpoint)
     attempt = parse_attempt(checkpoint.manifest)
     if (
@@ -219,10 +231,12 @@ def checkpoint_item(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_evaluation(item: Mapping[str, Any]) -> Evaluation:
-    """Read an evaluation from JSON data; its table's name must have its step and suite."""
+    """Read an evaluation from JSON data; its table's name must have its step and evaluation set."""
     one = typed({**item, "metrics": _metrics(item["metrics"])}, Evaluation)
     if not is_evaluation(one.table, one.step, one.suite):
-        raise ValueError(f"{one.table!r:.80} is not a table of step {one.step} and the suite {one.suite!r:.80}")
+        raise ValueError(
+            f"{one.table!r:.80} is not a table of step {one.step} and the evaluation set {one.suite!r:.80}"
+        )
     return one
 
 
@@ -260,20 +274,21 @@ MAX_SEAL_BYTES = 8 << 20
 @declared
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """The mark of a complete snapshot: the checkpoint that its commit creates or would create.
+    """The mark of a complete snapshot.
 
-    When the snapshot was taken, `newest` was the identity of the newest committed checkpoint, and `in_flight` the
-    identity of the previous snapshot if its save was under way or had failed. A process may restore the snapshot while
-    one of the two is the newest in the ledger, or if the snapshot is committed. `checkpoint.n` is -1: only the ledger
-    knows whether the checkpoint is committed. `compared`: digests that many ranks compare before they restore the
-    snapshot.
+    A process may restore the snapshot if its checkpoint is live, or if the newest live checkpoint is the one that
+    `newest` or `in_flight` names.
     """
 
     run_key: str
     checkpoint: Checkpoint
-    newest: str | None
-    in_flight: str | None
+    """The checkpoint that the commit creates or would create, with its metrics as texts."""
+    newest: Digest | None
+    """The newest committed checkpoint at that time."""
+    in_flight: Digest | None
+    """The snapshot in the other slot, if storage did not have that one yet."""
     compared: Compared = field(default_factory=dict)
+    """Digests that the ranks compare before they restore the snapshot."""
 
     def to_bytes(self) -> bytes:
         """Write the seal as JSON with its own digest."""

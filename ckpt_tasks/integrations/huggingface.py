@@ -279,7 +279,7 @@ def _newest_of(output_dir: str) -> str:
     if newest is None:
         raise ConfigError(
             f"neither the run nor {output_dir} has a checkpoint to resume from",
-            hint="Leave resume_from_checkpoint=True out: CkptTrainer continues by itself.",
+            hint="Leave resume_from_checkpoint=True out: CkptTrainer resumes by itself.",
         )
     return newest
 
@@ -292,6 +292,6 @@ def _refuse(trainer: Any) -> None:
     ):
         if used:
             raise ConfigError(
-                f"CkptTrainer cannot continue bit for bit with {what}",
+                f"CkptTrainer cannot resume bit for bit with {what}",
                 hint="Call Checkpointer in a loop of your own." if what != "ignore_data_skip" else "Leave it out.",
             )

@@ -360,7 +360,7 @@ def warn_of_own_files(trainer: Any) -> None:
     if not own.__module__.startswith(_LIBRARIES) and not any(_is_overridden(trainer, name) for name in _LOADERS):
         _log.warning(
             "%s overrides _save_checkpoint, and nothing that reads what it writes: it is not in the run's checkpoints. "
-            "If training goes on from it, override _load_from_checkpoint too: both are called then",
+            "If training resumes from it, override _load_from_checkpoint too: both are called then",
             own.__qualname__,
         )
 

@@ -73,7 +73,7 @@ class CkptCallback(Callback):
             )
         if any(isinstance(one, StochasticWeightAveraging) for one in _callbacks(trainer)):
             raise ConfigError(
-                "StochasticWeightAveraging does not continue in the middle of an epoch, or after its last one",
+                "StochasticWeightAveraging does not resume in the middle of an epoch, or after its last one",
                 hint="Take Lightning's WeightAveraging or EMAWeightAveraging.",
             )
         self.ckpt = Checkpointer(self.config)

@@ -19,7 +19,7 @@ SAID = {
     "unpin": "Would be unpinned; it is pinned: the paper",
     "rm": "Would be removed",
     "prune": "Would remove 3 checkpoints",
-    "rollback": "Training would resume from it; 3 checkpoints left behind",
+    "rollback": "Training would resume from it; 3 checkpoints on the discarded branch",
     "sync": "4 checkpoints would be copied",
     "fork": "would begin in",
     "export": "of step 40, as safetensors",

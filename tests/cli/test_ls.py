@@ -82,7 +82,7 @@ def test_ls_marks_a_line_that_was_left(run_dir: Path) -> None:
     rows = ckpt("ls", run_dir, "--json").data["checkpoints"]
     assert [(row["step"], row["abandoned"]) for row in rows] == [(2, False), (1, False), (2, True)]
     assert ["newest" in row["kept_because"] for row in rows] == [True, False, False]
-    assert "left behind" in ckpt("ls", run_dir).out
+    assert "discarded branch" in ckpt("ls", run_dir).out
 
 
 def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:

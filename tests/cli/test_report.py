@@ -50,7 +50,7 @@ def test_resumes_and_the_longest_stall_are_counted(run_dir: Path, tmp_path: Path
     trained(told, 1, every_s=5.5, steps=5, **COSTS)
     shown = [" ".join(line.split()) for line in ckpt("report", run_dir, "--out", tmp_path / "out.html").out.split("\n")]
     assert "resumed 1 time, in 1 flow run; 4 steps trained again" in shown
-    assert "a save stalls 500 ms (median), 2.5 s at most, 3.5 s in all" in shown
+    assert "a save blocks training 500 ms (median), 2.5 s at most, 3.5 s in all" in shown
 
 
 def test_it_says_how_often_to_save(run_dir: Path, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 import ckpt_tasks
 from benchmarks.comparison import table
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.run.ledger.config import option_texts
+from ckpt_tasks.run.ledger.config import field_texts
+from tools.pages import format as fields_of_records
 from tools.pages import options, packages, pitfalls, reference
 
 MADE: list[tuple[Path, str, Callable[[str], str]]] = [
     (options.PAGE, "tools.pages.options", options.written),
+    (fields_of_records.PAGE, "tools.pages.format", fields_of_records.written),
     (reference.PAGE, "tools.pages.reference", lambda _: reference.written()),
     (pitfalls.PAGE, "tools.pages.pitfalls", pitfalls.written),
     (packages.PAGE, "tools.pages.packages", packages.written),
@@ -37,7 +39,7 @@ def test_the_pages_leave_nothing_out() -> None:
     The pitfalls are numbered from 1 to 76; each has a test, or says why nothing covers it yet.
     """
     names = [option.name for option in fields(CheckpointConfig)]
-    assert [name for name, text in option_texts().items() if text] == names
+    assert [name for name, text in field_texts(CheckpointConfig).items() if text] == names
     texts = {page: page.read_text(encoding="utf-8") for page, _, _ in MADE}
     assert all(f"| `{name}` |" in texts[options.PAGE] for name in names)
     exported = {*ckpt_tasks.__all__, "Run"} - {"errors"}

@@ -94,7 +94,7 @@ def test_the_ranks_of_a_launcher_are_one_flow_run(whole: tuple[Any, ...]) -> Non
     assert (step, len(curve)) == (TOTAL, TOTAL)
     assert f"to step {TOTAL}, on 2 ranks" in said
     assert f"Training begins at step 0: {run_dir} has no checkpoint" in said
-    assert "Evaluation of step 20, suite quick" in said
+    assert "Evaluation of step 20, evaluation set quick" in said
     assert [each.metrics["total"] for each in open_run(str(run_dir)).evaluations()] == [3.0]
     until(lambda: flow_runs(run_dir)[0][1][-1] == "Completed")  # A busy server answers late.
     [(run, states)] = flow_runs(run_dir)

@@ -9,6 +9,7 @@ import os
 import shlex
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from functools import reduce
@@ -26,15 +27,15 @@ from tools.sources import ROOT
 PAGE = ROOT / "docs" / "COMMANDS.md"
 _HEAD = """# The command `ckpt`
 
-What `ckpt --help` and `ckpt VERB --help` print, on one page, with examples.
-`python -m tools.pages.commands` writes it, and a test compares it with the help of today.
+What `ckpt VERB --help` prints, with examples. `python -m tools.pages.commands` writes this page, and a test compares
+it with the help of today.
 
-Every verb has `--json` and `--help`. With `--json` a verb prints one object. Its form stands below the examples:
-`string`, `number`, `boolean` and `null` stand for values. A verb that fails prints
-`{"error": …}` with `type`, `message`, `key`, `step` and `hint`.
-The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
+Every verb has `--json` and `--help`. With `--json` a verb prints one object; its form stands below the examples, where
+a key without a type holds a string or a number. A verb that fails prints `{"error": …}` with `type`, `message`, `key`,
+`step` and `hint`. The exit status is 0 if all is well, 1 if not, and 2 if the call is wrong.
 """
 _FRAMEWORKS = frozenset({"lightning", "transformers", "accelerate"})  # `show` names them where they are installed.
+_SHARED = 2  # What so many verbs take stands once, at the head of the page.
 EXAMPLES = """
 ckpt init nets
 ckpt pin runs/lm@20 -m 'the paper'
@@ -97,8 +98,13 @@ class Form(NamedTuple):
     def __str__(self) -> str:
         parts = sorted(self.plain - {"null"})
         parts += [f"[{self.items}]"] if self.items is not None else []
-        parts += ["{" + ", ".join(f'"{key}": {one}' for key, one in self.keys.items()) + "}"] if self.keys else []
+        parts += ["{" + ", ".join(key + one.after_key for key, one in self.keys.items()) + "}"] if self.keys else []
         return " or ".join([*parts, *({"null"} & self.plain)]) or ("{}" if self.keys is not None else "")
+
+    @property
+    def after_key(self) -> str:
+        """What stands after a key of this form: nothing for a string or a number."""
+        return "" if str(self) in {"string", "number"} else f": {self}"
 
 
 def form(value: Any) -> Form:
@@ -155,42 +161,52 @@ def written(forms: dict[str, str]) -> str:
     """Return the page, with the examples and these forms of their answers."""
     root: Any = get_command(app)
     context = root.make_context("ckpt", [], resilient_parsing=True)
+    named = {name: root.get_command(context, name) for name in root.list_commands(context)}
+    verbs = {name: (verb, verb.context_class(verb, info_name=name, parent=context)) for name, verb in named.items()}
+    shown = {name: both for name, both in verbs.items() if not both[0].hidden}
+    times = Counter(row for verb, about in shown.values() for _, row in _options(verb, about))
+    shared = {row.split("`")[1]: row for row, count in reversed(times.most_common()) if count >= _SHARED}
     sections: dict[str, list[str]] = {}
-    for name in root.list_commands(context):
-        verb = root.get_command(context, name)
-        if not verb.hidden:
-            about = verb.context_class(verb, info_name=name, parent=context)
-            section = sections.setdefault(verb.rich_help_panel, [])
-            section.append("\n".join(_verb(verb, about)))
-            if name in forms:
-                typed = "\n".join(f"$ {line}" for line in dict.fromkeys(EXAMPLES) if line.split()[1] == name)
-                section.append(f"```console\n{typed}\n```\n\n`--json`:\n\n```text\n{forms[name]}\n```\n")
-    text = [_HEAD, f"{root.help} {root.epilog}\n"]
-    for heading, verbs in sections.items():
-        text += [f"## {heading}\n", *verbs]
+    for name, (verb, about) in shown.items():
+        section = sections.setdefault(verb.rich_help_panel, [])
+        section.append("\n".join(_verb(verb, about, {*shared.values()})))
+        if name in forms:
+            typed = "\n".join(f"$ {line}" for line in dict.fromkeys(EXAMPLES) if line.split()[1] == name)
+            section.append(f"```text\n{typed}\n{forms[name]}\n```\n")
+    text = [_HEAD, f"{root.help} {root.epilog}\n", "What several verbs take:\n"]
+    text.append("\n".join([*(row for row in times if row in shared.values()), ""]))
+    for heading, parts in sections.items():
+        text += [f"## {heading}\n", *parts]
     return "\n".join(text)
 
 
-def _verb(verb: Any, context: Any) -> Iterator[str]:
-    yield f"### ckpt {context.info_name}\n"
-    yield f"```text\n{verb.get_usage(context).removeprefix('Usage: ')}\n```\n"
+def _verb(verb: Any, context: Any, shared: set[str]) -> Iterator[str]:
+    yield f"### `{verb.get_usage(context).removeprefix('Usage: ').replace(' [OPTIONS]', '')}`\n"
     for paragraph in verb.help.split("\n\n"):
         yield " ".join(paragraph.split()) + "\n"
     sections: dict[str, list[str]] = {}
+    names = []
+    for heading, row in _options(verb, context):
+        if row in shared:
+            names += [row.split("`")[1]] if row.startswith("- `-") else []
+        else:
+            sections.setdefault(heading, []).append(row)
+    if sections.pop("Checkpoints", None):
+        yield "Each [option of a run](OPTIONS.md) is an option here as well: `step_interval` is `--step-interval N`.\n"
+    for heading, rows in sections.items():
+        yield "\n".join([*([] if heading == "option" else [f"{heading}:\n"]), *rows, ""])
+    if names:
+        yield f"Also takes {', '.join(f'`{name}`' for name in names)}.\n"
+
+
+def _options(verb: Any, context: Any) -> Iterator[tuple[str, str]]:
+    """Yield the panel and the row of every argument and option."""
     for option in verb.get_params(context):
         if (record := option.get_help_record(context)) is not None and not {"--json", "--help"} & {*option.opts}:
             words = (option.metavar or record[0], record[1]) if option.param_type_name == "argument" else record
             panel = getattr(option, "rich_help_panel", None)
-            heading = panel if isinstance(panel, str) else "option"
-            sections.setdefault(heading, []).append(f"| `{_cell(words[0])}` | {_cell(words[1])} |")
-    if sections.pop("Checkpoints", None):
-        yield "Each [option of a run](OPTIONS.md) is an option here as well: `step_interval` is `--step-interval N`.\n"
-    for heading, rows in sections.items():
-        yield "\n".join([f"| {heading} | |", "|---|---|", *rows, ""])
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|").replace("<", r"\<")
+            text = " ".join(words[1].split()).replace("<", r"\<").removesuffix("[required]").rstrip()
+            yield panel if isinstance(panel, str) else "option", f"- `{words[0]}`: {text}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 from dataclasses import MISSING, Field, fields
 
 from ckpt_tasks import CheckpointConfig
-from ckpt_tasks.run.ledger.config import option_texts
+from ckpt_tasks.run.ledger.config import field_texts
 from tools.sources import ROOT
 
 PAGE = ROOT / "docs" / "OPTIONS.md"
@@ -16,7 +16,7 @@ _TABLE = re.compile(r"(?<=^\| option \| default \| what it does \|\n\|---\|---\|
 
 def written(page: str) -> str:
     """Return the page with a row for each option, in the order of the config."""
-    said = option_texts()
+    said = field_texts(CheckpointConfig)
     rows = [f"| `{option.name}` | {_default(option)} | {_cell(said[option.name])} |" for option in _options()]
     table = "".join(f"{row}\n" for row in rows)
     return _TABLE.sub(lambda _: table, page)

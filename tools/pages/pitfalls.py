@@ -28,14 +28,14 @@ def marked() -> Iterator[tuple[int, int, str, str]]:
 
 
 def written(page: str) -> str:
-    """Return the page with a test linked in each row, one that covers little else, and the counts of its rows."""
-    first: dict[int, tuple[str, str]] = {}
-    for number, _, file, test in sorted(marked()):
-        first.setdefault(number, (file, test))
+    """Return the page with the counts of its rows, and in each the file of a test that covers little else."""
+    first: dict[int, str] = {}
+    for number, _, file, _ in sorted(marked()):
+        first.setdefault(number, file)
 
     def row(match: re.Match[str]) -> str:
         number, fault, gap = match.groups()
-        link = "[{1}](../../tests/{0})".format(*first[int(number)]) if int(number) in first else ""
+        link = f"`{first[int(number)]}`" if int(number) in first else ""
         return f"| P{number} |{fault}| {link} |{gap}|"
 
     gaps = [gap for _, _, gap in rows(page)]

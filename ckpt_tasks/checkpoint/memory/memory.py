@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, is_whole
+from ckpt_tasks.checkpoint.memory.pages import advise_huge, allocate_pages, has_all_pages
 from ckpt_tasks.errors import ConfigError, StoreError
 from ckpt_tasks.format.records import MAX_SEAL_BYTES, SEAL_NAME
 from ckpt_tasks.process import close_descriptor, finalize_here, map_memory, names_in, open_descriptor
@@ -337,7 +337,7 @@ def _open_left(path: Path, size_bytes: int) -> int | None:
     with suppress(OSError):  # There is no file, or it is a link.
         fd = open_descriptor(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(fd)
-        if _is_ours_alone(status) and is_whole(status, size_bytes):
+        if _is_ours_alone(status) and has_all_pages(status, size_bytes):
             return fd
         close_descriptor(fd)
     return None

@@ -28,7 +28,7 @@ def advise_huge(memory: memoryview) -> None:
 def allocate_pages(files: Mapping[str, int], sizes: Mapping[str, int], wanted: Callable[[], bool]) -> None:
     """Allocate all pages of a slot's files (name → descriptor); raise GaveWay once `wanted()` is false."""
     for name, fd in files.items():
-        if is_whole(os.fstat(fd), sizes[name]):
+        if has_all_pages(os.fstat(fd), sizes[name]):
             continue
         for begin in range(0, max(sizes[name], 1), _TOUCHED_BYTES):
             if not wanted():
@@ -50,7 +50,7 @@ def touch(memory: memoryview, wanted: Callable[[], bool]) -> None:
         _madvise(_address(memory) + begin, min(_TOUCHED_BYTES, len(memory) - begin), _POPULATE_WRITE)
 
 
-def is_whole(status: os.stat_result, size_bytes: int) -> bool:
+def has_all_pages(status: os.stat_result, size_bytes: int) -> bool:
     """Return True if a file has this size and all its pages."""
     return status.st_size == max(size_bytes, 1) and 512 * status.st_blocks >= size_bytes
 

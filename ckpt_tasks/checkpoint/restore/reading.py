@@ -187,7 +187,8 @@ class Run:
         """
         if not is_group(suite):
             raise ConfigError(
-                f"{suite!r:.80} is not a suite", hint="Use a letter, then letters, digits and underscores."
+                f"{suite!r:.80} is not the name of an evaluation set",
+                hint="Use a letter, then letters, digits and underscores.",
             )
         from ckpt_tasks.format.layout.arrow import write_metrics
 

@@ -32,7 +32,7 @@ class Spent(NamedTuple):
     step_s: float | None = None
 
     def since(self, before: Spent) -> dict[str, float]:
-        """Return what was added since an earlier moment, as fields of a commit's event (docs/internals/FORMAT.md)."""
+        """Return what was added since an earlier moment, as fields of a commit's event."""
         data_s = max(0.0, self.data_s - before.data_s)
         trained_s = max(0.0, self.steps_s - before.steps_s - data_s)
         fields = {"step_s": self.step_s, "trained_s": trained_s, "data_s": data_s or None}
@@ -101,7 +101,7 @@ class Line:
 class Resume:
     """The time that each part of a resume takes, from the start of the process to the end of its first step.
 
-    The event of the next commit has these times, in seconds (docs/internals/FORMAT.md, "Events").
+    The event of the next commit has these times, in seconds (docs/REPORT.md).
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-EXCLUSIVE = "put if absent"
+EXCLUSIVE = "conditional write"
 # Checkpoints need all of these abilities; the value is the message if one is missing.
 _NEEDED = {
     "list": "it cannot be listed",
@@ -61,7 +61,7 @@ def judge(findings: Findings) -> StoreVerdict:
         ability = abilities.get(name, Ability(None))
         if ability.works is False:
             return StoreVerdict(False, f"not fit: {matter}" + (f" ({ability.seen})" if ability.seen else ""))
-    exclusive = abilities.get(EXCLUSIVE, Ability(None, "put if absent was not tried"))
+    exclusive = abilities.get(EXCLUSIVE, Ability(None, "a conditional write was not tried"))
     if exclusive.works:
         return StoreVerdict(True, "fit for checkpoints")
     if findings.endpoint is None:  # A local directory has no other way to commit.

@@ -92,7 +92,7 @@ _MEANS = {
     "read": "what was written is seen at once",
     "ordered listing": "the newest lists first",
     "ranged reads": "a part of an object can be read",
-    "put if absent": "if several write one name, exactly one wins",
+    "conditional write": "if several write one name, exactly one wins",
     "large objects": "a large object comes back as it was",
     "conditional multipart": "the same for large objects (not needed)",
     "o_direct": "O_DIRECT works",

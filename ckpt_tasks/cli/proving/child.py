@@ -1,4 +1,4 @@
-"""A process that trains a program for `verify_resume`, records digests of every step, and may kill itself.
+"""A process that trains a program for `prove_resume`, records digests of every step, and may kill itself.
 
 Its command is `python -m ckpt_tasks.cli.proving.child ORDER` (JSON); each process has another hash seed. With `ranks`
 this process is the agent of a gang, and each rank records the values of every step that it would save.

@@ -62,7 +62,7 @@ class Proof:
         return self.difference is None
 
 
-def verify_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12, ranks: int = 1) -> Proof:
+def prove_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12, ranks: int = 1) -> Proof:
     """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
     Every value of the state, every metric and the random streams are compared after every step; at the end also the

@@ -190,7 +190,9 @@ class RunPages:
         link = f" [The run's report]({report_url})" if report_url else ""
         self._put("checkpoints", "table", _table(report.checkpoints), f"The checkpoints of {name}, newest first.{link}")
         if gangs := self._gangs():
-            self._put("ranks", "table", _table(gangs), f"The gangs that have trained {name}, newest first.{link}")
+            self._put(
+                "ranks", "table", _table(gangs), f"The worker groups that have trained {name}, newest first.{link}"
+            )
         if is_first and report_url:
             get_run_logger().info("Report: %s", report_url)
 

@@ -180,7 +180,7 @@ class ByteLM:
         for another suite.
         """
         if suite not in {"quick", "full"}:
-            raise ValueError(f'there is no suite {suite!r}: use "quick" or "full"')
+            raise ValueError(f'there is no evaluation set {suite!r}: use "quick" or "full"')
         context, windows = self.held_out.context, len(self.held_out)
         stride = max(1, windows * context // _QUICK_BYTES) if suite == "quick" else 1
         chosen = iter(range(0, windows, stride))

@@ -43,9 +43,9 @@ class Program(Protocol):
     `state` is a dict of what is saved (modules, optimizer, scheduler, sampler …). `train_step` makes one optimizer step
     on the next data and returns metrics. One metric may be the amount of data used: its name is the program's attribute
     `unit`, or "samples" without this attribute. `evaluate` must change nothing and must not draw from the training's
-    random streams. `reduce`, if present, says how the metrics of several ranks become one: `{"correct": "sum"}`
-    (docs/RANKS.md). `recorded_params`, if present, names parameters that may come from the run's ledger although they
-    are texts or objects; a path or a host name belongs in the deployment instead (docs/OPERATING.md).
+    random streams. `reduce`, if present, says how the metrics of several ranks become one: `{"correct": "sum"}`.
+    `recorded_params`, if present, names parameters that may come from the run's ledger although they are
+    texts or objects; a path or a host name belongs in the deployment instead.
     """
 
     state: dict[str, Any]
@@ -123,7 +123,9 @@ def measure(
     with OwnStreams().inside():
         fresh = build_from_seed(program, params)
         if not callable(getattr(fresh, "evaluate", None)):
-            raise ProgramError(f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every suite.")
+            raise ProgramError(
+                f"{program} has no evaluate(suite)", hint="It returns metrics by name, for every evaluation set."
+            )
         modules = {name: value for name, value in flat(fresh.state).items() if isinstance(value, torch.nn.Module)}
         run.restore(checkpoint, modules or fresh.state, partial=True)
         own = {str(name): float(value) for name, value in fresh.evaluate(suite).items()}

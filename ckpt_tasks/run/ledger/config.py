@@ -25,11 +25,11 @@ Cloud = Literal["aws", "google", "azure"]
 class CheckpointConfig:
     """Where a run's checkpoints are, when to save and which to keep.
 
-    The text below each option is its row in docs/OPTIONS.md: `python -m tools.pages.options` writes the table there.
-
     Raises ConfigError, a ValueError. `checkpoint_dir`, `max_num_checkpoints`, `epoch_interval`, `step_interval` and
     `save_interval_secs` have the names of Paddle Fluid's CheckpointConfig and TensorFlow's CheckpointManager.
     """
+
+    # The text below each option is its row in docs/OPTIONS.md: `python -m tools.pages.options` writes the table there.
 
     # Prefect validates a flow's parameter with pydantic, which reads this: it refuses a misspelled option, too.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -161,17 +161,14 @@ class CheckpointConfig:
         return RetentionPolicy(**{option.name: getattr(self, option.name) for option in fields(RetentionPolicy)})
 
 
-def option_texts() -> dict[str, str]:
-    """Return the text below each field of `CheckpointConfig`, joined to one line."""
+def field_texts(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, joined to one line."""
     import ast  # Only the documentation and the help need it.
     import inspect
-    import sys
     from itertools import pairwise
 
-    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CheckpointConfig").body
     texts = {}
-    for node, below in pairwise(body):
+    for node, below in pairwise(ast.parse(inspect.getsource(kind)).body[0].body):  # type: ignore[attr-defined]
         match node, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(inspect.cleandoc(text).split())

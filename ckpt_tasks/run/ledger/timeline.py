@@ -19,7 +19,7 @@ from ckpt_tasks.run.ledger.history import SYNCED, History
 MOST_ENTRIES = 20_000  # These are about 10,000 commits, each followed by a retire.
 _AT_ONCE = 16  # A remote store gets at most this many requests at once.
 _LONGEST_TEXT = 300
-# The parts of a resume in the order of time; docs/internals/FORMAT.md, "Events", describes them.
+# The parts of a resume in the order of time; docs/REPORT.md describes them.
 _OF_FEATURES = [part for feature in FEATURES for part in feature.resumes]
 RESUMED = ("start_s", "owner_s", *_OF_FEATURES, "read_s", "verify_s", "copy_s", "data_s", "step_s")
 _MOST_S = 1e9  # This is about thirty years.

@@ -151,7 +151,7 @@ _METRICS: dict[str, tuple[str, _Values]] = {
         _one(lambda look, course: None if look.partial else look.summary.size_bytes),
     ),
     "metric": (
-        "a metric of the newest checkpoint, or the newest of an evaluation suite",
+        "a metric of the newest checkpoint, or the newest of an evaluation set",
         lambda look, course: [({"name": name}, value) for name, value in look.summary.metrics.items()],
     ),
     "stall_seconds": ("how long training waited for the last save", _of_last_commit(lambda one: one.stall_s)),
@@ -167,7 +167,7 @@ _METRICS: dict[str, tuple[str, _Values]] = {
     "fallbacks_total": ("restores that passed over a checkpoint that did not verify", _number_of("fallback")),
     "rollbacks_total": ("times that training went back to an older checkpoint", _number_of("rollback")),
     "steps_redone_total": (
-        "steps that were completed and had to be done again, as far as commits and failed attempts tell",
+        "steps that were trained again, as far as commits and failed attempts tell",
         _one(lambda look, course: course.redone_steps),
     ),
     "time_seconds_total": (

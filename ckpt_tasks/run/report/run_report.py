@@ -25,7 +25,7 @@ from ckpt_tasks.run.report.words import count, fine_span, number, percent, print
 
 SHARES_MEAN = {
     "useful": "training of steps that the result is made of",
-    "lost": "training that was thrown away, and done again",
+    "lost": "training that was discarded, and repeated",
     "data": "waiting for the next batch",
     "saving": "waiting for snapshots",
     "starting": "from a start or a failure until training continued",
@@ -39,11 +39,14 @@ _SAID = {
     "taken": "resumed",
     "fallback": "fell back",
     "rollback": "rolled back",
-    "gang": "a gang of ranks began",
+    "gang": "a worker group began",
     "copied": "copied",
 }
 # Headings for the parts in RETURNED.
-_RETURNED_SAID = {name: name.rpartition("_")[0] for name in RETURNED} | {"step_s": "first step"}
+_RETURNED_SAID = {name: name.rpartition("_")[0] for name in RETURNED} | {
+    "step_s": "first step",
+    "noticed_s": "detection",
+}
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200
 _METRICS_SHOWN = 4
@@ -86,7 +89,7 @@ class Report:
         runs = len({moment.moment.flow_run_id for moment in course.of("taken", "lost") if moment.moment.flow_run_id})
         again = f"; {count(course.redone_steps, 'step')} trained again" if course.redone_steps else ""
         rows = [
-            ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them left behind"),
+            ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them on discarded branches"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
             ("resumed", (f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed) + again),
             ("evaluations", f"{len(course.of('evaluation')):,}"),
@@ -99,7 +102,7 @@ class Report:
             stalls_s = sorted(moment.stall_s for moment in commits)
             rows.append(("a step takes", f"{fine_span(median(steps_s))} (median)"))
             most = f", {fine_span(stalls_s[-1])} at most, {fine_span(sum(stalls_s))} in all"
-            rows.append(("a save stalls", f"{fine_span(median(stalls_s))} (median){most}"))
+            rows.append(("a save blocks training", f"{fine_span(median(stalls_s))} (median){most}"))
         rows += self.of_features[1]
         if commits and commits[-1].metrics:
             shown = sort_metrics(commits[-1].metrics)[:_METRICS_SHOWN]
@@ -222,7 +225,7 @@ def checkpoint_rows(state: State, kept: Mapping[str, str] | None = None) -> list
             "size": size(record.size_bytes),
             "waited": fine_span(record.cost_s),
             **({} if kept is None else {"kept because": kept.get(record.manifest_digest, "")}),
-            **({"": "left behind" if record.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
+            **({"": "discarded branch" if record.abandoned else ""} if any(c.abandoned for c in newest_first) else {}),
         }
 
     return [row(record) for record in newest_first]

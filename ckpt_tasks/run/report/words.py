@@ -116,11 +116,11 @@ def utc(at_s: float) -> str:
 
 
 def ranks_words(step: int, was: int, here: int) -> str:
-    """Say that another number of ranks goes on with a checkpoint than has saved it, and what that changes."""
-    saved = f"Step {step} was saved by {count(was, 'rank')}, and {here} {'continues' if here == 1 else 'continue'}"
+    """Say that another number of ranks resumes a checkpoint than has saved it, and what that changes."""
+    saved = f"Step {step} was saved by {count(was, 'rank')}, and {here} {'resumes' if here == 1 else 'resume'} it"
     new = "" if here == 1 else "the random streams of all but rank 0 are new, and "
     changes = f"{new}a step has {here}/{was} of its samples if each rank has as many as before"
-    return f"{saved}: {changes}. To continue with {was}: --ranks {was} (ranks={was})."
+    return f"{saved}: {changes}. To resume with {was}: --ranks {was} (ranks={was})."
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.drawing import MadeBatches
 from ckpt_tasks.state.data.ends import Ends, moments
 from ckpt_tasks.state.data.loops import counts_anew
-from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame, place_of
+from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame, loop_place
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.state.kinds.started import Started, outline_of
@@ -190,7 +190,7 @@ class ResumableLoader(Started):
             while (epoch := self._begun_epoch()) < count:
                 self._epoch, self._passed, moves = epoch, False, self.sampler.moves
                 self._ends.begin_epoch()
-                self._loop_at = place_of(getattr(inspect.currentframe(), "f_back", None))
+                self._loop_at = loop_place(getattr(inspect.currentframe(), "f_back", None))
                 ResumableLoader._owner = weakref.ref(self)
                 yield epoch
                 if (
@@ -284,7 +284,7 @@ class ResumableLoader(Started):
     def _look(self, one: Pass, caller: FrameType | None) -> int | None:
         """Warn of a loop that begins anew in a restored epoch; return how many batches an islice() leaves of it."""
         behind = self.sampler.batch if self._restored and self.sampler.samples else 0
-        one.place = where = place_of(caller)
+        one.place = where = loop_place(caller)
         if where is None or (self._epoch is None and not self._restored):
             return None
         if where not in self._forms or behind:

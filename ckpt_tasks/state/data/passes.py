@@ -252,7 +252,7 @@ def loop_frame(caller: FrameType | None) -> FrameType | None:
     return caller
 
 
-def place_of(caller: FrameType | None) -> tuple[Any, int] | None:
+def loop_place(caller: FrameType | None) -> tuple[Any, int] | None:
     """Return the code and the line of the loop that takes a batch; keep no frame, which would keep the batch."""
     loop = loop_frame(caller)
     return None if loop is None else (loop.f_code, loop.f_lineno)

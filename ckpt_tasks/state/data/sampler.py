@@ -131,10 +131,9 @@ class ResumableSampler(Position, Sampler[list[int]]):
         """Yield the loader's batches without end, and move the position with each batch.
 
         Raises ConfigError if the loader's `batch_sampler` is not this sampler. After `load_state_dict` the next batch
-        is the batch at the new position; prefetched batches are discarded. The seed that a DataLoader draws for its
-        workers comes from the position, not from a global stream or the loader's generator. But workers draw from their
-        own streams, whose positions a resume does not restore: wrap the data set in `seeded` if it draws random
-        numbers. If the loader has a `state_dict`, leave the loader out of the state.
+        is the batch at the new position; prefetched batches are discarded. Wrap the data set in `seeded` if it draws
+        random numbers: a resume does not restore the streams of workers. If the loader has a `state_dict`, leave the
+        loader out of the state.
         """
         if loader.batch_sampler is not self:
             raise ConfigError(
@@ -197,9 +196,8 @@ class ResumableSampler(Position, Sampler[list[int]]):
         """Wrap `dataset` so that the random numbers it draws depend only on (seed, epoch, sample id).
 
         Augmentation is then equal after a resume and with any number of workers or ranks. This covers the global
-        streams of Python, NumPy and torch's CPU, and generators in attributes of the data set; after each sample they
-        have their old states again. It costs about 0.1 ms a sample that draws. After this call
-        the sampler's batches consist of SampleIds; use the wrapped data set only with them.
+        streams of Python, NumPy and torch's CPU, and generators in attributes of the data set. After this call the
+        sampler's batches consist of SampleIds; use the wrapped data set only with them.
         """
         self.name_epochs()
         return _Seeded(dataset, self.seed)

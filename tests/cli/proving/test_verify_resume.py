@@ -1,4 +1,4 @@
-"""`verify_resume`: what goes on bit for bit is proved, and what does not is named."""
+"""`prove_resume`: what goes on bit for bit is proved, and what does not is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ckpt_tasks.cli import app
-from ckpt_tasks.cli.proving.proof import unequal_values, verify_resume
+from ckpt_tasks.cli.proving.proof import prove_resume, unequal_values
 from ckpt_tasks.cli.proving.script import may_differ, verify_script
 from ckpt_tasks.errors import ConfigError, ProgramError
 from tests.support.cli_runs import started
@@ -38,7 +38,7 @@ def test_a_forgotten_counter_is_named() -> None:
 def test_a_program_that_fails_after_a_resume() -> None:
     """P50: the error says in which step it failed, and that it did not without a break."""
     with pytest.raises(ProgramError, match="failed in step 3, after the first resume; without a break it did not") as e:
-        verify_resume(f"{PROGRAMS}:FailingLater", steps=6)
+        prove_resume(f"{PROGRAMS}:FailingLater", steps=6)
     assert "the stream is exhausted" in str(e.value)
 
 
@@ -51,7 +51,7 @@ def test_a_whole_state_is_proved() -> None:
 
 
 class Found(NamedTuple):
-    """What `verify_resume` says of a program: the first value that differs, its cause, and what the state leaves out.
+    """What `prove_resume` says of a program: the first value that differs, its cause, and what the state leaves out.
 
     `real`: its processes have to be interpreters of their own, which takes long.
     """
@@ -87,7 +87,7 @@ def test_what_is_outside_of_the_state_is_named(row: Found, request: pytest.Fixtu
     """
     if not row.real:
         request.getfixturevalue("forked")
-    proof = verify_resume(f"{PROGRAMS}:{row.program}", row.params, steps=6)
+    proof = prove_resume(f"{PROGRAMS}:{row.program}", row.params, steps=6)
     assert (proof.difference is None) == (row.first is None)
     if proof.difference is not None:
         assert proof.difference.what[0].startswith(str(row.first))
@@ -107,9 +107,9 @@ def test_the_first_value_is_named() -> None:
 def test_bad_orders_are_refused() -> None:
     """P50: too few steps, and a program that is not there, are errors that say so."""
     with pytest.raises(ConfigError, match="from 6 on"):
-        verify_resume(f"{PROGRAMS}:Whole", steps=5)
+        prove_resume(f"{PROGRAMS}:Whole", steps=5)
     with pytest.raises(ProgramError, match="Absent"):
-        verify_resume(f"{PROGRAMS}:Absent", steps=6)
+        prove_resume(f"{PROGRAMS}:Absent", steps=6)
 
 
 SCRIPT = [sys.executable, str(Path(__file__).with_name("script.py"))]
@@ -192,13 +192,13 @@ def test_what_every_process_has_of_its_own_is_no_difference(place: str, differs:
 @pytest.mark.usefixtures("forked")
 def test_what_one_of_two_ranks_forgets_is_named() -> None:
     """P73: a sharded program is proved rank by rank; what one rank forgets is named, with the rank."""
-    found = verify_resume("tests.cli.proving.gangs:Forgetful", steps=6, ranks=2).difference
+    found = prove_resume("tests.cli.proving.gangs:Forgetful", steps=6, ranks=2).difference
     assert found is not None
     assert (found.step, found.after_kills) == (3, 1)
     assert "metric loss of rank 1" in found.what
     assert "program.seen" in found.cause
     with pytest.raises(ConfigError, match="ranks must be a whole number from 1 on"):
-        verify_resume("tests.cli.proving.gangs:Sharded", ranks=0)
+        prove_resume("tests.cli.proving.gangs:Sharded", ranks=0)
 
 
 @pytest.mark.slow
@@ -209,4 +209,4 @@ def test_a_program_on_two_ranks() -> None:
     assert "killed within steps 4 and 6, resumed twice" in done.stdout
     assert "Every step is equal bit for bit" in done.stdout
     with pytest.raises(ProgramError, match="holds no DistributedDataParallel, FSDP or DTensor"):
-        verify_resume(f"{PROGRAMS}:Whole", ranks=2)
+        prove_resume(f"{PROGRAMS}:Whole", ranks=2)

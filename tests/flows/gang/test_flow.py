@@ -64,7 +64,7 @@ def assert_pages(run_dir: Path) -> None:
     assert re.fullmatch(r"rank [01] works \d+% of the time", after["slowest rank"])
     assert after["restored from"]
     happened = str(pages["gang-report"].data).partition("What happened")[2]
-    assert "a gang of ranks began at step 5" in happened
+    assert "a worker group began at step 5" in happened
     assert "rank 1 was killed by SIGKILL" in happened
 
 
@@ -141,6 +141,6 @@ def test_another_number_of_ranks_is_said(
     run, newest = open_run(str(run_dir)), open_run(str(run_dir)).find(4)
     assert read_manifest(run.history.store, newest).environment["command"] == command_of(sys.orig_argv)
     assert "--ranks 2" in ckpt("fork", f"{run_dir}@4", str(tmp_path / "forked")).out
-    wanted = "Step 4 was saved by 2 ranks, and 1 continues: a step has 1/2 of its samples if each rank has as many as"
+    wanted = "Step 4 was saved by 2 ranks, and 1 resumes it: a step has 1/2 of its samples if each rank has as many as"
     assert wanted in said(6, 1)
     assert [wanted in record.getMessage() for record in caplog.records].count(True) == 1

@@ -174,5 +174,5 @@ def test_data_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path) -> No
         program(folder, max_bytes=1000)
     with pytest.raises(ValueError, match="training files hold"):
         program(folder, batch_size=100_000)
-    with pytest.raises(ValueError, match="no suite"):
+    with pytest.raises(ValueError, match="no evaluation set"):
         program(folder).evaluate("slow")

@@ -226,7 +226,7 @@ def test_checkpoints_are_rows_with_the_same_columns() -> None:
     assert list(first) == list(second)
     assert (first["step"], first["loss"], first["lr"], first["quick: acc"]) == ("1", "0.5", "", "0.9")
     assert (first["size"], first["waited"], first["kept because"]) == ("1 B", "500 ms", "newest")
-    assert (second["lr"], second["kept because"], second[""]) == ("inf", "", "left behind")
+    assert (second["lr"], second["kept because"], second[""]) == ("inf", "", "discarded branch")
 
 
 def test_a_report_says_what_it_lacks() -> None:

@@ -16,7 +16,7 @@ from ckpt_tasks import ResumableSampler
 class Training:
     """Learns to tell two spirals apart. Arguments are set by `ckpt train … --param width=128`."""
 
-    unit = "points"  # Under this name train_step() returns how many points it used.
+    unit = "samples"  # Under this name train_step() returns how many samples it used.
 
     def __init__(self, *, seed: int = 0, width: int = 64, lr: float = 3e-3, batch_size: int = 32):
         torch.manual_seed(seed)
@@ -45,7 +45,7 @@ class Training:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return {"loss": loss.item(), "points": float(len(points))}
+        return {"loss": loss.item(), "samples": float(len(points))}
 
     def evaluate(self, suite: str) -> dict[str, float]:
         """Measure the model on held-out points; `suite` is a name of your choice, by default `quick`."""

@@ -329,7 +329,7 @@ const ckptChart = (() => {
       this.tip.style.top = `${this.canvas.offsetTop + Math.max(0, top - 20)}px`;
     }
 
-    // A row for each value: kept, or left behind when training went back.
+    // A row for each value: kept, or discarded when training went back.
     async saveTable() {
       const { title, whole } = this.what;
       const runs = whole ? await whole() : this.what.runs;
@@ -338,7 +338,7 @@ const ckptChart = (() => {
       const add = (label, line, part) => line.step.forEach((step, n) => rows.push(`${quoted(label)},${step},${line.at_s[n]},${line.value[n] ?? ""},${part}`));
       for (const run of runs) {
         add(run.label, run.line, "kept");
-        for (const left of run.left) add(run.label, left, "left behind");
+        for (const left of run.left) add(run.label, left, "discarded");
       }
       saveFile(`${title}.csv`, new Blob([`${rows.join("\n")}\n`], { type: "text/csv" }));
     }
