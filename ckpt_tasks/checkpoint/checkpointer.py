@@ -177,7 +177,7 @@ class Checkpointer(HeldRun):
         self._line.follow(chosen if chosen.n >= 0 else known[0] if known else None)
         self._tell_restored(chosen.step, groups, rollback, cached if chosen.n < 0 else None)
         if chosen.n < 0 and cached is not None:  # Storage does not have the checkpoint yet.
-            self._snapshot(chosen.step, groups, chosen.metrics, chosen.epochs, keep=True, interim=chosen.interim)
+            self._snapshot(self._at.last, groups, chosen.metrics, keep=True, interim=chosen.interim, why=chosen.why)
         elif cached is None and selection is None:  # Only a full restore from the store has read every byte.
             self._pruner.verified.add(chosen.manifest_digest)
         self._writer.listeners.restored(report)
@@ -241,7 +241,7 @@ class Checkpointer(HeldRun):
         self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
         if taken:
             keep = ending or bool(self.config.retention_policy.preserves(*self._at.saves(now)))
-            self._snapshot(step, state, metrics, epoch, keep=keep, interim=not due)
+            self._snapshot(now, state, metrics, keep=keep, interim=not due, why="signal" if ending else "")
         elif self._knows_line and self._writer.unprepared:
             self._writer.prepare(capture(state, world=self._ranks.world))
         if taken:  # A signal that has come since `_due` waits for a step that is saved; ranks agree on it first.
@@ -274,7 +274,8 @@ class Checkpointer(HeldRun):
         self._at.stepped(now)
         self._cache.note_step(step)
         self._extensions.tell(Extension.stepped, step, state, {} if metrics is None else metrics)
-        snapshot = self._snapshot(step, state, metrics, epoch, keep=True, interim=interim)
+        why = "signal" if ending else "batch" if interim else "call"
+        snapshot = self._snapshot(now, state, metrics, keep=True, interim=interim, why=why)
         self._writer.wait()
         self._at.waited()
         self._deliver_signal(everywhere=ending)
@@ -303,9 +304,9 @@ class Checkpointer(HeldRun):
                 self._cache.close(keep=keep)
 
     def _snapshot(
-        self, step: int, state: _State, metrics: Metrics | None, epoch: int | None, *, keep: bool, interim: bool
+        self, now: SavePoint, state: _State, metrics: Metrics | None, *, keep: bool, interim: bool, why: str
     ) -> Snapshot | None:
-        interim = interim and self.config.has_interval
+        step, epoch, interim = now.step, now.epoch, interim and self.config.has_interval
         started_s = system().monotonic()
         try:
             live = flat(state)
@@ -322,7 +323,9 @@ class Checkpointer(HeldRun):
             tenure = self._begin_save()
             offered = [attach(self._line.step) for attach in self._extensions.at(Extension.attached)]
             attached = [one for one in offered if one is not None]
-            saving = tenure.new_saving(step, groups, metrics=metrics, epochs=epoch, interim=interim, attached=attached)
+            saving = tenure.new_saving(
+                step, groups, metrics=metrics, epochs=epoch, interim=interim, why=why, attached=attached
+            )
             snapshot = self._writer.snapshot(
                 tenure, saving, captured, started_s=started_s, keep=keep, spent=self._at.spent(live)
             )

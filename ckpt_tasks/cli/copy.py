@@ -24,7 +24,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, from_here, grid, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError, OwnedError
-from ckpt_tasks.run.report.words import age, count, size, span
+from ckpt_tasks.run.report.words import age, count, fine_span, size
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
@@ -145,7 +145,7 @@ def _parts(run: Run, target: Store, report: SyncReport, took_s: float) -> Iterat
     if copied or more:
         moved = size(sum(row.copied_bytes for row in copied))
         summary = ", ".join([f"{count(len(copied), 'checkpoint')} of {len(report.rows)}", *more, moved])
-        yield [("Copied", "bold green"), f": {summary} in {span(took_s)}, every byte verified."]
+        yield [("Copied", "bold green"), f": {summary} in {fine_span(took_s)}, every byte verified."]
     elif not report.faults:
         yield "There is nothing to copy."
     if report.faults:
@@ -284,7 +284,7 @@ def _fork_parts(planned: ForkPlan, target: Store, moved: Moved, took_s: float) -
         ("to", f"{planned.run_key}  {target.url}"),
         ("step", str(origin.step)),
         ("bytes", ", ".join(f"{size(size_bytes)} {way}" for size_bytes, way in ways if size_bytes) or "none"),
-        ("took", span(took_s)),
+        ("took", fine_span(took_s)),
     ]
     before = origin.params or {}
     for name, value in origin.set.items():

@@ -127,6 +127,7 @@ _TAIL = (
     ),
     Column("abandoned", None, attrgetter("checkpoint.abandoned")),
     Column("interim", None, attrgetter("checkpoint.interim")),
+    Column("why", None, attrgetter("checkpoint.why")),
     Column("pinned", None, attrgetter("pinned")),
     Column("leases", None, attrgetter("leases")),
     *(Column(name, None, attrgetter(f"checkpoint.{name}")) for name in ("attempt", "manifest", "manifest_digest")),
@@ -168,8 +169,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         yield "\nThere is no checkpoint yet.\n"
     if len(shown) < len(rows):
         yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
-    if ends := [str(row.checkpoint.step) for row in shown if row.checkpoint.interim]:
-        yield f"Saved as a batch or a process ended, not by the interval: {', '.join(ends)}.", "dim"
+    yield from _reasons(shown, rows)
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
     if (origin := head.state.origin) is not None:
@@ -183,6 +183,22 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         entries = count(len(head.damaged), "ledger entry", "ledger entries")
         yield f"{entries} newer than the newest good one cannot be read:", "yellow"
         yield from ((f"  {name}", "yellow") for name in head.damaged)
+
+
+def _reasons(shown: list[_Row], rows: list[_Row]) -> Iterator[Any]:
+    """Say which checkpoints were saved though no save was due, and why, if the run has an interval."""
+    reasons = [f"{row.checkpoint.step} ({why})" for row in shown if (why := _why(row.checkpoint))]
+    if reasons and any(row.checkpoint.interim or not row.checkpoint.why for row in rows):
+        yield f"Saved not by the interval: {', '.join(reasons)}.", "dim"
+
+
+def _why(checkpoint: Checkpoint) -> str:
+    """Return why a checkpoint was saved though no save was due; "" if one was."""
+    if checkpoint.why == "call":
+        return "first save" if checkpoint.parent is None else "save() or the end of training"
+    if not checkpoint.interim:
+        return ""
+    return {"signal": "a signal", "batch": "end of a batch"}.get(checkpoint.why, "end of a batch or a process")
 
 
 def _listing(rows: list[_Row], columns: list[tuple[str, str]]) -> Any:
@@ -237,7 +253,13 @@ def _holder(owner: Owner | None) -> str:
 # ── the runs of a directory ──────────────────────────────────────────────────────────────────────────────────────
 
 _BAD = ("damaged", "unreadable")
-_RUN_STYLES = {"running": "green", "silent": "yellow", "damaged": "bold red", "unreadable": "bold red"}
+_RUN_STYLES = {
+    "running": "green",
+    "stopped": "yellow",
+    "silent": "yellow",
+    "damaged": "bold red",
+    "unreadable": "bold red",
+}
 # Runs can be sorted by these columns, and by metrics. True: the largest value comes first.
 _KEYS: Mapping[str, tuple[Callable[[RunSummary], Any], bool]] = {
     "name": (lambda run: run.name, False),

@@ -12,6 +12,7 @@ from ckpt_tasks.cli.output import column, grid, listing, output, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.format.keys import is_shard
 from ckpt_tasks.run.report.words import age, count, fine_span, number, size, when
+from ckpt_tasks.storage.secrets import HIDDEN
 
 if TYPE_CHECKING:
     from ckpt_tasks.checkpoint.restore.reading import Run
@@ -53,6 +54,7 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
         **{name: getattr(checkpoint, name) for name in ("step", "saved_at", "cost_s", "size_bytes")},
         "abandoned": checkpoint.abandoned,
         "interim": checkpoint.interim,
+        "why": checkpoint.why,
         "pinned": state.pins.get(checkpoint.manifest_digest),
         **{name: getattr(checkpoint, name) for name in ("attempt", "manifest", "manifest_digest")},
         "ledger_entry": checkpoint.n,
@@ -145,6 +147,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "parent", parent
     # An old checkpoint's environment has only versions.
     yield from ((name, environment[name]) for name in _OWN_LINES if name in environment)
+    if HIDDEN in environment.get("command", ""):
+        yield HIDDEN, "an argument that is not kept, because it could be a secret"
     yield "environment", ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _OWN_LINES)
     yield "digest", f"{facts['manifest_digest']} in ledger entry {facts['ledger_entry']}"
     yield "objects in", facts["manifest"].rpartition("/")[0]

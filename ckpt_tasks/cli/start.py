@@ -35,6 +35,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Output, column, listing, output, report_errors
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError
+from ckpt_tasks.gc_pause import gc_paused
 from ckpt_tasks.logs import shown_meanwhile
 from ckpt_tasks.system import gang_rank
 
@@ -179,7 +180,8 @@ def train(
 def _starting(as_json: bool) -> Iterator[None]:
     """Begin Prefect's embedded server if one is needed, and say on a terminal that the block's imports take seconds."""
     text = "Importing Prefect and PyTorch …"
-    with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect():
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # Else Prefect prints that it collects usage data; the server does not.
+    with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect(), gc_paused():
         from ckpt_tasks.flows.prefect.embedded import begin_embedded_server
 
         begin_embedded_server()  # The server starts while our own imports run, which take as long.

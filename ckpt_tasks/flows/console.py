@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import httpx
+import torch
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ParameterTypeError, TerminationSignal
 from prefect.flow_engine import run_flow
@@ -300,6 +301,7 @@ def _prefect(out: Console) -> Iterator[None]:
         if not out.is_terminal:
             out.print(text)
         with shown_meanwhile(text, out.file):
+            torch.optim.SGD([torch.zeros(1)])  # A process's first optimizer imports torch's compiler: do it meanwhile.
             start_embedded_server()
     elif url := get_current_settings().api.url:
         _check_server(url)

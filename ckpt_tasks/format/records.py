@@ -105,6 +105,8 @@ class Checkpoint:
     """Objects of older attempts that the manifest names; the names are folded."""
     interim: bool = False
     """Saved because a batch or the process ended; retention does not count it among the newest checkpoints."""
+    why: str = ""
+    """Empty if the save was due; else "signal", "batch" (it ended), or "call" (of `save()`, or the end of training)."""
 
     @property
     def saved_at_s(self) -> float | None:
@@ -208,7 +210,8 @@ CHECKS = {
 
 def read_checkpoint(item: Mapping[str, Any], *, uncommitted: bool = False) -> Checkpoint:
     """Read a checkpoint; its manifest's name must have its step and attempt. `uncommitted`: `n` may be -1."""
-    checkpoint = typed({**item, "metrics": _metrics(item["metrics"])}, Checkpoint)
+    # Older checkpoints lack `why`.
+    checkpoint = typed({"why": "", **item, "metrics": _metrics(item["metrics"])}, Checkpoint)
     attempt = parse_attempt(checkpoint.manifest)
     if (
         attempt is None

@@ -27,11 +27,11 @@ _TIMEOUT_S = CheckpointConfig.owner_timeout_s  # The default is used: the ledger
 class RunSummary:
     """One run: its newest checkpoint, the number of its checkpoints, and whether it is training now.
 
-    `state` is running (its owner lives), ended (its owner has released it), silent (its owner is gone without a
-    release), new (nothing is saved yet), damaged or unreadable; `why` explains the last four. `size_bytes` is the sum
-    over live checkpoints: an object that several checkpoints use counts several times. `metrics`: the metrics of the
-    newest checkpoint, and the newest results of each evaluation suite, as "suite/metric". `live_step` is the newest
-    step that a running owner has trained and not committed, and `live` has its metrics.
+    `state` is running (its owner lives), ended (its owner has released it), stopped (the same, after a signal), silent
+    (its owner is gone without a release), new (nothing is saved yet), damaged or unreadable; `why` explains the last
+    five. `size_bytes` is the sum over live checkpoints: an object that several checkpoints use counts several times.
+    `metrics`: the metrics of the newest checkpoint, and the newest results of each evaluation suite, as "suite/metric".
+    `live_step` is the newest step that a running owner has trained and not committed, and `live` has its metrics.
     """
 
     name: str
@@ -134,10 +134,14 @@ def _damage(head: Head) -> str:
 
 
 def life_of(history: History, state: State) -> tuple[str, str]:
-    """Return whether an undamaged run is running, ended, silent or new, and why; reads its owner's heartbeat."""
+    """Return the state of an undamaged run, as in RunSummary, and why; reads its owner's heartbeat."""
     owner = state.owner
     if owner is None or owner.released:
-        return ("ended", "") if state.live else ("new", "nothing is saved yet")
+        if not state.live:
+            return "new", "nothing is saved yet"
+        if lineage(state.live)[0].why == "signal":
+            return "stopped", "by a signal; the next start resumes it"
+        return "ended", ""
     free = why_free(owner, identify(None), Signs(history, _TIMEOUT_S).silent_s(owner), _TIMEOUT_S)
     return ("running", "") if free is None else ("silent", free)
 

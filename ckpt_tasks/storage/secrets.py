@@ -30,7 +30,7 @@ _PUBLIC_TOKENS = frozenset(
     {"anon", "browser", "cache", "cloud", "google_default"}
 )  # These values of gcsfs' `token` name a way to log in: they are not secret.
 _SHORTEST = 4  # A shorter value would also match ordinary text.
-_HIDDEN = "***"
+HIDDEN = "***"
 # In a URL: user and password, up to the last @, and everything after the question mark, such as a signature.
 _IN_URL = re.compile(
     r"""(?<=://)[^\s"'/:@]*:[^\s"']*@|(?<=://)[^/\s@"']*@|[^/\s@:"']+:(?!//)[^\s"']+@|(?<=[\w/])\?[^\s"']+"""
@@ -54,7 +54,7 @@ class Redactor:
     def text(self, text: str) -> str:
         """Return a text without the secrets."""
         for value in self._values:
-            text = text.replace(value, _HIDDEN)
+            text = text.replace(value, HIDDEN)
         return without_secrets(text)
 
     def cause(self, error: BaseException) -> ClientError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +41,36 @@ def test_ls_says_why_a_checkpoint_stays(run_dir: Path) -> None:
 
 
 def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> None:
-    """Only the steps that were saved as a batch ended are named, and none where there is no such step."""
+    """Each step that was not due is named with its reason, and none where no save is due by itself."""
+    with Checkpointer(config(run_dir)) as ckpt_:
+        ckpt_.save(0, some_state(0))
+    assert "not by the interval" not in ckpt("ls", run_dir).out
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with Checkpointer(replace(config(run_dir), step_interval=10, max_num_checkpoints=None)) as ckpt_:
+            ckpt_.restore(some_state())
+            ckpt_.step(10, some_state(10))
+            ckpt_.save(13, some_state(13), interim=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            ckpt_.step(15, some_state(15))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (stopped,) = ckpt("ls", run_dir.parent, "--json").data["runs"]
+    assert (stopped["state"], "the next start resumes it" in stopped["why"]) == ("stopped", True)
     with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
-        ckpt_.save(10, some_state(10))
-        assert "not by the interval" not in ckpt("ls", run_dir).out
-        for step in (13, 15):
-            ckpt_.save(step, some_state(step), interim=True)
-    assert "Saved as a batch or a process ended, not by the interval: 15, 13.\n" in ckpt("ls", run_dir).out
+        ckpt_.restore(some_state())
+        ckpt_.save(16, some_state(16))
+    rows = ckpt("ls", run_dir, "--json").data["checkpoints"]
+    assert ckpt("ls", run_dir.parent, "--json").data["runs"][0]["state"] == "ended"
+    assert [(row["step"], row["why"]) for row in rows] == [
+        (16, "call"),
+        (15, "signal"),
+        (13, "batch"),
+        (10, ""),
+        (0, "call"),
+    ]
+    said = "16 (save() or the end of training), 15 (a signal), 13 (end of a batch), 0 (first save)."
+    assert f"Saved not by the interval: {said}" in " ".join(ckpt("ls", run_dir).out.split())
 
 
 def test_ls_marks_a_line_that_was_left(run_dir: Path) -> None:

@@ -41,6 +41,7 @@ RECORDS: dict[type, tuple[tuple[Any, ...], dict[str, list[Any]]]] = {
             "interim": FLAG,
             **{name: [*WHOLE, 1 << 63] for name in ("size_bytes", "objects")},
             "reuses": [None, 3, [3], [None], ["../x"], [FIRST.manifest]],
+            "why": TEXT[1:],  # Older checkpoints lack it.
             **dict.fromkeys(("manifest_digest", "saved_at"), TEXT),
         },
     ),

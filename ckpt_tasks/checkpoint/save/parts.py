@@ -90,6 +90,7 @@ class Saving:
     metrics: Mapping[str, float]
     epochs: int | None = None
     interim: bool = False
+    why: str = ""
     world_size: int = 1
     number: int = 0  # Counts the saves of this owner.
     attached: Sequence[Attached] = ()  # What features store with it.

@@ -81,6 +81,7 @@ class PreparedCheckpoint:
             epochs=self.saving.epochs,
             reuses=fold(self.reuses),
             interim=self.saving.interim,
+            why=self.saving.why,
         )
 
 

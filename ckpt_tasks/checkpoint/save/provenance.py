@@ -24,12 +24,11 @@ from types import MappingProxyType
 import torch
 
 from ckpt_tasks.run.ledger.config import CheckpointConfig
-from ckpt_tasks.storage.secrets import without_secrets
+from ckpt_tasks.storage.secrets import HIDDEN, without_secrets
 from ckpt_tasks.system import system
 
 _GIT_S = 2.0
 _LONGEST = 2000  # A longer command line is cut.
-_HIDDEN = "***"
 # Harmless values: a number, a span of time, a switch, a device, a dtype, or nothing.
 _HARMLESS = re.compile(
     r"[+-]?\d{0,12}\.?\d{0,12}(e[+-]?\d{1,3})?[smhd]?|true|false|yes|no|on|off|none|auto|--|"
@@ -100,7 +99,7 @@ def _shown(value: str, name: str, before: Sequence[str]) -> str:
         or (":" in value and value.partition(":")[0] in sys.modules)
     )
     is_ours = name.lstrip("-").replace("-", "_") in _OURS
-    return without_secrets(value) if is_program or is_harmless or is_ours else _HIDDEN
+    return without_secrets(value) if is_program or is_harmless or is_ours else HIDDEN
 
 
 def code_of(directory: str) -> str:

@@ -185,6 +185,7 @@ class Tenure:
         metrics: Mapping[str, float] | None,
         epochs: int | None,
         interim: bool,
+        why: str = "",
         attached: Sequence[Attached] = (),
     ) -> Saving:
         """Name a new attempt to save a step, and collect the facts of this save."""
@@ -197,6 +198,7 @@ class Tenure:
             metrics=checked_metrics(metrics or {}),
             epochs=epochs,
             interim=interim,
+            why=why,
             world_size=self.world_size,
             number=number,
             attached=attached,

@@ -22,7 +22,7 @@ from ckpt_tasks.cli.arguments import (
 )
 from ckpt_tasks.cli.output import Column, Output, column, console, first, listing, output, reading, row_facts, title
 from ckpt_tasks.errors import ConfigError
-from ckpt_tasks.run.report.words import age, check_words, count, size, span
+from ckpt_tasks.run.report.words import age, check_words, count, fine_span, size
 from ckpt_tasks.storage.port import WatchedStore
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def verify(target: RunOrCheckpointArgument, history: HistoryOption = False, as_j
             "took_s": round(took_s, 3),
             "recorded": not only and not unrecorded,
         }
-        out.answer(facts, _fault_parts(run, faults, f"{size(size_bytes)} read in {span(took_s)}", unrecorded))
+        out.answer(facts, _fault_parts(run, faults, f"{size(size_bytes)} read in {fine_span(took_s)}", unrecorded))
         out.fail(not faults.good)
 
 

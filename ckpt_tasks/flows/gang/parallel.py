@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
@@ -17,6 +16,7 @@ from ckpt_tasks.errors import ConfigError, ProgramError
 from ckpt_tasks.flows.session.local_session import LocalSession, Program
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.state.groups import ByRank, objects_of
+from ckpt_tasks.state.tensors.placements import is_sharded
 
 
 class RankSession(LocalSession):
@@ -111,9 +111,9 @@ def check_parallel(program: Any, ranks: int) -> None:
 
 def _is_parallel(value: Any) -> bool:
     if not isinstance(value, torch.nn.Module):
-        return isinstance(value, (ByRank, DTensor))
+        return isinstance(value, ByRank) or is_sharded(value)
     from torch.distributed.fsdp import FullyShardedDataParallel  # Its import takes long, and one rank does not need it.
 
-    if any(isinstance(parameter, DTensor) for parameter in value.parameters()):
+    if any(map(is_sharded, value.parameters())):
         return True
     return any(isinstance(each, (DistributedDataParallel, FullyShardedDataParallel)) for each in value.modules())

@@ -13,13 +13,18 @@ import os
 import secrets
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import closing, suppress
+from importlib.resources import files
+from pathlib import Path
 
 import httpx
 from prefect.context import refresh_global_settings_context
-from prefect.settings import get_current_settings
+from prefect.settings import Settings, get_current_settings
 
 from ckpt_tasks.checkpoint.interrupt import stop_signals
 from ckpt_tasks.errors import SiteError
@@ -30,6 +35,7 @@ _LOOK_S = 0.2  # Between two requests, if the server resets the first one.
 
 _PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # One for the server, one for its clients.
 _LOG = "embedded-server.log"
+TABLES = "database.sql"  # What the migrations of Prefect 3.8.8 make; they take 5 to 10 s, most of the first start.
 
 # Arguments: the parent's id, the descriptor of the socket, and the URL, which is only for readers of process lists.
 # When the parent has ended, a server that was made gets 30 s to shut down.
@@ -65,9 +71,16 @@ def begin_embedded_server() -> bool:
     if runs or settings.api.url or not settings.server.ephemeral.enabled:
         return bool(_started)
     settings.home.mkdir(parents=True, exist_ok=True)
+    make_database(settings)
     # Other users of this host can reach the server's port: without a password they could read our database.
     password = secrets.token_urlsafe(32)
-    own = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+    own = {
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "0",
+        "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "0",  # A block registers its type when it is saved.
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+    }
     given = settings.to_environment_variables(exclude_unset=True)
     environment = {**os.environ, **own, **given, **dict.fromkeys(_PASSWORD, password)}
     with (
@@ -95,6 +108,23 @@ def begin_embedded_server() -> bool:
     refresh_global_settings_context()
     _started.append(server)
     return True
+
+
+def make_database(settings: Settings) -> None:
+    """Give a home without a database one with the tables of Prefect 3.8.8, which the server migrates to its own.
+
+    Does nothing if the settings name another database, or if the file system has no hard links.
+    """
+    database, url = settings.home / "prefect.db", settings.server.database.connection_url
+    if url is None or url.get_secret_value() != f"sqlite+aiosqlite:///{database}" or database.exists():
+        return
+    settings.home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.home) as place:
+        made = Path(place, database.name)
+        with closing(sqlite3.connect(made)) as new:
+            new.executescript(files(__package__).joinpath(TABLES).read_text(encoding="utf-8"))
+        with suppress(OSError):  # Another process has made the database, or there are no links.
+            database.hardlink_to(made)
 
 
 def start_embedded_server() -> None:

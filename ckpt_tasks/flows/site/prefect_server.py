@@ -24,6 +24,7 @@ from urllib.request import urlopen
 from prefect.settings import get_current_settings
 
 from ckpt_tasks.errors import SiteError
+from ckpt_tasks.flows.prefect.embedded import make_database
 
 _PATIENCE_S = 180  # The first start creates the database.
 _LOOK_S = 0.5
@@ -42,6 +43,7 @@ def start_server(host: str, port: int, options: Sequence[str] = (), password: st
     if answers(url):
         return None
     settings = get_current_settings()
+    make_database(settings)
     settings.home.mkdir(parents=True, exist_ok=True)
     command, environment = server_start(host, port, options, password)
     log_path = settings.home / "server.log"

@@ -129,7 +129,7 @@ def _last_good_drill(look: Look, course: Course) -> float | None:
 
 _METRICS: dict[str, tuple[str, _Values]] = {
     "run_state": (
-        "1 for the state that the run is in: running, ended, silent, new, damaged or unreadable",
+        "1 for the state that the run is in: running, ended, stopped, silent, new, damaged or unreadable",
         lambda look, course: [({"state": look.summary.state}, 1.0)],
     ),
     "last_checkpoint_timestamp_seconds": (

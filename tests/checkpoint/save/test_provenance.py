@@ -94,6 +94,7 @@ def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: 
     shown = command("show", tmp_path / "run").out
     assert commit in shown
     assert "train.py" in shown
+    assert "an argument that is not kept, because it could be a secret" in shown
 
 
 def test_a_look_at_the_code_runs_and_changes_nothing(tmp_path: Path) -> None:

@@ -133,15 +133,22 @@ def test_the_tooltip_leaves_out_a_run_without_a_value_there(page: Page, sweep: s
     assert page.value(tip) == ["1 run-0", f"2 {name}"]
 
 
-def test_one_value_has_an_axis_of_its_own(page: Page, sweep: str) -> None:
-    """An accuracy of 0.9 at step 20,000 is not drawn between 0 and 2, nor between 0 and 40,000 steps."""
+def test_one_value_is_said_and_not_drawn(page: Page, sweep: str) -> None:
+    """Where each run has at most one value of a metric, the values stand in the place of the chart."""
     page.go(f"{sweep}#run=scored")
-    page.until(drawn_of("scored"))
+    note = "document.querySelector('.chart-note')"
+    page.until(f"{note}?.textContent === 'scored: 0.9 at step 20000.'")
+    assert page.value(f"[{note}.hidden, document.querySelector('.chart-canvas').hidden]") == [False, True]
+
+
+def test_equal_curves_can_be_told_apart(page: Page, sweep: str) -> None:
+    """Of runs that begin with the same values each is drawn in dashes over the one before; the page names them."""
+    page.go(f"{sweep}#run=run-0&run=run-1&run=run-2&metric=loss")
+    page.until(drawn_of("run-0", "run-1", "run-2"))
+    keys = "[...document.querySelectorAll('.chart-keys li')].map(one => one.textContent)"
+    assert page.value(keys) == ["equal, at least at first: run-0, run-1, run-2"]
     page.value(PLOTS)
-    low, high = page.value("[plots[0].scales.x.min, plots[0].scales.x.max]")
-    assert 18_000 < low < 20_000 < high < 22_000
-    low, high = page.value("[plots[0].scales.y.min, plots[0].scales.y.max]")
-    assert 0.7 < low < 0.9 < high < 1.1
+    assert page.value("plots[0].series.slice(1).map(one => one.dash)") == [[], [12, 12], [8, 16]]
 
 
 def test_no_line_is_drawn_while_no_process_lived(page: Page, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The wait for Prefect's embedded server, with a stand-in for the program that serves."""
+"""Prefect's embedded server: the wait for it, with a stand-in for the program that serves, and its new database."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_HOME, get_current_settings, temporary_settings
 
+from ckpt_tasks.flows.prefect.embedded import make_database
+from tools.prefect_database import migrated
 from tools.sources import ROOT
 
 # Imported in the server's process instead of uvicorn and of Prefect's server, which takes many seconds to start.
@@ -73,3 +76,28 @@ def test_a_reset_connection_is_no_end(does: str, says: str, tmp_path: Path) -> N
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
     )
     assert says in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_new_database_has_the_tables_of_prefects_migrations(tmp_path: Path) -> None:
+    """A database that we begin is, after the migrations of the installed Prefect, what these make from nothing."""
+    ours = tmp_path / "ours"
+    with temporary_settings({PREFECT_HOME: ours}):
+        make_database(get_current_settings())
+    assert [file.name for file in ours.iterdir()] == ["prefect.db"]
+    # Alembic sorts the constraints and indexes of a table by chance.
+    made, theirs = (
+        sorted(line.rstrip(", ") for line in migrated(tmp_path / home).splitlines()) for home in ("ours", "theirs")
+    )
+    assert made == theirs
+
+
+def test_a_database_that_is_there_stays(tmp_path: Path) -> None:
+    """A start leaves a database alone, and makes none where the settings name another."""
+    database = tmp_path / "prefect.db"
+    with temporary_settings({PREFECT_HOME: tmp_path, "PREFECT_SERVER_DATABASE_CONNECTION_URL": "sqlite+aiosqlite://"}):
+        make_database(get_current_settings())
+    assert not database.exists()
+    database.write_text("a user's")
+    with temporary_settings({PREFECT_HOME: tmp_path}):
+        make_database(get_current_settings())
+    assert database.read_text() == "a user's"

@@ -10,6 +10,7 @@ const ckptChart = (() => {
   const SPANS = [1e-3, 1e-2, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
   for (let days = 2; days < 1e5; days *= days.toString()[0] === "2" ? 2.5 : 2) SPANS.push(days * 86400);
   const MOST_ROWS = 12;
+  const FIRST = 8; // Runs that are equal in so many values are drawn in dashes through each other.
   const NEAR_PX = 8; // The tooltip leaves out a run whose nearest value is farther away.
   const OWNERS = ["taken", "lost"];
   // What the time went into, as in the table of a report.
@@ -200,16 +201,17 @@ const ckptChart = (() => {
       this.what = what;
       if (this.plot) this.plot.destroy();
       this.tip.hidden = true;
-      const [tables, series] = this.series(what);
+      const [tables, series, equal] = this.series(what);
       // 2: a gap of one run stays a gap between the values of others.
       const data = tables.length ? uPlot.join(tables, tables.map(() => [0, 2])) : [[]];
       const some = data.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
       this.title.textContent = what.title;
       const had = what.runs.some((run) => run.line.value.length);
       const empty = !had ? "No value yet." : what.log ? "No value above zero." : "No finite value: all are NaN or infinite.";
-      this.note.textContent = some ? "" : what.busy ? "Reading…" : empty;
-      this.note.hidden = some;
-      this.canvas.hidden = this.files.hidden = !some;
+      const alone = some && what.runs.every((run) => run.line.value.length < 2 && !run.left.length);
+      this.note.textContent = alone ? this.values(what) : some ? "" : what.busy ? "Reading…" : empty;
+      this.note.hidden = some && !alone;
+      this.canvas.hidden = this.files.hidden = !some || alone;
       this.plot = null;
       this.canvas.setAttribute("aria-label", this.words(what));
       const shares = Object.keys(SHARES).filter((share) => what.by === "time" && (what.strip || []).includes(share));
@@ -217,16 +219,25 @@ const ckptChart = (() => {
       if (some && shares.length && (what.commits || []).length) this.keys.append(element("li", { text: "tick: a commit" }));
       if (some && (what.marks || []).length) this.keys.append(element("li", { text: "dashed: a failure, a resume or a rollback" }));
       if (some && what.by === "step" && (what.marks || []).some((mark) => mark.again)) this.keys.append(element("li", { text: "shaded: trained again" }));
-      if (some) this.plot = new uPlot(this.options(what, series, data[0]), data, this.canvas);
+      if (!alone) this.keys.append(...equal.map((labels) => element("li", { text: `equal, at least at first: ${labels.join(", ")}` })));
+      if (some && !alone) this.plot = new uPlot(this.options(what, series, data[0]), data, this.canvas);
     }
 
     series(what) {
       const tables = [];
       const series = [{}];
+      const drawn = new Map(); // The labels of the runs that begin with these values.
       const add = (line, look, marks) => {
         const [xs, ys] = columns(line, what.by, what.log, marks || []);
         if (!xs.length) return;
         tables.push([xs, ys]);
+        if (look.run) {
+          const values = JSON.stringify([xs.slice(0, FIRST), ys.slice(0, FIRST)]);
+          const labels = drawn.get(values) || [];
+          drawn.set(values, [...labels, look.run.label]);
+          const turn = 24 / (labels.length + 1); // Dashes through which the lines below can be seen.
+          if (labels.length) look = { ...look, dash: [turn, 24 - turn] };
+        }
         series.push({ spanGaps: false, points: { show: xs.length < 60 && look.width > 1, size: 5 }, ...look });
       };
       for (const run of what.runs) {
@@ -239,7 +250,7 @@ const ckptChart = (() => {
           add(run.line, { stroke, width: 1.6, dash: dash(run.n), run }, run.marks);
         }
       }
-      return [tables, series];
+      return [tables, series, [...drawn.values()].filter((labels) => labels.length > 1)];
     }
 
     options(what, series, xs) {
@@ -375,6 +386,13 @@ const ckptChart = (() => {
         this.what.onzoom(null, null);
       } else return;
       event.preventDefault();
+    }
+
+    // One value of each run needs no axis.
+    values(what) {
+      const at = (line) => (what.by === "time" ? `after ${span(line.at_s[0])}` : `at step ${line.step[0]}`);
+      const runs = what.runs.filter((run) => run.line.value.length);
+      return `${runs.map((run) => `${run.label}${run.label && ": "}${number(run.line.value[0])} ${at(run.line)}`).join("; ")}.`;
     }
 
     words(what) {
