@@ -293,7 +293,7 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
         rf"^Resumed from step 3 of {run_dir}, saved .* \(.*\), from (memory|storage)", resumed, re.MULTILINE
     )
     assert "has no checkpoint" not in resumed
-    for says in ("Step 3, suite full: recorded.", "Step 3, suite full: recorded before"):
+    for says in ("Step 3, evaluation set full: recorded.", "Step 3, evaluation set full: recorded before"):
         assert says in said("evaluate", "--which", "3", "--suite", "full")
     other = said("train", "--steps", "3", "--program", "tests.support.forks:Scheduled", status=1)
     assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in other
