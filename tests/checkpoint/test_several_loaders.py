@@ -199,3 +199,25 @@ def test_steps_below_the_loop_are_told(steps: int, said: int, caplog: Any) -> No
                 ckpt.step(ckpt.position + 1, state)
             ckpt.save(ckpt.position, state)
     assert caplog.text.count("Steps are saved below the loop") == said
+
+
+@pytest.mark.parametrize(("form", "said"), [("in an epoch", 1), ("in phases", 0), ("by next", 0)])
+def test_two_loaders_without_epochs_are_told(form: str, said: int, caplog: Any) -> None:
+    """Where `epochs()` does not hold an epoch together, a second loop in it is told once; a later phase is not."""
+    a, b = data_of(1, 3), data_of(2, 2)
+    state = {"a": a, "b": b, "w": torch.zeros(1)}
+    with Checkpointer(config_of(MemoryStore())) as ckpt:
+        ckpt.restore(state)
+        others = iter(b)
+        for _ in range(EPOCHS):
+            for _ in a:
+                if form == "by next":
+                    next(others, None)
+                ckpt.step(ckpt.position + 1, state)
+            if form == "in an epoch":
+                for _ in b:
+                    ckpt.step(ckpt.position + 1, state)
+        for _ in range(EPOCHS if form == "in phases" else 0):
+            for _ in b:
+                ckpt.step(ckpt.position + 1, state)
+    assert caplog.text.count("The loop trains with one loader after another") == said

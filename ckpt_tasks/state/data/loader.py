@@ -99,6 +99,7 @@ class ResumableLoader(Started):
     )  # The last pass of the training, and the last other pass.
     _plain: Callable[[], Pass | None] = staticmethod(lambda: None)
     _owner: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # The loader whose epochs() have begun last.
+    place: tuple[Any, int] | None = None  # Where the last pass has taken its first batch.
     _loop_at: tuple[Any, int] | None = None  # Where the loop over epochs() is.
     _again = False  # True if a restore of this moment must enter the epoch again, though this loader's pass is over.
     _saved_below: tuple[int, int] | None = None  # The epoch and the step of the last save below the pass.
@@ -284,7 +285,7 @@ class ResumableLoader(Started):
     def _look(self, one: Pass, caller: FrameType | None) -> int | None:
         """Warn of a loop that begins anew in a restored epoch; return how many batches an islice() leaves of it."""
         behind = self.sampler.batch if self._restored and self.sampler.samples else 0
-        one.place = where = loop_place(caller)
+        self.place = where = loop_place(caller)
         if where is None or (self._epoch is None and not self._restored):
             return None
         if where not in self._forms or behind:

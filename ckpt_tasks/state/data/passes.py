@@ -82,7 +82,6 @@ class Pass(Iterator[Any]):
         self.is_open = True
         self.is_direct = _is_for_statement(inspect.currentframe())
         self.form: Form | None = None
-        self.place: tuple[Any, int] | None = None  # The code and the line that take the first batch.
         self._left: int | None = None
         self.on_next: Callable[[], None] | None = None
         self.on_batch: Callable[[], None] | None = None
@@ -258,14 +257,12 @@ def loop_place(caller: FrameType | None) -> tuple[Any, int] | None:
     return None if loop is None else (loop.f_code, loop.f_lineno)
 
 
-def is_around(one: Pass | None, epochs_at: tuple[Any, int] | None, here: FrameType | None) -> bool:
-    """Return True if the loop that takes the batches of a pass is around `here`: not only the loop over the epochs."""
-    if one is None or not one.is_open or one.place is None:
-        return False
-    code, line = one.place
+def is_within(place: tuple[Any, int] | None, here: FrameType | None, but: tuple[Any, int] | None = None) -> bool:
+    """Return True if a loop around `here` has this place in it, a loop other than `but`."""
+    code, line = place or (None, 0)
     while here is not None and here.f_code is not code:
         here = here.f_back
-    loops = [loop for loop in loops_at(here) if (code, loop.lineno) != epochs_at]
+    loops = [loop for loop in loops_at(here) if (code, loop.lineno) != but]
     return any(loop.lineno <= line <= (loop.end_lineno or 0) for loop in loops)
 
 

@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.loader import ResumableLoader
-from ckpt_tasks.state.data.passes import is_around
+from ckpt_tasks.state.data.passes import is_within
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.groups import objects_of
 from ckpt_tasks.state.tensors.placements import cut_beside_data
@@ -23,6 +23,11 @@ _BELOW = (
     "that is in the state"
 )
 
+_BEFORE = (
+    "The loop trains with one loader after another in an epoch: a resume from here begins the first one's next epoch. "
+    "Write `for epoch in loader.epochs(n):` around both. Leave a loader that only measures out of the state"
+)
+
 
 def check_passes(state: Mapping[str, Any], step: int) -> None:
     """Raise ConfigError if a resume from a save now would not go on with the batches of a loader's loop."""
@@ -30,15 +35,25 @@ def check_passes(state: Mapping[str, Any], step: int) -> None:
     for value in loaders:
         value._check_passes()
         value._again, value._ends.over = False, None
+    if len(loaders) < 2 and all(value._over for value in loaders):
+        return
+    here = getattr(inspect.currentframe(), "f_back", None)  # This function's own frame would refer to itself.
     if (owner := next((value for value in loaders if not value._over), None)) is not None:
-        _note_passes(owner, [value for value in loaders if value is not owner], step)
+        _note_passes(owner, [value for value in loaders if value is not owner], step, here)
+        return
+    for inner in (value for value in loaders if value._has_pass and is_within(value.place, here)):
+        over = [value.place for value in loaders if not value._has_pass and is_within(value.place, here)]
+        before = [place for place in over if place and inner.place and place[1] < inner.place[1]]
+        if before and inner._tells_below:
+            inner._tells_below = False
+            _log.warning(_BEFORE)
 
 
-def _note_passes(owner: ResumableLoader, others: list[ResumableLoader], step: int) -> None:
+def _note_passes(owner: ResumableLoader, others: list[ResumableLoader], step: int, here: Any) -> None:
     """Note which loaders' passes are over in an epoch that a resume enters again; `owner`: whose epochs() it is."""
-    begun, here = owner._ends.epoch_at, inspect.currentframe()
+    begun = owner._ends.epoch_at
     if owner._ends.passes(begun) and not owner._has_pass:
-        owner._again = any(is_around(other._pass(), owner._loop_at, here) for other in others)
+        owner._again = any(other._has_pass and is_within(other.place, here, but=owner._loop_at) for other in others)
         if not owner._again:
             if owner._saved_below and owner._saved_below[0] == begun and owner._saved_below[1] < step:
                 _log.log(logging.WARNING if owner._tells_below else logging.DEBUG, _BELOW)
