@@ -280,6 +280,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 @contextmanager
 def importing_prefect() -> Iterator[None]:
     """Import Prefect and code that needs Prefect in the block; raise ConfigError if its settings cannot be read."""
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # Else Prefect prints that it collects usage data; our servers do not.
     try:
         yield
     # OSError: another user owns the file. RuntimeError: no home directory. ValueError: not TOML, or an invalid value.

@@ -180,7 +180,6 @@ def train(
 def _starting(as_json: bool) -> Iterator[None]:
     """Begin Prefect's embedded server if one is needed, and say on a terminal that the block's imports take seconds."""
     text = "Importing Prefect and PyTorch …"
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # Else Prefect prints that it collects usage data; the server does not.
     with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect(), gc_paused():
         from ckpt_tasks.flows.prefect.embedded import begin_embedded_server
 

@@ -122,18 +122,25 @@ class LiveLine(_Line):
     def text(self, progress: Progress, width: float = math.inf) -> str:
         """Return the line: step, first metric, speed, time left, the last commit, and how long training waited for it.
 
-        A line longer than `width` leaves out the wait.
+        A line longer than `width` leaves out the wait, then the speed, then the time left: a cut number would be wrong.
         """
-        parts = [f"step {progress.step}/{self._total}"]
-        parts += [f"{printable(name)} {progress.metrics[name]:.4g}" for name in sort_metrics(progress.metrics)[:1]]
+        parts = {"step": f"step {progress.step}/{self._total}"}
+        for name in sort_metrics(progress.metrics)[:1]:
+            parts["metric"] = f"{printable(name)} {progress.metrics[name]:.4g}"
         if progress.amount:
-            parts.append(_speed(self._rate or 0.0, progress.unit))
-        parts.append(f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}")
-        if not progress.commit:
-            return " · ".join(parts)
-        line = " · ".join([*parts, f"committed {progress.commit.step}"])
-        waited = f", waited {fine_span(progress.commit.cost_s)}"
-        return line + waited if len(line) + len(waited) <= width else line
+            parts["speed"] = _speed(self._rate or 0.0, progress.unit)
+        parts["left"] = f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}"
+        waited = ""
+        if progress.commit:
+            parts["commit"] = f"committed {progress.commit.step}"
+            waited = f", waited {fine_span(progress.commit.cost_s)}"
+        if len(line := " · ".join(parts.values()) + waited) <= width:
+            return line
+        for name in ("", "speed", "left"):
+            parts.pop(name, None)
+            if len(line := " · ".join(parts.values())) <= width:
+                break
+        return line
 
 
 def print_run(out: Console, config: CheckpointConfig) -> None:

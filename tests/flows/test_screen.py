@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismat
 from ckpt_tasks.flows.prefect.evaluate import EvaluationResult
 from ckpt_tasks.flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
 from ckpt_tasks.flows.session.session import Progress
+from tests.support.ledgers import made
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
 
@@ -27,6 +29,23 @@ def test_the_line_says_where_training_is() -> None:
     line(first)
     line(second)
     assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
+
+
+def test_a_narrow_line_cuts_no_number() -> None:
+    """A line leaves out whole parts, the wait first, then the speed and the time left, until it fits."""
+    line = LiveLine(Screen(file=io.StringIO(), width=200, color_system=None), 20_000)
+    commit = replace(made(19_000, 1), cost_s=0.0024)
+    progress = Progress(step=20_000, step_s=0.1, metrics={"loss": 0.5}, amount=1e4, unit="samples", commit=commit)
+    line(progress)
+    texts = [line.text(progress, width) for width in (200, 80, 60, 50)]
+    assert [len(text) <= width for text, width in zip(texts, (200, 80, 60, 50), strict=True)] == [True] * 4
+    parts = ["step 20000/20000", "loss 0.5", "100,000 samples/s", "ETA 0:00", "committed 19000"]
+    assert [text.split(" · ") for text in texts] == [
+        [*parts[:-1], "committed 19000, waited 2.4 ms"],
+        parts,
+        [part for part in parts if "samples/s" not in part],
+        [parts[0], parts[1], parts[4]],
+    ]
 
 
 def test_a_reader_that_leaves_ends_no_training() -> None:

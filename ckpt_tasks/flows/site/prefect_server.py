@@ -71,7 +71,8 @@ def server_start(
     host: str, port: int, options: Sequence[str] = (), password: str = ""
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that serves in the foreground, and its environment, which no other user can read."""
-    settings, environment = get_current_settings(), dict(os.environ)
+    # No usage data goes to Prefect, unless the caller's environment says so.
+    settings, environment = get_current_settings(), {"PREFECT_SERVER_ANALYTICS_ENABLED": "0", **os.environ}
     if "lease_storage" not in settings.server.concurrency.model_fields_set:
         environment[_LEASES] = "prefect.server.concurrency.lease_storage.filesystem"
     if "api_url" not in settings.server.ui.model_fields_set and not settings.api.url:

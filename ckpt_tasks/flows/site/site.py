@@ -291,7 +291,7 @@ def worker_start(site: Site, home: Path) -> tuple[list[str], dict[str, str]]:
     # Jobs call `prefect`, which is on the path only if this environment is active.
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", "--name", name]
-    return command, {**os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
+    return command, {"DO_NOT_TRACK": "1", **os.environ, "PATH": search_path, **_entry(site), "CKPT_SITE": str(home)}
 
 
 def _keeper(site: Site, home: Path, path: Path) -> SitePart:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_HOME, temporary_settings
 
-from ckpt_tasks.flows.site.prefect_server import answers, read_password
+from ckpt_tasks.flows.site.prefect_server import answers, read_password, server_start
 from tests.servers.process import free_port
 from tests.support.cli_runs import ckpt
 
@@ -77,3 +77,13 @@ def test_the_units_commands_serve_and_deploy(tmp_path: Path, monkeypatch: pytest
         for part in started:
             part.kill()
             part.wait()
+
+
+@pytest.mark.parametrize(("given", "sent"), [(None, "0"), ("1", "1")])
+def test_a_server_sends_no_usage_data(given: str | None, sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a site sends Prefect no usage data, unless the environment says so."""
+    name = "PREFECT_SERVER_ANALYTICS_ENABLED"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    assert server_start("127.0.0.1", 4200)[1][name] == sent
