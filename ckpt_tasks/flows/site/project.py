@@ -12,7 +12,7 @@ from ckpt_tasks.format.keys import is_run_key
 PROGRAM = "training:Training"
 _EXAMPLE = "ckpt_tasks.programs.byte_lm:ByteLM"
 _HERE = files("ckpt_tasks.flows.site")
-_IGNORED = "runs/\n__pycache__/\n*-report.html\n"
+_IGNORED = "runs/\n__pycache__/\n.pytest_cache/\n*-report.html\n"
 
 
 def write_project(directory: Path, name: str | None = None) -> tuple[str, list[str]]:
