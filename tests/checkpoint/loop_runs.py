@@ -27,8 +27,8 @@ class Plain:
 
     batch = 0
 
-    def __init__(self, loader: ResumableLoader, *, each_pass: bool = False):
-        self.order = [[*loader] for _ in range(2 * EPOCHS)]
+    def __init__(self, loader: ResumableLoader, *, each_pass: bool = False, passes: int = 2 * EPOCHS):
+        self.order = [[*loader] for _ in range(passes)]
         self.epoch, self.each_pass = -1, each_pass
 
     def __len__(self) -> int:

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, resumable
+from ckpt_tasks import CheckpointConfig, Checkpointer, resumable
 from ckpt_tasks.testing import MemoryStore, located
+from tests.checkpoint.loop_runs import EPOCHS, Killed, Plain, data_of
 
-EPOCHS = 2
 Train = Callable[[torch.Tensor], None]
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def one_after_the_other(epochs: Any, a: Any, b: Any, c: Any, train: Train) -> None:
@@ -102,33 +98,6 @@ def drawn_by_next(epochs: Any, a: Any, b: Any, c: Any, train: Train) -> None:
 FORMS = [one_after_the_other, the_first_last, in_functions, left_early, chained, twice, measured_inside, drawn_by_next]
 
 
-def data_of(seed: int, batches: int) -> ResumableLoader:
-    data: Any = [*range(100 * seed, 100 * seed + 2 * batches)]
-    return ResumableLoader(data, 2, shuffle=True, seed=seed)
-
-
-class Plain:
-    """The same batches: every pass is another epoch."""
-
-    batch = 0
-
-    def __init__(self, loader: ResumableLoader, *, epochs: bool = False):
-        self.order = [[*loader] for _ in range(16)]
-        self.number = self.epoch = -1
-        self.by_epochs = epochs
-
-    def __len__(self) -> int:
-        return len(self.order[0])
-
-    def epochs(self) -> Iterator[int]:
-        for self.epoch in range(EPOCHS):
-            yield self.epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self.number += 1
-        return iter(self.order[self.epoch if self.by_epochs else self.number])
-
-
 def start(form: Any, kind: str, config: Any, kill: int | None) -> list[list[int]]:
     """Start the program, which goes on from what is saved; return what it trains until it ends, or until `kill`."""
     a, b, c = data_of(1, 3), data_of(2, 2), data_of(3, 2)
@@ -170,8 +139,8 @@ def config_of(store: MemoryStore) -> CheckpointConfig:
 def test_loaders_of_one_epoch_go_on_as_in_the_plain_loop(form: Any, kind: str, caplog: Any) -> None:
     """Killed in any of its loops, an epoch is entered again, and the passes that were over yield nothing."""
     plain: list[list[int]] = []
-    a = Plain(data_of(1, 3), epochs=True)
-    form(a.epochs(), a, Plain(data_of(2, 2)), Plain(data_of(3, 2)), lambda x: plain.append(x.tolist()))
+    a, b, c = Plain(data_of(1, 3)), *(Plain(data_of(seed, 2), each_pass=True, passes=2 * EPOCHS * 4) for seed in (2, 3))
+    form(a.epochs(), a, b, c, lambda x: plain.append(x.tolist()))
     assert start(form, kind, config_of(MemoryStore()), None) == plain
     for kill in range(1, len(plain), 2 if kind == "loader.epochs" else 4):
         config = config_of(MemoryStore())

@@ -45,9 +45,9 @@ class Ends:
         """Note that the loop has begun an epoch."""
         self.epoch_at = next(moments)
 
-    def begin_pass(self, batch: int) -> None:
-        """Note that a pass begins at a batch of its epoch; not for one inside of the training's."""
-        self.begin = batch
+    def begin_pass(self) -> None:
+        """Note that a pass begins; not for one inside of the training's."""
+        self.begin = 0
         self._passes_at = [*self._passes_at[-_MOST_PASSES:], next(moments)]
 
     def passes(self, epoch_at: int) -> int:

@@ -194,9 +194,8 @@ class ResumableLoader(Started):
                 self._loop_at = loop_place(getattr(inspect.currentframe(), "f_back", None))
                 ResumableLoader._owner = weakref.ref(self)
                 yield epoch
-                if (
-                    not self._restored or self.sampler.moves == moves
-                ):  # Else a restore or a skip has moved the position.
+                # Else a restore or a skip has moved the position.
+                if not self._restored or self.sampler.moves == moves:
                     if self._passed and not self._ends_again:
                         self._ends.add(self.sampler.batch, is_left=self.sampler.epoch == epoch and self._ending is None)
                     self._ends_again, self._ending = False, None
@@ -264,10 +263,10 @@ class ResumableLoader(Started):
         if self._ends.empty and not is_inside:
             self._ends.empty -= 1
             self._restored = self._ends.empty > 0 or self._ends.goes_on
-            self._ends.begin_pass(0)
+            self._ends.begin_pass()
             return Pass(iter(()))
         if not is_inside:
-            self._ends.begin_pass(0)
+            self._ends.begin_pass()
         if self._ends_again:
             self._ends_again, self._ending = False, None
             return Pass(iter(()), behind=0 if self._numbered else self._total() or 0)

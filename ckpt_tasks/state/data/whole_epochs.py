@@ -55,9 +55,10 @@ def _note_passes(owner: ResumableLoader, others: list[ResumableLoader], step: in
     if owner._ends.passes(begun) and not owner._has_pass:
         owner._again = any(other._has_pass and is_within(other.place, here, but=owner._loop_at) for other in others)
         if not owner._again:
-            if owner._saved_below and owner._saved_below[0] == begun and owner._saved_below[1] < step:
-                _log.log(logging.WARNING if owner._tells_below else logging.DEBUG, _BELOW)
+            epoch_at, before = owner._saved_below or (0, 0)
+            if owner._tells_below and epoch_at == begun and before < step:
                 owner._tells_below = False
+                _log.warning(_BELOW)
             owner._saved_below = begun, step
             return
     for other in others:
