@@ -13,7 +13,7 @@ from tests.support.legs import assert_equal, begins, compared, within
 
 pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
-JOB = "tests.integrations.ranks.trainer_job:ranks"
+JOB = "tests.integrations.ranks.huggingface_job:ranks"
 FSDP2 = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
 STOPS = [4, 6]  # the second one after an evaluation, which leaves parameters gathered
 
