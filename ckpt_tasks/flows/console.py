@@ -180,8 +180,9 @@ def _train(training: TerminalTraining, out: Screen) -> tuple[EvaluationResult | 
     evaluator = Evaluator(run_key=key, location=place, suite=END_SUITE, holder=holder, **asked)
     token = at_end.set(in_ranks)
     try:
-        with LiveLine(out, training.steps):
+        with LiveLine(out, training.steps) as line:
             training.run()
+            line.finish(run_of(config).find("latest"))
     finally:
         at_end.reset(token)
     if not (done or failures):
@@ -205,8 +206,7 @@ def evaluate_in_terminal(
             print_evaluations(out, suite, results)
         else:
             recorded = "recorded" if results[0].new else "recorded before, nothing was changed"
-            out.print(f"Step {results[0].step}, evaluation set {suite}: {recorded}.")
-            print_evaluation(out, results[0])
+            print_evaluation(out, results[0], f": {recorded}")
     return Ended(status=status[0], step=max((result.step for result in results), default=0), evaluations=tuple(results))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Self
 
 from rich.console import Console
@@ -105,6 +106,7 @@ class LiveLine(_Line):
     def __init__(self, out: Console, total_steps: int):
         super().__init__(out, watcher, "Preparing the first step …", stays=True)
         self._total = total_steps
+        self._newest: Progress | None = None
         self._pace_s: float | None = None
         self._rate: float | None = None
         self._last_s = time.monotonic()
@@ -117,7 +119,15 @@ class LiveLine(_Line):
             wall_s = progress.step_s
         self._pace_s = _smooth(self._pace_s, wall_s)
         self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
-        self._show(lambda width: self.text(progress, width), last=progress.step == self._total)
+        self._newest = progress
+        if progress.step < self._total:  # `finish` shows the last step, with the commit that follows it.
+            self._show(lambda width: self.text(progress, width))
+
+    def finish(self, commit: Checkpoint) -> None:
+        """Show the last step of a complete training, with its commit."""
+        if self._newest is not None:
+            last = replace(self._newest, commit=commit)
+            self._show(lambda width: self.text(last, width), last=True)
 
     def text(self, progress: Progress, width: float = math.inf) -> str:
         """Return the line: step, first metric, speed, time left, the last commit, and how long training waited for it.
@@ -156,14 +166,14 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
     out.print(table)
 
 
-def print_evaluation(out: Console, result: EvaluationResult) -> None:
-    """Print the metrics that a suite measured on a checkpoint."""
+def print_evaluation(out: Console, result: EvaluationResult, note: str = "") -> None:
+    """Print the metrics that an evaluation set measured on a checkpoint, below a title that ends with the note."""
     table = plain_table()
     names = sort_metrics(result.metrics)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_row(*(f"{result.metrics[name]:.4g}" for name in names))
-    out.print(f"Evaluation of step {result.step}, evaluation set {result.suite}", style="italic")
+    out.print(f"Evaluation of step {result.step}, evaluation set {result.suite}{note}", style="italic", soft_wrap=True)
     out.print(table)
 
 

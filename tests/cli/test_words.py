@@ -69,6 +69,7 @@ def test_ages_of_the_future_are_now() -> None:
     """P53: a clock that runs behind makes no negative age."""
     now = datetime(2026, 5, 1, 12, tzinfo=UTC)
     assert age((now - timedelta(days=3)).isoformat(), now) == "3 d ago"
+    assert age((now - timedelta(seconds=3)).isoformat(), now) == "3 s ago"
     assert age((now + timedelta(days=3)).isoformat(), now) == "now"
 
 

@@ -286,14 +286,17 @@ def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str])
     assert "Attempt 1 failed at step 1: RuntimeError: injected in step 2\n" in trained
     assert "Traceback" not in trained
     assert "INFO" not in trained
-    assert "step 3/3 · loss" in trained
+    assert re.search(r"^step 3/3 · loss .* · committed 3, waited", trained, re.MULTILINE)
     assert f"\nTraining begins at step 0: {run_dir} has no checkpoint\nStep 0 is saved in {run_dir}\n" in trained
     resumed = said("train", "--steps", "4", "--params", params)
     assert re.search(
         rf"^Resumed from step 3 of {run_dir}, saved .* \(.*\), from (memory|storage)", resumed, re.MULTILINE
     )
     assert "has no checkpoint" not in resumed
-    for says in ("Step 3, evaluation set full: recorded.", "Step 3, evaluation set full: recorded before"):
+    for says in (
+        "Evaluation of step 3, evaluation set full: recorded\n",
+        "evaluation set full: recorded before, nothing was",
+    ):
         assert says in said("evaluate", "--which", "3", "--suite", "full")
     other = said("train", "--steps", "3", "--program", "tests.support.forks:Scheduled", status=1)
     assert "error: the run trains tests.support.tiny:Tiny, not tests.support.forks:Scheduled" in other

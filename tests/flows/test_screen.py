@@ -48,6 +48,17 @@ def test_a_narrow_line_cuts_no_number() -> None:
     ]
 
 
+def test_the_last_line_has_the_last_commit() -> None:
+    """What stays of a complete training is its last step, with the commit that follows it."""
+    file = io.StringIO()
+    line = LiveLine(Screen(file=file, width=200, color_system=None), 30)
+    with line:
+        line(Progress(step=30, step_s=0.1, metrics={}, amount=0.0, unit="samples", commit=made(19, 1)))
+        assert not file.getvalue()
+        line.finish(made(30, 2))
+    assert re.search(r"^step 30/30 · .*committed 30, waited .*\n$", file.getvalue())
+
+
 def test_a_reader_that_leaves_ends_no_training() -> None:
     """What follows `ckpt train | head -1` is shown to nobody, the program's own prints too, and is no error.
 

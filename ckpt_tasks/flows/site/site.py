@@ -191,7 +191,8 @@ def end_workers(home: Path, site: Site) -> str:
             again = sum(schedule_again(client, UUID(run.flow_run_id)) for run in runs)
     except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they continue: {error}"
-    return f"; flow runs that the next worker resumes: {again} of {len(runs)}"
+    number = str(again) if again == len(runs) else f"{again} of {len(runs)}"
+    return f"; flow runs that the next worker resumes: {number}"
 
 
 def schedule_again(client: SyncPrefectClient, flow_run_id: UUID) -> bool:

@@ -74,7 +74,7 @@ def age(iso: str, now: datetime | None = None) -> str:
     if moment is None:
         return "?"
     seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
-    return f"{span(round(seconds))} ago" if seconds >= 9.95 else "now"
+    return f"{span(round(seconds))} ago" if seconds >= 1 else "now"
 
 
 def check_words(check: RunCheck) -> str:

@@ -355,7 +355,7 @@
     const at = Date.parse(saved);
     if (!saved || Number.isNaN(at)) return "";
     const seconds = (Date.now() - at) / 1000;
-    return seconds < 10 ? "now" : `${span(Math.round(seconds))} ago`;
+    return seconds < 1 ? "now" : `${span(Math.round(seconds))} ago`;
   }
 
   function size(bytes) {
