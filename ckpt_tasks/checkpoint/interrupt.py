@@ -113,10 +113,12 @@ class Interrupt:
         return self.pending
 
     def leave_to_parent(self) -> None:
-        """Restore the previous handlers in a forked child; a pending signal belongs to the parent."""
+        """Restore the previous handlers in a forked child; a pending signal, and a scheduler's, are the parent's."""
         self.pending = None
         self._seen.clear()
         self._give_back()  # A thread that the fork did not copy may hold Prefect's lock.
+        for number in self._notices:
+            signal.signal(number, _leave_to_parent)  # Slurm may signal loading workers too, which would die of it.
 
     def deliver(self) -> None:
         """Raise the pending signal for its previous handler; if that handler returns, training continues.
@@ -242,6 +244,10 @@ def held_back() -> int | None:
     return _installed[-1].pending if _installed else None
 
 
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    pass
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that a scheduler sends before it ends a job: CKPT_STOP_SIGNALS, else SIGUSR1 and SIGUSR2.
 
@@ -267,7 +273,9 @@ def _free_stop_signals() -> list[signal.Signals]:
     return [
         number
         for number in stop_signals()
-        if named or (signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1)
+        if named
+        or (handler := signal.getsignal(number)) is _leave_to_parent
+        or (handler is signal.SIG_DFL and not caught >> (number - 1) & 1)
     ]
 
 

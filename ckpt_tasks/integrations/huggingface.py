@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
@@ -166,6 +166,13 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             self._progress.at_first_step()
             set_streams(self._streams)
             self._streams = None
+            loader, whole = self.accelerator.gradient_state.active_dataloader, self._loader
+            if (
+                isinstance(getattr(loader, "batch_sampler", None), SkipBatchSampler)
+                and not whole.batch_sampler.drop_last
+            ):
+                # Without it accelerate gathers the samples twice that fill up the epoch's last batch.
+                loader.remainder = whole.total_dataset_length % whole.total_batch_size
         elif self.state.global_step > self.ckpt.position:
             self.ckpt.step(
                 self.state.global_step,

@@ -126,23 +126,30 @@ class _Base:
     """The tensors that are not stored: their source, and the digest of their bytes."""
 
     def __init__(self, source: str, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+        self._own = {"source": source, "digest": self._digest(), "tensors": len(tensors)}
+        self._versions = {name: value._version for name, value in tensors.items()}
+
+    def _digest(self) -> str:
         digest = Digest()
-        for name in sorted(tensors):
-            value = tensors[name].detach()
+        for name in sorted(self._tensors):
+            value = self._tensors[name].detach()
             value = getattr(value, "full_tensor", lambda own=value: own)()  # of a model that is sharded
             digest.update(f"{name} {value.dtype} {[*value.shape]} ".encode())
             digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._own = {"source": source, "digest": digest.hexdigest(), "tensors": len(tensors)}
-        self._versions = [(name, value, value._version) for name, value in tensors.items()]
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        for name, value, version in self._versions:
-            if value._version != version:
-                raise StateError(
-                    "a tensor of the base, which is not stored, has changed",
-                    key=name,
-                    hint="Save the whole model instead, or call without_base() after the change.",
-                )
+        versions = {name: value._version for name, value in self._tensors.items()}
+        written = [name for name in versions if versions[name] != self._versions[name]]
+        # DistributedDataParallel writes the same values again, all of them.
+        if written and self._digest() != self._own["digest"]:
+            raise StateError(
+                "a tensor of the base, which is not stored, has changed",
+                key=written[0],
+                hint="Save the whole model instead, or call without_base() after the change.",
+            )
+        self._versions = versions
         return {"base": self._own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

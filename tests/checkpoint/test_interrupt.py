@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import UserDict
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
+from ckpt_tasks.checkpoint.interrupt import held_back
 from tests.support.interpreters import Python
 
 LOOP = """
@@ -99,6 +101,20 @@ def test_a_signal_that_the_program_uses_stays_its_own(run_dir: Path, own: str, p
     assert printed in said
     assert last_step(said) > 4
     assert not open_run(str(run_dir)).checkpoints() if run_dir.exists() else True
+
+
+def test_a_forked_child_leaves_a_schedulers_signal_to_its_parent(run_dir: Path) -> None:
+    """P69: SIGUSR1 ends no worker that loads data for a training; a Checkpointer of the child's own takes it."""
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)
+    with Checkpointer(config):
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGUSR1)
+            with Checkpointer(CheckpointConfig(checkpoint_dir=f"{run_dir}-own", memory_dir=None)):
+                signal.raise_signal(signal.SIGUSR1)
+                os._exit(held_back() or 0)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == signal.SIGTERM
 
 
 def test_a_training_in_another_thread_hears_sigterm(run_dir: Path) -> None:

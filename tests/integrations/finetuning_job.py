@@ -27,6 +27,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.integrations.huggingface import CkptMixin, CkptTrainer, state_of
 from ckpt_tasks.integrations.huggingface_adapters import AdaLoraRanks, without_base
 from tests.integrations.huggingface_job import scale
+from tests.integrations.ranks.launching import launched
 from tests.support.legs import Leg
 
 LAST = 12  # steps of a training
@@ -178,7 +179,8 @@ def accelerated(leg: Leg) -> None:
                 step += 1
                 leg.record("loss", step, loss.item())
                 leg.record("rate", step, schedule.get_last_lr()[0])
-                ckpt.step(step, state)
+                if accelerator.sync_gradients or accelerator.num_processes == 1:  # Before, ranks have unlike gradients.
+                    ckpt.step(step, state)
     leg.end(step, model.state_dict().values())
 
 
@@ -249,3 +251,8 @@ def trainer(leg: Leg) -> None:
     own.train()
     held = [v for one in own.optimizer.state.values() for v in one.values()]
     leg.end(own.state.global_step, [*own.model.state_dict().values(), *held])
+
+
+def ranks(leg: Leg) -> None:
+    """Train in ranks: by a trainer, or with all that an Accelerator prepares."""
+    launched(leg, lambda leg, size: trainer(leg) if "trainer" in leg.options else accelerated(leg))

@@ -21,25 +21,99 @@ from tests.support.agents import MARK, PARALLEL, left
 from tools.sources import ROOT
 
 SBATCH = ROOT / "deployments" / "train.sbatch"
-# As Slurm's: a process for each task, which gets the signals that srun gets; a bad exit kills the others.
+# As Slurm's: a process for each task, which gets the signals that srun gets, with all its children, as where Slurm
+# has no cgroups; a bad exit kills the others.
 SRUN = """
 import os, signal, subprocess, sys
 command = [word for word in sys.argv[1:] if word != "--kill-on-bad-exit=1"]
 size = int(os.environ["SLURM_NTASKS"])
 places = [{"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)} for n in range(size)]
-tasks = [subprocess.Popen(command, env={**os.environ, **place}) for place in places]
+tasks = [subprocess.Popen(command, env={**os.environ, **place}, start_new_session=True) for place in places]
+open(os.environ["REQUEUED"] + "-tasks", "w").write(str(tasks[0].pid))
 for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
+    signal.signal(number, lambda number, frame: [os.killpg(task.pid, number) for task in tasks])
 statuses = []
 while tasks:
     pid, status = os.wait()
     tasks = [task for task in tasks if task.pid != pid]
-    statuses.append(os.waitstatus_to_exitcode(status) % 256)
+    status = os.waitstatus_to_exitcode(status)
+    statuses.append(status if status >= 0 else 128 - status)
 sys.exit(max(statuses))
 """
 SCONTROL = """
 import os, sys
 print("127.0.0.1") if sys.argv[1] == "show" else open(os.environ["REQUEUED"], "a").write(sys.argv[2])
+"""
+# Scripts as people write them; the rows of the data have a cost, so that a test can send its signals in the middle.
+DATA = """
+import hashlib, sys, time
+import torch
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 48
+    def __getitem__(self, n):
+        time.sleep(0.02)
+        return torch.full((3,), n / 48)
+
+def end(model):
+    print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1))
+"""
+PLAIN = """
+from ckpt_tasks import CheckpointConfig, resumable
+
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(Rows(), 4, shuffle=True, num_workers=2)
+config = CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=10)
+loader, epochs = resumable(config, loader, range(3), model=model, optimizer=optimizer)
+for epoch in epochs:
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+end(model)
+"""
+LIGHTNING = """
+import lightning
+from ckpt_tasks import CheckpointConfig, ResumableLoader
+from ckpt_tasks.integrations.lightning import CkptCallback
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def training_step(self, x, _): return self.net(x).square().mean()
+    def configure_optimizers(self): return torch.optim.AdamW(self.parameters())
+
+saving = CkptCallback(CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=10))
+quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+trainer = lightning.Trainer(
+    max_epochs=3, accelerator="cpu", callbacks=[saving], default_root_dir=sys.argv[1] + "-own", **quiet
+)
+trainer.fit(Net(), ResumableLoader(Rows(), 4, shuffle=True, num_workers=2))
+end(model)
+"""
+TRAINER = """
+from transformers import TrainingArguments
+from ckpt_tasks import CheckpointConfig
+from ckpt_tasks.integrations.huggingface import CkptTrainer
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+    def forward(self, x): return {"loss": self.net(x).square().mean()}
+
+args = TrainingArguments(
+    sys.argv[1] + "-own", num_train_epochs=3, per_device_train_batch_size=4, dataloader_num_workers=2,
+    save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
+)
+config = CheckpointConfig(checkpoint_dir=sys.argv[1], step_interval=10)
+gather = lambda rows: {"x": torch.stack(rows)}
+CkptTrainer(Net(), args, train_dataset=Rows(), data_collator=gather, checkpoint=config).train()
+end(model)
 """
 
 
@@ -120,29 +194,35 @@ def newest(run_dir: Path) -> int:
         return -1
 
 
+def slurm(place: Path, *, tasks: int) -> dict[str, str]:
+    """Make stand-ins for srun and scontrol; return a job's environment, in which they are found."""
+    for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
+        program = place / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!{sys.executable}\n{source}")
+        program.chmod(0o755)
+    return {
+        MARK: str(place),
+        "PATH": f"{place / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_JOB_NAME": "ckpt-train",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NTASKS_PER_NODE": str(tasks),
+        "REQUEUED": str(place / "requeued"),
+    }
+
+
 @pytest.mark.slow
 def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, str]) -> None:
     """SIGUSR1 to the script: the ranks commit one step, the job is requeued, and the next start trains to the end.
 
     Stand-ins for srun and scontrol start real ranks. A rank that dies has the job requeued too, for so many times.
     """
-    for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!{sys.executable}\n{source}")
-        program.chmod(0o755)
     run_dir, requeued = tmp_path / "run", tmp_path / "requeued"
-    environment = {
-        **server,
-        MARK: str(tmp_path),
-        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "SLURM_JOB_ID": str(free_port() - 20000),
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "REQUEUED": str(requeued),
-    }
+    environment = {**server, **slurm(tmp_path, tasks=2)}
 
     def start(count: int, *, step_s: float = 0.0, told: bool = False, most: int = 20) -> int:
         plan = f'{{"step_s": {step_s}, "plan": [[15, 1, "kill"]], "folder": "{tmp_path}"}}'
@@ -170,3 +250,59 @@ def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, 
     assert start(1) == 0
     assert newest(run_dir) == 40
     assert left(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(PLAIN, id="plain"),
+        pytest.param(LIGHTNING, id="lightning", marks=pytest.mark.framework),
+        pytest.param(TRAINER, id="trainer", marks=pytest.mark.framework),
+    ],
+)
+def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
+    """P69: a script that resumes is told, and requeued; killed, and requeued; and ends with the weights of no kill.
+
+    The notice reaches its loading workers too. The step is committed, no interval is due; Lightning requeues nothing.
+    """
+    script, run_dir, requeued = tmp_path / "train.py", tmp_path / "run", tmp_path / "requeued"
+    script.write_text(DATA + source)
+    environment = {"HOME": str(tmp_path), **slurm(tmp_path, tasks=1)}
+
+    def start(count: int, *, until: int, then: signal.Signals | None = None) -> tuple[int, str]:
+        with subprocess.Popen(
+            ["bash", str(SBATCH), "python", str(script), str(run_dir)],
+            env={**environment, "SLURM_RESTART_COUNT": str(count)},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as job:
+            while then and newest(run_dir) < until:
+                assert job.poll() is None
+                time.sleep(0.05)
+            if then == signal.SIGKILL:
+                os.killpg(int(Path(f"{requeued}-tasks").read_text()), then)
+            elif then:
+                job.send_signal(then)
+            said, _ = job.communicate(timeout=100)
+            return job.returncode, said[-65:]  # the digest; Trainer prints its times before
+
+    status, _ = start(0, until=10, then=signal.SIGUSR1)
+    run = open_run(str(run_dir))
+    owner = run.head().state.owner
+    told = newest(run_dir)
+    assert status == (0 if source == LIGHTNING else 143)
+    assert owner is not None
+    assert owner.released
+    assert told % 10
+    assert requeued.read_text() == environment["SLURM_JOB_ID"]
+    assert [*tmp_path.glob("*-own/hpc_ckpt*")] == []
+    requeued.unlink()
+    status, _ = start(1, until=told + 1, then=signal.SIGKILL)
+    assert status == 128 + signal.SIGKILL
+    assert requeued.read_text() == environment["SLURM_JOB_ID"]
+    requeued.unlink()
+    status, ended = start(2, until=0)
+    assert (status, newest(run_dir), requeued.exists()) == (0, 36, False)
+    run_dir = tmp_path / "whole"
+    assert start(0, until=0) == (0, ended)

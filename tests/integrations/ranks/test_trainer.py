@@ -54,6 +54,7 @@ def test_two_ranks_end_as_without_a_stop(options: dict[str, Any], tmp_path: Path
             pytest.param(options, marks=slow)
             for options in (
                 {"args": FSDP2, "then": [1, 4]},
+                {"args": FSDP2, "accumulates": 2, "then": [3, 1]},
                 {"args": FSDP2, "then": [4, 3], "adapter": True, "base": "a/base@1"},
                 {"args": {**FSDP2, "fp16": True}, "then": [3, 3]},
                 {"then": [3, 1]},
