@@ -75,7 +75,7 @@ _LONG_FORM_S = 3000.0
 _OF_DISKS = {"crash", "e2e", "faults", "memory", "save", "servers", "storage"}
 _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
-_MANY_OBJECTS = 100_000  # looked through in some 5 ms
+_MANY_OBJECTS = 20_000  # looked through in some 1 ms, as a step of a training does many times
 _SERVERS = ("prefect_home", "ministack")  # fixtures of servers that take long to start
 _UNKNOWN_S, _SHORT_S = 100.0, 3.0  # what a file may take that has not run yet; what fills up a share
 _DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
@@ -177,9 +177,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _what_stays_is_not_looked_at() -> Iterator[None]:
-    """Do the same where a module's tests have imported something large (Prefect, a server): it stays until the end."""
+    """Do the same where a test has imported something large (a compiler, a server): it stays until the end."""
     yield
     if len(gc.get_objects()) > _MANY_OBJECTS:
         pytest_collection_finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,16 +17,6 @@ from tests.checkpoint.loop_runs import BATCHES, EPOCHS, PLAIN, Killed, Place, Pl
 
 PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
 FEW: list[Place] = [(0, 0), (0, 2), (0, None), (1, 3), (1, None)]  # One of each kind, one after the other.
-
-
-@pytest.fixture(autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Let the searches for objects, one at each start, pass over those that are there already."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 KINDS = ("loader.epochs", "resumable")
 
 

@@ -33,7 +33,6 @@ def alone() -> Iterator[None]:
             yield
         finally:
             gc.collect()  # a Checkpointer that is left would commit at the interpreter's end
-            gc.unfreeze()
 
 
 class SimulatedSystem(System):
