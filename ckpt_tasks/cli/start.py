@@ -181,12 +181,9 @@ def _starting(as_json: bool) -> Iterator[None]:
     """Begin Prefect's embedded server if one is needed, and say on a terminal that the block's imports take seconds."""
     text = "Importing Prefect and PyTorch …"
     with shown_meanwhile(text, sys.stderr if as_json else sys.stdout), importing_prefect(), gc_paused():
-        from ckpt_tasks.flows.prefect.server_process import prepare
-
-        prepare()  # The server's imports take as long as ours: they run meanwhile.
         from ckpt_tasks.flows.prefect.embedded import begin_embedded_server
 
-        begin_embedded_server()
+        begin_embedded_server()  # The server starts while our own imports run, which take as long.
         yield
 
 

@@ -10,7 +10,11 @@ output in a file. The server ends when its parent has ended. All clients find it
 from __future__ import annotations
 
 import os
+import secrets
+import signal
+import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,16 +26,37 @@ import httpx
 from prefect.context import refresh_global_settings_context
 from prefect.settings import Settings, get_current_settings
 
+from ckpt_tasks.checkpoint.interrupt import stop_signals
 from ckpt_tasks.errors import SiteError
-from ckpt_tasks.flows.prefect.server_process import LOG, PASSWORD, ServerProcess, take_prepared
 
 # Prefect's own 20 s are too short for a busy machine, and for the first start, which creates the database.
 _PATIENCE_S = 120.0
 _LOOK_S = 0.2  # Between two requests, if the server resets the first one.
 
+_PASSWORD = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")  # One for the server, one for its clients.
+_LOG = "embedded-server.log"
 TABLES = "database.sql"  # What the migrations of Prefect 3.8.8 make; they take 5 to 10 s, most of the first start.
 
-_started: list[ServerProcess] = []
+# Arguments: the parent's id, the descriptor of the socket, and the URL, which is only for readers of process lists.
+# When the parent has ended, a server that was made gets 30 s to shut down.
+_SERVE = """
+import os, socket, sys, threading, time
+parent, server = int(sys.argv[1]), None
+def end_with_the_parent():
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    if server is not None:
+        server.should_exit = True
+        time.sleep(30)
+    os._exit(0)
+threading.Thread(target=end_with_the_parent, daemon=True).start()
+import uvicorn
+from prefect.server.api.server import create_app
+server = uvicorn.Server(uvicorn.Config(create_app, factory=True, log_level="error", lifespan="on"))
+server.run([socket.socket(fileno=int(sys.argv[2]))])
+"""
+
+_started: list[subprocess.Popen[bytes]] = []
 
 
 def begin_embedded_server() -> bool:
@@ -43,14 +68,43 @@ def begin_embedded_server() -> bool:
     """
     settings, servers = get_current_settings(), sys.modules.get("prefect.server.api.server")
     runs = servers is not None and servers.SubprocessASGIServer().running  # Prefect itself has started one.
-    needed = not (runs or settings.api.url) and settings.server.ephemeral.enabled
-    prepared = take_prepared(settings.home if needed else None)
-    if not needed:
+    if runs or settings.api.url or not settings.server.ephemeral.enabled:
         return bool(_started)
+    settings.home.mkdir(parents=True, exist_ok=True)
     make_database(settings)
-    server = prepared or ServerProcess.begin(settings.home, settings.to_environment_variables(exclude_unset=True))
-    server.serve()
-    os.environ |= {"PREFECT_API_URL": server.url, **dict.fromkeys(PASSWORD, server.password)}
+    # Other users of this host can reach the server's port: without a password they could read our database.
+    password = secrets.token_urlsafe(32)
+    own = {
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "0",
+        "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "0",  # A block registers its type when it is saved.
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+    }
+    given = settings.to_environment_variables(exclude_unset=True)
+    environment = {**os.environ, **own, **given, **dict.fromkeys(_PASSWORD, password)}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        open(os.open(settings.home / _LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log,
+    ):
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        command = [sys.executable, "-c", _SERVE, str(os.getpid()), str(listener.fileno()), url]
+        # systemd and others signal every process of a job. The server inherits the mask.
+        blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *stop_signals()}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            server = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.environ |= {"PREFECT_API_URL": url, **dict.fromkeys(_PASSWORD, password)}
     refresh_global_settings_context()
     _started.append(server)
     return True
@@ -83,10 +137,10 @@ def start_embedded_server() -> None:
     settings, deadline_s = get_current_settings(), time.monotonic() + _PATIENCE_S
     while (error := _first_error(f"{settings.api.url}/health")) is not None:
         # A server that lives may reset a connection which waited for it: ask again.
-        ended = _started[-1].process.poll() is not None
+        ended = _started[-1].poll() is not None
         if ended or time.monotonic() > deadline_s or not isinstance(error, httpx.NetworkError | httpx.ProtocolError):
-            status = f"it ended with status {_started[-1].process.returncode}" if ended else str(error)
-            hint = f"Its log is {settings.home / LOG}."
+            status = f"it ended with status {_started[-1].returncode}" if ended else str(error)
+            hint = f"Its log is {settings.home / _LOG}."
             raise SiteError(f"Prefect's embedded server does not start: {status}", hint=hint) from error
         time.sleep(_LOOK_S)
 

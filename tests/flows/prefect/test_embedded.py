@@ -49,40 +49,14 @@ class Server:
 STARTS = """
 import os, sys
 from ckpt_tasks.errors import SiteError
-from ckpt_tasks.flows.prefect.server_process import prepare
-
-def children():
-    return open(f"/proc/self/task/{os.getpid()}/children").read().split()
-
-os.environ["PYTHONPATH"] = sys.argv[1]
-if sys.argv[2] == "prepared":
-    prepare()
-    (begun,) = children()
 from ckpt_tasks.flows.prefect.embedded import start_embedded_server
+os.environ["PYTHONPATH"] = sys.argv[1]
 try:
     start_embedded_server()
     print("it answers")
-    print("as prepared" if sys.argv[2] == "prepared" and children() == [begun] else "begun when needed")
 except SiteError as error:
     print(error)
-print("processes:", len(children()))
 """
-
-
-def starts(tmp_path: Path, does: str, *, begun: str = "") -> str:
-    """Return what a process says that starts an embedded server, whose program is the stand-in."""
-    stand_in = tmp_path / "stand-in"
-    package = stand_in / "prefect" / "server" / "api"
-    package.mkdir(parents=True)
-    (stand_in / "uvicorn.py").write_text(SERVES)
-    (package / "server.py").write_text("create_app = None\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    environment |= {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "STAND_IN": does}
-    command = [sys.executable, "-c", STARTS, str(stand_in), begun]
-    ran = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
-    )
-    return ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -90,23 +64,18 @@ def starts(tmp_path: Path, does: str, *, begun: str = "") -> str:
 )
 def test_a_reset_connection_is_no_end(does: str, says: str, tmp_path: Path) -> None:
     """A server that resets a connection and lives is asked again; one that has ended is an error with its status."""
-    assert says in starts(tmp_path, does)
-
-
-def test_a_process_begun_early_becomes_the_server(tmp_path: Path) -> None:
-    """The process that a command begins before it imports Prefect is the server, and there is no other."""
-    said = starts(tmp_path, "resets", begun="prepared")
-    assert said == "it answers\nas prepared\nprocesses: 1\n"
-
-
-@pytest.mark.parametrize(
-    ("setting", "processes"), [("PREFECT_API_URL=http://[::1]:9/api", 0), ("PREFECT_HOME=here", 1)]
-)
-def test_a_process_begun_early_ends_if_it_cannot_be_the_server(setting: str, processes: int, tmp_path: Path) -> None:
-    """If Prefect's settings name another server or another home, the process ends, and serves nobody."""
-    (tmp_path / ".env").write_text(f"{setting}\n")
-    said = starts(tmp_path, "resets", begun="prepared")
-    assert said == f"it answers\nbegun when needed\nprocesses: {processes}\n"
+    stand_in = tmp_path / "stand-in"
+    package = stand_in / "prefect" / "server" / "api"
+    package.mkdir(parents=True)
+    (stand_in / "uvicorn.py").write_text(SERVES)
+    (package / "server.py").write_text("create_app = None\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path), "STAND_IN": does}
+    command = [sys.executable, "-c", STARTS, str(stand_in)]
+    ran = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert says in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_a_new_database_has_the_tables_of_prefects_migrations(tmp_path: Path) -> None:
