@@ -172,7 +172,7 @@ def test_steps_below_the_loop_are_told(steps: int, said: int, caplog: Any) -> No
 
 @pytest.mark.parametrize(("form", "said"), [("in an epoch", 1), ("in phases", 0), ("by next", 0)])
 def test_two_loaders_without_epochs_are_told(form: str, said: int, caplog: Any) -> None:
-    """Where `epochs()` does not hold an epoch together, a second loop in it is told once; a later phase is not."""
+    """A second loop in an epoch of `range` is warned of once; a loop of a later phase is not."""
     a, b = data_of(1, 3), data_of(2, 2)
     state = {"a": a, "b": b, "w": torch.zeros(1)}
     with Checkpointer(config_of(MemoryStore())) as ckpt:

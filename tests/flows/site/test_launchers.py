@@ -262,7 +262,7 @@ def test_a_notice_is_a_commit_and_a_new_start(tmp_path: Path, server: dict[str, 
     ],
 )
 def test_any_script_goes_on_in_a_job(source: str, tmp_path: Path) -> None:
-    """P69: a script that resumes is told, and requeued; killed, and requeued; and ends with the weights of no kill.
+    """P69: Slurm stops a script and requeues it, kills it and requeues it; its weights are those without a stop.
 
     The notice reaches its loading workers too. The step is committed, no interval is due; Lightning requeues nothing.
     """

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from tests.support.legs import Lines
+from tests.support.legs import Lines, assert_equal, begins, compared, within
 
 EPOCH = 6  # steps
+
+
+def killed_twice(job: str, folder: Path, options: dict[str, Any], stops: Sequence[int]) -> tuple[Lines, list[Lines]]:
+    """Train in two ranks, without a stop and killed at two steps; assert that they are equal; return their lines."""
+    reference, legs, statuses = compared(job, folder, options, within(stops))
+    assert statuses == [0, -9, -9, 0]
+    assert begins(legs)[0] == 0 < begins(legs)[1] <= stops[0] < begins(legs)[2] <= stops[1]
+    assert_equal(reference, legs)
+    return reference, legs
 
 
 def by_step(lines: Lines, what: str) -> dict[int, list[int]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.ranks.checks import begun_otherwise, sampled_otherwise
-from tests.support.legs import assert_equal, begins, compared, within
+from tests.integrations.ranks.checks import begun_otherwise, killed_twice, sampled_otherwise
+from tests.support.legs import compared, within
 
 pytestmark = pytest.mark.framework
 slow = pytest.mark.slow
@@ -35,10 +35,7 @@ STOPS = [4, 6]
 )
 def test_two_ranks_end_as_without_a_stop(options: dict[str, Any], tmp_path: Path) -> None:
     """Killed twice, every mean, sample and bit of the weights and moments is that of a training without a kill."""
-    reference, legs, statuses = compared(JOB, tmp_path, options, within(STOPS))
-    assert statuses == [0, -9, -9, 0]
-    assert begins(legs)[0] == 0 < begins(legs)[1] <= STOPS[0] < begins(legs)[2] <= STOPS[1]
-    assert_equal(reference, legs)
+    reference, legs = killed_twice(JOB, tmp_path, options, STOPS)
     assert [begun_otherwise(reference, *pair) for pair in pairwise(legs)] == [[], []]
     assert {value for what, _, value in reference if what.startswith("idle")} == {"0"}  # no save makes a step
 
