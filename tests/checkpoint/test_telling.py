@@ -32,7 +32,7 @@ with Checkpointer(CheckpointConfig(checkpoint_dir=run, memory_dir=memory or None
         if step == int(last):
             os.kill(os.getpid(), int(number))
 """
-SAVED = r"saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(now\), from"
+SAVED = r"saved \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \((now|\d+ s ago)\), from"
 
 
 def train(run: Path, last: int = -1, number: int = 0, sets: str = "", *, memory: str | Path = "") -> tuple[int, str]:
