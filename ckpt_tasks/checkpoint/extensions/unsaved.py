@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data import sampler as samplers
@@ -43,7 +45,7 @@ from ckpt_tasks.state.tensors.random_streams import preserved_rng, same_state, s
 _log = logging.getLogger("ckpt_tasks")
 _warned: WeakSet[Any] = WeakSet()
 _lookers: WeakSet[UnsavedObjects] = WeakSet()
-_steps: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # True: has stepped since the start.
+_stepped: WeakSet[Optimizer] = WeakSet()  # Since the last start.
 _empty: set[tuple[str, type]] = set()  # Names with types: an object may allow neither hash nor weak reference.
 # These may have an empty state: a disabled scaler, and gradients before the first backward.
 _MAY_BE_EMPTY = (torch.amp.GradScaler, Gradients)
@@ -70,18 +72,16 @@ class UnsavedObjects(Extension):
     _watched: Sequence[tuple[str, Any, Any]] = ()
     _outside: Mapping[Optimizer, str] = WeakKeyDictionary()
 
-    def restored(self, now: Restored) -> None:
-        """Note at a start which optimizers outside the state train its parameters, to learn whether they step.
+    def __post_init__(self) -> None:
+        """Note which optimizers step, in the whole process."""
+        _note_steps()
 
-        The program may have made an optimizer for another phase of training.
-        """
+    def restored(self, now: Restored) -> None:
+        """Note from a start on which optimizers step: one outside the state may belong to another phase of training."""
         if now.begins:
             _warn_of_trained(now.state)
         self._restored_step = now.step
-        for value in _outside(now.state, _alive(Optimizer)):
-            if value not in _steps and is_ordinary(value):
-                value.register_step_post_hook(_note_step)
-            _steps[value] = not is_ordinary(value)
+        _stepped.clear()
 
     def captured(self, step: int, state: Groups) -> None:
         """Warn of objects outside the state at the first save after a step; of scalers and generators at the next save.
@@ -202,9 +202,15 @@ def _has_stepped(of_parameter: object) -> bool:
     return not isinstance(step, int | float | torch.Tensor) or bool(torch.as_tensor(step).any())
 
 
+@cache
+def _note_steps() -> None:
+    # Looking for the optimizers that are there at a start would take 50 ms.
+    register_optimizer_step_post_hook(_note_step)
+
+
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
-        _steps[optimizer] = True
+        _stepped.add(optimizer)
 
 
 def _outside(state: Groups, optimizers: Iterable[Optimizer]) -> dict[Optimizer, str]:
@@ -218,7 +224,7 @@ def _outside(state: Groups, optimizers: Iterable[Optimizer]) -> dict[Optimizer, 
 
 def _warn_of_optimizers(outside: Mapping[Optimizer, str]) -> None:
     """Warn of optimizers outside the state that have stepped since the start."""
-    for value in _new(value for value in outside if _steps.get(value, True)):
+    for value in _new(value for value in outside if value in _stepped or not is_ordinary(value)):
         _log.warning(
             "The %s of %s is not in the state: after a resume it begins anew, without its moments. "
             "Save it too: state={..., 'optimizer': optimizer}",

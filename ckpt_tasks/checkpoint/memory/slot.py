@@ -21,7 +21,7 @@ class SlotStore:
 
     def __init__(self, memory: SlotFiles, slot: str, storage: ReadableStore):
         self._storage = storage
-        self._fetched: dict[str, memoryview] = {}
+        self._files: dict[str, memoryview] = {}
         self.url = memory.url
         self._memory = memory
         self._slot = slot
@@ -47,14 +47,19 @@ class SlotStore:
 
     def map(self, name: str) -> memoryview:
         """Map a file of the slot; raises ObjectNotFoundError and IntegrityError."""
-        try:  # Ignore the attempt in the name: a slot holds a whole snapshot, including reused objects.
-            return self._memory.open(self._slot, name.rpartition("/")[2])
+        file = name.rpartition("/")[2]  # Ignore the attempt in the name: a slot holds a whole snapshot.
+        if file not in self._files:
+            self._files[file] = self._open(name, file)
+        return self._files[file]
+
+    def _open(self, name: str, file: str) -> memoryview:
+        try:
+            return self._memory.open(self._slot, file)
         except FileNotFoundError as error:
             if not is_group_file(name):
                 raise ObjectNotFoundError("no such file in this snapshot", key=name) from error
-            if name not in self._fetched:
-                self._fetched[name] = memoryview(bytearray(self._storage.size(name)))
-                self._storage.read(name, 0, self._fetched[name])
-            return self._fetched[name]
+            fetched = memoryview(bytearray(self._storage.size(name)))
+            self._storage.read(name, 0, fetched)
+            return fetched
         except OSError as error:
             raise IntegrityError(f"the file cannot be mapped: {error}", key=name) from error

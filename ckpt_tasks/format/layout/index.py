@@ -203,9 +203,8 @@ class Index:
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """The dtype and shape of every tensor by full key; valid if `coverage_faults` is empty."""
         with gc_paused():
-            firsts = self._take(self._tensor_numbers[1])
-            of = firsts._columns
-            return dict(zip(firsts._full_keys(), zip(of.dtype.values(), of.full.values(), strict=True), strict=True))
+            keys, dtypes, shapes = self._full_keys, self._columns.dtype.values(), self._columns.full.values()
+            return {keys[first]: (dtypes[first], shapes[first]) for first in self._tensor_numbers[1].tolist()}
 
     def placed(self, name: str, digests: Sequence[bytes]) -> Index:
         """Return the rows with a new name of their object, and with new digests."""
@@ -224,7 +223,7 @@ class Index:
     def of_tensors(self, keys: Container[str]) -> Index:
         """Return the rows of the tensors with these full keys."""
         numbers, firsts = self._tensor_numbers
-        wanted = np.array([key in keys for key in self._take(firsts)._full_keys()], np.bool_)
+        wanted = np.array([self._full_keys[first] in keys for first in firsts.tolist()], np.bool_)
         return self if wanted.all() else self._take(np.flatnonzero(wanted[numbers]))
 
     def same_regions(self, other: Index) -> bool:
@@ -244,9 +243,7 @@ class Index:
                 table = table.set_column(n, field, column.cast(pa.string()).dictionary_encode().cast(field.type))
         return Index(table)
 
-    def _full_key(self, row: int) -> str:
-        return self._take(np.array([row]))._full_keys()[0]
-
+    @cached_property
     def _full_keys(self) -> list[str]:
         of = self._columns
         of_group = [f"{group}/" for group in of.group.words]
@@ -255,8 +252,9 @@ class Index:
     @cached_property
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
         """The number of each row's tensor, in order of first appearance, and the first row of each tensor."""
-        keys = self._columns.key.dictionary_encode()
-        codes = self._columns.group.codes * max(1, len(keys.dictionary)) + numbers_of(keys.indices)
+        keys = self._columns.key.to_pylist()  # `dictionary_encode` would import pyarrow.compute.
+        code = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        codes = self._columns.group.codes * max(1, len(code)) + np.fromiter(map(code.__getitem__, keys), np.int64)
         _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
         rank = np.empty_like(firsts)
         order = np.argsort(firsts)
@@ -303,8 +301,7 @@ class Index:
             faults |= self._faults_of(of_dims, tensor[of_dims], dims, whole=whole)
         if not faults:
             return []
-        keys = self._take(firsts[sorted(faults)])._full_keys()
-        return [f"{key}: {faults[number]}" for key, number in zip(keys, sorted(faults), strict=True)]
+        return [f"{self._full_keys[firsts[number]]}: {faults[number]}" for number in sorted(faults)]
 
     def _faults_of(
         self, rows: npt.NDArray[np.int64], tensor: npt.NDArray[np.int64], dims: int, *, whole: bool
@@ -341,7 +338,7 @@ class Index:
         firsts = np.searchsorted(of.object.codes[order], np.arange(len(of.object.words) + 1)).tolist()
         inside = {word: order[firsts[code] : firsts[code + 1]] for word, code in of.object.code.items()}
         strange = [row for word, rows in inside.items() if word not in objects for row in rows.tolist()]
-        faults = [f"{self._full_key(row)} lies in an object that the manifest does not name" for row in strange]
+        faults = [f"{self._full_keys[row]} lies in an object that the manifest does not name" for row in strange]
         for name, (begin, end) in objects.items():
             rows = inside.get(name, order[:0])
             if [begin, *of.end[rows].tolist()] != [*of.begin[rows].tolist(), end]:
@@ -350,7 +347,7 @@ class Index:
 
     def _refuse(self, bad: npt.NDArray[np.bool_], why: str) -> None:
         if bad.any():
-            raise IntegrityError(why, key=self._full_key(int(bad.argmax())))
+            raise IntegrityError(why, key=self._full_keys[int(bad.argmax())])
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
