@@ -29,16 +29,22 @@ _OF_NOTES = ("kind", "note", "at", "n")
 # These entries of an environment have a line each; all other entries share one line.
 _OWN_LINES = ("command", "code", "host", "accelerator")
 
-ObjectsOption = Annotated[bool, option("--all", None, f"list every object, not only the {_OBJECTS_SHOWN} largest")]
+ObjectsOption = Annotated[
+    bool, option("--all", None, f"list every object, not only the {_OBJECTS_SHOWN} largest, and the run's notes")
+]
 
 
 def show(checkpoint: CheckpointArgument, *, every: ObjectsOption = False, as_json: JsonOption = False) -> None:
-    """Show what is in DIR@STEP, and what made it."""
+    """Show what is in DIR@STEP, and what made it.
+
+    A run's notes lie in the entries of its ledger: finding them reads each entry.
+    """
     from ckpt_tasks.run.opening import open_checkpoint
 
     with output(as_json) as out:
         run, record = parse_target(checkpoint).find()
         facts = _facts(run, record, open_checkpoint(run.history.store, record))
+        facts |= {"notes": run.notes()} if every else {}
         out.answer(facts, _parts(run, facts, every))
 
 
@@ -71,7 +77,6 @@ def _facts(run: Run, checkpoint: Checkpoint, opened: Opened) -> dict[str, Any]:
         ],
         "groups": [_group(name, saved.kind, by_group.get(name, [])) for name, saved in opened.groups.items()],
         "objects": [{"name": name, "size_bytes": size_bytes} for name, size_bytes in _sizes(checkpoint, manifest)],
-        "notes": run.notes(),
     }
 
 
@@ -126,7 +131,7 @@ def _parts(run: Run, facts: Mapping[str, Any], every: bool) -> Iterator[Any]:
     yield from _objects(facts["manifest"].rpartition("/")[0] + "/", facts["objects"], every)
     if facts["evaluations"]:
         yield listing(_EVALUATIONS, facts["evaluations"])
-    if notes := facts["notes"]:
+    if notes := facts.get("notes"):
         table = listing(_NOTES, notes[:_NOTES_SHOWN])
         if len(notes) > _NOTES_SHOWN:
             table.add_row("", "", f"… and {len(notes) - _NOTES_SHOWN} older ones (--json)", style="dim")

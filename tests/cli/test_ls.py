@@ -97,18 +97,19 @@ def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:
 
 
 def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
-    """The checkpoint that training went on from is named by its step; notes are shown, long ones in part."""
+    """The checkpoint that training went on from is named by its step; --all shows the run's notes, long ones in part."""
     save_steps(run_dir, 1, 2)
     with Checkpointer(config(run_dir)) as ckpt_:
         ckpt_.acquire()
         ckpt_.note("failure", error="CUDA out of memory \x1b[2J", attempt=2, values=list(range(301)))
-    about = ckpt("show", run_dir, "--json").data
+    assert "notes" not in ckpt("show", run_dir, "--json").data
+    about = ckpt("show", run_dir, "--all", "--json").data
     sizes = [(run_dir / one["name"]).stat().st_size for one in about["objects"]]
     assert [one["size_bytes"] for one in about["objects"]] == sizes
     assert sum(sizes) == about["size_bytes"]
     assert about["parent_step"] == 1
     assert [note["error"] for note in about["notes"]] == ["CUDA out of memory \x1b[2J"]
-    shown = ckpt("show", run_dir).out
+    shown = ckpt("show", run_dir, "--all").out
     assert "CUDA out of memory" in shown
     assert "… (--json)" in shown
     assert "1, 2, 3" in shown
