@@ -97,7 +97,7 @@ def test_ls_says_which_ledger_entries_are_damaged(run_dir: Path) -> None:
 
 
 def test_show_names_the_parent_and_the_notes_of_the_run(run_dir: Path) -> None:
-    """The checkpoint that training went on from is named by its step; --all shows the run's notes, long ones in part."""
+    """The parent of a checkpoint is named by its step; --all shows the run's notes, long ones in part."""
     save_steps(run_dir, 1, 2)
     with Checkpointer(config(run_dir)) as ckpt_:
         ckpt_.acquire()
