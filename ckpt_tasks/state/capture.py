@@ -22,6 +22,7 @@ from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.kinds.group_parts import Captured, GroupState
 from ckpt_tasks.state.kinds.kinds import KINDS, kind_of
 from ckpt_tasks.state.kinds.names import Scope
+from ckpt_tasks.state.structure import Structure, look_at
 from ckpt_tasks.state.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.state.tensors.random_streams import current_streams, preserved_rng
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
@@ -29,25 +30,40 @@ from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 _ORDER = [*KINDS]
 
 
-def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE, parent: str | None = None) -> Captured:
+def capture(
+    state: Mapping[str, Any],
+    *,
+    rng: bool = True,
+    world: World = ALONE,
+    parent: str | None = None,
+    structure: Structure | None = None,
+) -> Captured:
     """Capture a state and, with `rng`, the random streams of the process.
 
     Draws no random number and changes nothing. A user's state_dict() may draw numbers: `capture` then resets only the
     streams that moved, since other threads may draw meanwhile. Tensors with the same memory, dtype, shape and strides
     are captured once, even across groups. `parent`: the identity of the checkpoint that a save of this state would
-    follow. In a `world` of many ranks the result has only the tensors that this rank writes. Raises
-    UnsupportedStateError with the path ("group/name/…") of a value that cannot be stored.
+    follow. `structure` remembers what this capture finds for the next one. In a `world` of many ranks the result has
+    only the tensors that this rank writes. Raises UnsupportedStateError with the path ("group/name/…") of a value that
+    cannot be stored.
     """
     state = flat(state)
     own, modules = state.by_rank, state.modules
     reshard(modules.values())
-    tensors = TensorSet(world)
-    captured: dict[str, GroupState] = {}
+    tensors, captured, frozen = TensorSet(world), dict[str, GroupState](), None
     streams = current_streams() if rng else {}
     with gc_paused():
         scope = Scope(state, modules, state.can_assign, parent)
         kinds = {name: kind_of(value) for name, value in state.items()}
-        for name in sorted(state, key=lambda name: _ORDER.index(kinds[name])):
+        order = sorted(state, key=lambda name: _ORDER.index(kinds[name]))
+        first = [name for name in order if kinds[name] in ("module", "optimizer")]
+        look = (
+            look_at(state, first) if structure and world.size == 1 and first and order[: len(first)] == first else None
+        )
+        known = structure.recall(look, state) if structure and look else None
+        if known:
+            captured, tensors, frozen = known
+        for name in order[len(captured) :]:
             kind, value = KINDS[kinds[name]], state[name]
             draws, rule = kind.draws(value), RankRule.BY_RANK if name in own else kind.rule
             try:
@@ -57,6 +73,8 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
                 if not isinstance(error, CkptError):  # Raise an error of the user's object unchanged.
                     error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
                 raise
+            if structure and look and not known and name == first[-1]:
+                structure.keep(look, captured, tensors, _frozen(scope, tensors))
     groups = {name: captured[name] for name in state}
     if rng:
         with tensors.by(KINDS[RNG].rule):
@@ -66,15 +84,18 @@ def capture(state: Mapping[str, Any], *, rng: bool = True, world: World = ALONE,
         groups[name] = replace(
             group, by_rank=name in own or KINDS[group.kind].rule is RankRule.BY_RANK, buffers=buffers
         )
-    still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
-    frozen = frozenset(still.intersection(tensors.tensors))
     return Captured(
         groups,
         tensors.tensors,
-        frozen,
+        _frozen(scope, tensors) if frozen is None else frozen,
         tensors.places,
         tensors.replicated,
         tensors.one_for_all,
         tensors.files,
         tensors.constant,
     )
+
+
+def _frozen(scope: Scope, tensors: TensorSet) -> frozenset[str]:
+    still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
+    return frozenset(still.intersection(tensors.tensors))

@@ -21,7 +21,7 @@ from ckpt_tasks.format.layout.index import WHOLE, Index, Places, parse_index, wr
 from ckpt_tasks.format.manifest import ObjectRecord
 from ckpt_tasks.format.records import Checkpoint, Compared, Owner, checkpoint_item, read_checkpoint
 from ckpt_tasks.format.tree import encode
-from ckpt_tasks.state.kinds.group_parts import Captured, GroupFile
+from ckpt_tasks.state.kinds.group_parts import Captured, GroupFile, GroupState
 from ckpt_tasks.storage.port import Store
 
 if TYPE_CHECKING:
@@ -131,13 +131,23 @@ def encode_groups(captured: Captured) -> dict[str, dict[str, object]]:
     """Turn captured groups into JSON; raise UnsupportedStateError with the path of a value that cannot be stored."""
     encoded: dict[str, dict[str, object]] = {}
     for name, group in captured.groups.items():
-        encoded[name] = {"kind": group.kind, "tree": encode(group.tree, name)}
+        encoded[name] = {"kind": group.kind, "tree": _encoded(group, name)}
         if group.by_rank:
             # In memory this tree belongs to one rank; a checkpoint has the trees of all ranks.
             encoded[name]["by_rank"] = True
         elif group.buffers:
             encoded[name]["buffers"] = [*group.buffers]
     return encoded
+
+
+def _encoded(group: GroupState, name: str) -> object:
+    """Encode a tree, but what was encoded for an earlier save and has stayed as it was."""
+    if group.kept is None:
+        return encode(group.tree, name)
+    json = group.kept.json
+    if not json:
+        json.update(encode({part: group.tree[part] for part in group.kept.names}, name))
+    return {part: json[part] if part in json else encode({part: tree}, name)[part] for part, tree in group.tree.items()}
 
 
 def digest_file(

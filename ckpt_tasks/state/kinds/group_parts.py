@@ -17,6 +17,14 @@ from ckpt_tasks.state.tensors.tensor_sources import HeldTensors, Maker
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
 
 
+@dataclass
+class KeptJson:
+    """The JSON of those parts of a tree, by their names, that stay the same from capture to capture."""
+
+    names: Sequence[str]
+    json: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class GroupState:
     """One group: its `kind` (module, optimizer, stateful, generator, plain or rng) and its `tree` (format/tree.py).
@@ -28,6 +36,7 @@ class GroupState:
     tree: Any
     by_rank: bool = False
     buffers: tuple[str, ...] = ()
+    kept: KeptJson | None = field(default=None, compare=False)
 
     @property
     def trees(self) -> list[Any]:

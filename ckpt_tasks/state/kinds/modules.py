@@ -254,6 +254,14 @@ def takes_part(module: nn.Module) -> bool:
     return _overrides(kind)
 
 
+def runs_torchs_code(module: nn.Module) -> bool:
+    """Return True if nothing but the code of torch.nn reads a module's state: no hook and no other method."""
+    attributes = module.__dict__
+    kind: Any = type(module)
+    own = any(attributes.get(name) for name in _HOOKS) or any(name in attributes for name in _METHODS)
+    return not own and not _overrides(kind)
+
+
 def _is_torchs(hook: Any) -> bool:
     """Return True for a hook of torch.distributed: FSDP's hooks shard parameters, and do not change values."""
     function = getattr(hook, "hook", hook)  # torch wraps a hook that gets the module as an argument.

@@ -98,8 +98,16 @@ class Scope:
         self.state = state
         self.modules = modules
         self.can_assign = can_assign
-        self.parameters = named_parameters(modules)
-        self.names = parameter_names(self.parameters)
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter with its full key, once for each name that it has."""
+        return named_parameters(self.modules)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Each parameter's name by id()."""
+        return parameter_names(self.parameters)
 
     @cached_property
     def full_keys(self) -> frozenset[str]:

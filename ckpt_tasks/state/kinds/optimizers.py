@@ -38,6 +38,7 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_OPTIONS = ("params", "param_names")
+_SWITCHES = ("begun", "requires_grad", "modes")
 # Schedules add these options to their optimizer's param groups.
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
@@ -63,16 +64,43 @@ def capture_optimizer(
     named = _named_groups(optimizer, names, group)
     numbers = _numbers(state, named)
     live = dict(pair for members in named for pair in members)
-    begun = begun_flags(optimizer)
-    modes = switched_modes(modules, _groups_of(live, modules)) if modules else {}
-    changed = {
-        name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
-    }
     per_name = {numbers[n]: entry for n, entry in state["state"].items() if n in numbers}
     return {
         **pack_optimizer(state, numbers, group, tensors),
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
+        **_switched(optimizer, live, group, tensors, modules),
+    }
+
+
+def recaptured(
+    optimizer: Optimizer, tree: Mapping[str, Any], group: str, tensors: TensorSet, modules: Mapping[str, nn.Module]
+) -> dict[str, Any]:
+    """Return an ordinary optimizer's tree with the options and switches of now, and what else it was before."""
+    pairs = [(then["params"], now) for then, now in zip(tree["param_groups"], optimizer.param_groups, strict=True)]
+    groups = [{**now, "params": names} for names, now in pairs]
+    live = {name: one for names, now in pairs for name, one in zip(names, now["params"], strict=True)}
+    return {
+        **{name: part for name, part in tree.items() if name not in _SWITCHES},
+        "param_groups": _packed_options(groups, group, tensors),
+        **_switched(optimizer, live, group, tensors, modules),
+    }
+
+
+def _switched(
+    optimizer: Optimizer,
+    live: Mapping[str, torch.Tensor],
+    group: str,
+    tensors: TensorSet,
+    modules: Mapping[str, nn.Module] | None,
+) -> dict[str, Any]:
+    """Return what training has switched, the parts _SWITCHES of the tree; `live`: the parameters by name."""
+    begun = begun_flags(optimizer)
+    modes = switched_modes(modules, _groups_of(live, modules)) if modules else {}
+    changed = {
+        name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
+    }
+    return {
         **({"begun": pack(moved, f"{group}/begun", tensors)} if any(moved := _moved(optimizer)) else {}),
         **({"requires_grad": changed} if changed else {}),
         **({"modes": modes} if modes else {}),
@@ -99,15 +127,18 @@ def pack_optimizer(
     return {
         "state": {names[n]: pack(entry, f"{group}/{names[n]}", tensors) for n, entry in entries.items() if n in names},
         "shared": pack({n: entry for n, entry in entries.items() if n not in names}, f"{group}/shared", tensors),
-        "param_groups": [
-            {
-                "params": [names[number] for number in options["params"]],
-                "options": pack(_options(options), f"{group}/param_groups/{n}", tensors),
-            }
-            for n, options in enumerate(state["param_groups"])
-        ],
+        "param_groups": _packed_options(
+            [{**one, "params": [names[n] for n in one["params"]]} for one in state["param_groups"]], group, tensors
+        ),
         "other": pack(other, f"{group}/other", tensors),
     }
+
+
+def _packed_options(groups: Iterable[Mapping[str, Any]], group: str, tensors: TensorSet) -> list[dict[str, Any]]:
+    return [
+        {"params": options["params"], "options": pack(_options(options), f"{group}/param_groups/{n}", tensors)}
+        for n, options in enumerate(groups)
+    ]
 
 
 class OptimizerPart:

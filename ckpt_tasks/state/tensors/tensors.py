@@ -79,6 +79,17 @@ class TensorSet:
         self._shares = Shares(world) if world is not None else None
 
     @property
+    def known(self) -> Mapping[tuple[Any, ...], str]:
+        """The key of each piece of memory that the set has, by the identity of its tensor."""
+        return self._known
+
+    def take_all(self, tensors: Mapping[str, torch.Tensor], known: Mapping[tuple[Any, ...], str]) -> None:
+        """Take the tensors of an earlier set, as they are now; `known` is that set's."""
+        self.tensors |= {key: one.detach() if one.requires_grad else one for key, one in tensors.items()}
+        self._keys |= tensors.keys()
+        self._known |= known
+
+    @property
     def many(self) -> bool:
         """True if many ranks share the state."""
         return self.world is not None and self.world.size > 1
