@@ -118,7 +118,14 @@ CHANGES: dict[str, Callable[[State], Any]] = {
 def found(state: State, structure: Structure | None) -> Any:
     captured = capture(state, structure=structure)
     tensors = [
-        (key, one.shape, one.stride(), one.requires_grad, one.tolist() if key in MADE_ANEW else one.data_ptr())
+        (
+            key,
+            one.shape,
+            one.stride(),
+            one.requires_grad,
+            one.is_conj(),
+            one.tolist() if key in MADE_ANEW else one.data_ptr(),
+        )
         for key, one in captured.tensors.items()
         if not key.startswith("rng/")
     ]
