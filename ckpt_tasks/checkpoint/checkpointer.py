@@ -79,7 +79,7 @@ class Checkpointer(HeldRun):
     ):
         super().__init__(config, take_over=take_over, flow_run_id=flow_run_id, process_group=process_group)
         self.last_restore: RestoreReport | None = None
-        self._structure = Structure()
+        self._seen = Structure()
         self._interrupt = Interrupt(self._extensions.holding)
         self._ranks.end_with(self._interrupt.must_end)
         self._entered = False
@@ -316,9 +316,7 @@ class Checkpointer(HeldRun):
                 check_dealt(storable(live))
             check_passes(live, step)
             with gc_paused():
-                captured = capture(
-                    live, world=self._ranks.world, parent=self._line.known_parent, structure=self._structure
-                )
+                captured = capture(live, world=self._ranks.world, parent=self._line.known_parent, structure=self._seen)
                 groups = encode_groups(captured)  # This raises for an unsupported value before anything is written.
                 self._extensions.tell(Extension.captured, step, live)
         except Exception as error:  # noqa: BLE001 (raised in all ranks)

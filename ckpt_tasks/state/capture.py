@@ -64,15 +64,9 @@ def capture(
         if known:
             captured, tensors, frozen = known
         for name in order[len(captured) :]:
-            kind, value = KINDS[kinds[name]], state[name]
-            draws, rule = kind.draws(value), RankRule.BY_RANK if name in own else kind.rule
-            try:
-                with preserved_rng() if draws else nullcontext(), tensors.by(rule):
-                    captured[name] = GroupState(kinds[name], kind.capture(value, name, scope, tensors, draws))
-            except Exception as error:
-                if not isinstance(error, CkptError):  # Raise an error of the user's object unchanged.
-                    error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
-                raise
+            rule = RankRule.BY_RANK if name in own else KINDS[kinds[name]].rule
+            with tensors.by(rule):
+                captured[name] = GroupState(kinds[name], _tree(kinds[name], state[name], name, scope, tensors))
             if structure and look and not known and name == first[-1]:
                 structure.keep(look, captured, tensors, _frozen(scope, tensors))
     groups = {name: captured[name] for name in state}
@@ -94,6 +88,17 @@ def capture(
         tensors.files,
         tensors.constant,
     )
+
+
+def _tree(kind: str, value: Any, name: str, scope: Scope, tensors: TensorSet) -> Any:
+    draws = KINDS[kind].draws(value)
+    try:
+        with preserved_rng() if draws else nullcontext():
+            return KINDS[kind].capture(value, name, scope, tensors, draws)
+    except Exception as error:
+        if not isinstance(error, CkptError):  # Raise an error of the user's object unchanged.
+            error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
+        raise
 
 
 def _frozen(scope: Scope, tensors: TensorSet) -> frozenset[str]:

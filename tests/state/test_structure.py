@@ -60,12 +60,16 @@ def first_set(state: State, name: str, value: Any) -> None:
 
 def renamed(state: State) -> None:
     net = state["net"]
-    net.other = net._modules.pop("first")
+    net.other = vars(net)["_modules"].pop("first")
 
 
 def moved(state: State) -> None:
     last = state["net"].last
-    last[1].weight = last[2]._parameters.pop("weight")
+    last[1].weight = vars(last[2])["_parameters"].pop("weight")
+
+
+def moved_within(parameters: State) -> None:
+    parameters.update(bias=parameters["weight"], weight=None)
 
 
 def with_more(state: State) -> None:
@@ -84,9 +88,11 @@ CHANGES: dict[str, Callable[[State], Any]] = {
     "no bias": lambda s: first_set(s, "bias", None),
     "renamed module": renamed,
     "moved parameter": moved,
-    "moved within a module": lambda s: s["net"].last[2]._parameters.update(bias=s["net"].last[2].weight, weight=None),
-    "parameter among the buffers": lambda s: s["net"].first._buffers.update(
-        bias=s["net"].first._parameters.pop("bias")
+    "moved within a module": lambda s: vars(s["net"].last[2])["_parameters"].update(
+        bias=s["net"].last[2].weight, weight=None
+    ),
+    "parameter among the buffers": lambda s: vars(s["net"].first)["_buffers"].update(
+        bias=vars(s["net"].first)["_parameters"].pop("bias")
     ),
     "new module": lambda s: s["net"].add_module("more", nn.Linear(2, 2)),
     "new parameter": lambda s: first_set(s, "scale", nn.Parameter(torch.ones(1))),

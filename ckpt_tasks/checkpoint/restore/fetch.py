@@ -69,7 +69,7 @@ class StoredTensors:
         self._cut = {key for key, rows in self._rows.items() if not boxes_in_order(rows)}
         self._fills: list[_Pair] = []
         self._verified = False
-        self._buffers = system().local()
+        self._scratch = system().local()
 
     def like(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
@@ -238,9 +238,9 @@ class StoredTensors:
             raise IntegrityError(change(row))
 
     def _buffer(self, size_bytes: int) -> bytearray:
-        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
+        buffer: bytearray | None = getattr(self._scratch, "buffer", None)
         if buffer is None or len(buffer) < size_bytes:
-            buffer = self._buffers.buffer = bytearray(max(size_bytes, _PIECE_BYTES + 16))
+            buffer = self._scratch.buffer = bytearray(max(size_bytes, _PIECE_BYTES + 16))
         return buffer
 
 

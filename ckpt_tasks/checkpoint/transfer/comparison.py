@@ -133,7 +133,7 @@ class _Walk:
             self._differ(name, "kind", a.kind, b.kind)
         else:
             self._trees(name, a.trees if a else (), b.trees if b else ())
-            self._buffers(name)
+            self._compare_buffers(name)
         self.compared[name] = Compared(self._counts["tensors"], self._counts["values"])
 
     def _trees(self, name: str, a: Sequence[Any], b: Sequence[Any]) -> None:
@@ -147,7 +147,7 @@ class _Walk:
             else:
                 self._values(place, a[rank], b[rank])
 
-    def _buffers(self, name: str) -> None:
+    def _compare_buffers(self, name: str) -> None:
         """Compare the buffers of all ranks except rank 0, if both checkpoints have the same world size."""
         ranks = self._a.manifest.world_size if self._a.manifest.world_size == self._b.manifest.world_size else 1
         for key in sorted(self._a.manifest.buffers & self._b.manifest.buffers) if ranks > 1 else ():

@@ -24,7 +24,7 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
 from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.replaced import replaced_options
-from ckpt_tasks.state.kinds.switches import are_switches, begun_flags, begun_options, restore_modes, switched_modes
+from ckpt_tasks.state.kinds.switches import SWITCHES, are_switches, begun_flags, groups_of, restore_modes, switched
 from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import pack, unpack
 from ckpt_tasks.state.tensors.placements import is_sharded
@@ -38,7 +38,6 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _NOT_OPTIONS = ("params", "param_names")
-_SWITCHES = ("begun", "requires_grad", "modes")
 # Schedules add these options to their optimizer's param groups.
 _OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
@@ -69,7 +68,7 @@ def capture_optimizer(
         **pack_optimizer(state, numbers, group, tensors),
         "shapes": {name: [*p.shape] for name, p in live.items() if id(p) not in names},
         "on_cpu": _on_cpu(per_name, live),
-        **_switched(optimizer, live, group, tensors, modules),
+        **switched(optimizer, live, group, tensors, modules),
     }
 
 
@@ -81,41 +80,10 @@ def recaptured(
     groups = [{**now, "params": names} for names, now in pairs]
     live = {name: one for names, now in pairs for name, one in zip(names, now["params"], strict=True)}
     return {
-        **{name: part for name, part in tree.items() if name not in _SWITCHES},
+        **{name: part for name, part in tree.items() if name not in SWITCHES},
         "param_groups": _packed_options(groups, group, tensors),
-        **_switched(optimizer, live, group, tensors, modules),
+        **switched(optimizer, live, group, tensors, modules),
     }
-
-
-def _switched(
-    optimizer: Optimizer,
-    live: Mapping[str, torch.Tensor],
-    group: str,
-    tensors: TensorSet,
-    modules: Mapping[str, nn.Module] | None,
-) -> dict[str, Any]:
-    """Return what training has switched, the parts _SWITCHES of the tree; `live`: the parameters by name."""
-    begun = begun_flags(optimizer)
-    modes = switched_modes(modules, _groups_of(live, modules)) if modules else {}
-    changed = {
-        name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
-    }
-    return {
-        **({"begun": pack(moved, f"{group}/begun", tensors)} if any(moved := _moved(optimizer)) else {}),
-        **({"requires_grad": changed} if changed else {}),
-        **({"modes": modes} if modes else {}),
-    }
-
-
-def _moved(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return, for each param group, what the options had been that the loop itself has changed, such as its rate."""
-    pairs = zip(begun_options(optimizer), optimizer.param_groups, strict=False)
-    return [
-        {key: value for key, value in begun.items() if key in now and now[key] != value}
-        if "initial_lr" not in now  # A schedule has its own state.
-        else {}
-        for begun, now in pairs
-    ]
 
 
 def pack_optimizer(
@@ -220,7 +188,7 @@ class OptimizerPart:
         """Set the optimizer's state. Keep the dicts of the param groups: schedulers and CUDA graphs refer to them."""
         saved, begun = self._tree.get("requires_grad", {}), begun_flags(self._optimizer)
         taken = {name: p for members in self._named for name, p in members if name not in self._kept}
-        restore_modes(self._modules, _groups_of(taken, self._modules), self._tree.get("modes", {}))
+        restore_modes(self._modules, groups_of(taken, self._modules), self._tree.get("modes", {}))
         for name, parameter in taken.items():
             takes = saved.get(name, begun.get(id(parameter), parameter.requires_grad))
             if parameter.requires_grad != takes:
@@ -344,10 +312,6 @@ def _numbers(state: Mapping[str, Any], named: list[list[tuple[str, torch.Tensor]
         for options, members in zip(state["param_groups"], named, strict=True)
         for number, (name, _) in zip(options["params"], members, strict=True)
     }
-
-
-def _groups_of(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    return sorted(modules.keys() & {name.partition("/")[0] for name in names})
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ckpt_tasks.state.kinds.names import bare_name, unwrapped
+from ckpt_tasks.state.tensors.packing import pack
+from ckpt_tasks.state.tensors.tensors import TensorSet
 
 # Attributes of PEFT's modules: names of the active adapters, True if all are disabled, and factors by adapter.
 _CHOICES = ("active_adapter", "_active_adapter", "_disable_adapters", "scaling")
@@ -27,6 +30,7 @@ Modes = dict[str, Any]
 _begun_flags: WeakKeyDictionary[Optimizer, dict[int, bool]] = WeakKeyDictionary()
 _begun_options: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 _SCALARS = (bool, int, float, str)
+SWITCHES = ("begun", "requires_grad", "modes")  # Parts of an optimizer's tree that are there if training has switched.
 _begun_modes: WeakKeyDictionary[nn.Module, Modes] = WeakKeyDictionary()
 
 
@@ -65,6 +69,42 @@ def switched_modes(modules: Mapping[str, nn.Module], groups: Iterable[str]) -> d
         if (modes[""] or len(modes) > 1) and modes | {"": None} != begun | {"": None}:
             switched[group] = modes
     return switched
+
+
+def switched(
+    optimizer: Optimizer,
+    live: Mapping[str, torch.Tensor],
+    group: str,
+    tensors: TensorSet,
+    modules: Mapping[str, nn.Module] | None,
+) -> dict[str, Any]:
+    """Return what training has switched, the parts SWITCHES of its tree; `live`: the parameters by name."""
+    begun = begun_flags(optimizer)
+    modes = switched_modes(modules, groups_of(live, modules)) if modules else {}
+    changed = {
+        name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
+    }
+    return {
+        **({"begun": pack(moved, f"{group}/begun", tensors)} if any(moved := _moved(optimizer)) else {}),
+        **({"requires_grad": changed} if changed else {}),
+        **({"modes": modes} if modes else {}),
+    }
+
+
+def _moved(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return, for each param group, what the options had been that the loop itself has changed, such as its rate."""
+    pairs = zip(begun_options(optimizer), optimizer.param_groups, strict=False)
+    return [
+        {key: value for key, value in begun.items() if key in now and now[key] != value}
+        if "initial_lr" not in now  # A schedule has its own state.
+        else {}
+        for begun, now in pairs
+    ]
+
+
+def groups_of(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the groups of modules that these parameters belong to, by the parameters' names."""
+    return sorted(modules.keys() & {name.partition("/")[0] for name in names})
 
 
 def restore_modes(modules: Mapping[str, nn.Module], groups: Iterable[str], saved: Mapping[str, Modes]) -> None:
