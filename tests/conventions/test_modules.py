@@ -110,7 +110,6 @@ OTHERWISE = {
     ("conventions/test_docs.py", "_config"),
     ("state/kinds/test_sparse.py", "_indices"),
     ("state/kinds/test_sparse.py", "_values"),
-    ("state/test_all_or_nothing.py", "_buffers"),
     ("property/test_protocol.py", "_read_back"),
 }
 # Names of torch's that ours happens to define as well.
