@@ -22,7 +22,7 @@ from ckpt_tasks.state.groups import flat
 from ckpt_tasks.state.kinds.group_parts import Captured, GroupState
 from ckpt_tasks.state.kinds.kinds import KINDS, kind_of
 from ckpt_tasks.state.kinds.names import Scope
-from ckpt_tasks.state.structure import Structure, look_at
+from ckpt_tasks.state.structure import Structure
 from ckpt_tasks.state.tensors.placements import ALONE, World, reshard
 from ckpt_tasks.state.tensors.random_streams import current_streams, preserved_rng
 from ckpt_tasks.state.tensors.tensors import RankRule, TensorSet
@@ -50,25 +50,18 @@ def capture(
     state = flat(state)
     own, modules = state.by_rank, state.modules
     reshard(modules.values())
-    tensors, captured, frozen = TensorSet(world), dict[str, GroupState](), None
+    structure = structure if structure is not None and world.size == 1 else Structure(remembers=False)
     streams = current_streams() if rng else {}
     with gc_paused():
         scope = Scope(state, modules, state.can_assign, parent)
         kinds = {name: kind_of(value) for name, value in state.items()}
         order = sorted(state, key=lambda name: _ORDER.index(kinds[name]))
-        first = [name for name in order if kinds[name] in ("module", "optimizer")]
-        look = (
-            look_at(state, first) if structure and world.size == 1 and first and order[: len(first)] == first else None
-        )
-        known = structure.recall(look, state) if structure and look else None
-        if known:
-            captured, tensors, frozen = known
+        captured, tensors = structure.recall(state, order, kinds) or ({}, TensorSet(world))
         for name in order[len(captured) :]:
             rule = RankRule.BY_RANK if name in own else KINDS[kinds[name]].rule
             with tensors.by(rule):
                 captured[name] = GroupState(kinds[name], _tree(kinds[name], state[name], name, scope, tensors))
-            if structure and look and not known and name == first[-1]:
-                structure.keep(look, captured, tensors, _frozen(scope, tensors))
+            structure.note(captured, tensors)
     groups = {name: captured[name] for name in state}
     if rng:
         with tensors.by(KINDS[RNG].rule):
@@ -81,7 +74,7 @@ def capture(
     return Captured(
         groups,
         tensors.tensors,
-        _frozen(scope, tensors) if frozen is None else frozen,
+        structure.frozen(scope, tensors),
         tensors.places,
         tensors.replicated,
         tensors.one_for_all,
@@ -99,8 +92,3 @@ def _tree(kind: str, value: Any, name: str, scope: Scope, tensors: TensorSet) ->
         if not isinstance(error, CkptError):  # Raise an error of the user's object unchanged.
             error.add_note(f"It was raised while {name} was read for a checkpoint; nothing of it was written.")
         raise
-
-
-def _frozen(scope: Scope, tensors: TensorSet) -> frozenset[str]:
-    still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
-    return frozenset(still.intersection(tensors.tensors))

@@ -17,62 +17,78 @@ from torch.optim import Optimizer
 
 from ckpt_tasks.state.kinds.group_parts import GroupState, KeptJson
 from ckpt_tasks.state.kinds.modules import runs_torchs_code
-from ckpt_tasks.state.kinds.names import unwrapped
+from ckpt_tasks.state.kinds.names import Scope, unwrapped
 from ckpt_tasks.state.kinds.optimizers import is_ordinary, recaptured
 from ckpt_tasks.state.tensors.tensors import TensorSet, identity
 
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 
-class Look(NamedTuple):
+class Facts(NamedTuple):
     """The live tensors of modules and optimizers, and all that their trees, and the choice of tensors, depend on."""
 
+    names: Sequence[str]
     tensors: list[torch.Tensor]
     facts: list[Any]
 
 
 class Structure:
-    """What the last capture found of the modules and optimizers of a state; it holds no tensor."""
+    """What the last capture found of the modules and optimizers of a state; between captures it holds no tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, remembers: bool = True) -> None:
+        self._remembers = remembers
+        self._now: Facts | None = None
         self._facts: list[Any] | None = None
         self._groups: dict[str, GroupState] = {}
-        self._places: dict[str, int] = {}  # Of the tensors that are stored, among those of the look.
+        self._places: dict[str, int] = {}  # Where each tensor that is stored is among those of the facts.
         self._known: dict[tuple[Any, ...], str] = {}
-        self._frozen: frozenset[str] = frozenset()
-
-    def keep(self, look: Look, groups: Mapping[str, GroupState], tensors: TensorSet, frozen: frozenset[str]) -> None:
-        """Remember the groups and the tensors that a capture of what was looked at has found."""
-        first: dict[Any, int] = {}
-        for n, tensor in enumerate(look.tensors):
-            first.setdefault(identity(tensor), n)
-        # An option that is a tensor is not among those looked at. One without memory, or with a flag, is no live one.
-        clear = None not in first and not any(one.is_neg() or one.is_conj() for one in look.tensors)
-        self._facts = look.facts if clear and {*map(identity, tensors.tensors.values())} <= first.keys() else None
-        if self._facts is not None:
-            self._groups = {name: replace(group, kept=_kept_json(group)) for name, group in groups.items()}
-            self._known, self._frozen = dict(tensors.known), frozen
-            self._places = {key: first[identity(one)] for key, one in tensors.tensors.items()}
+        self._frozen: frozenset[str] | None = None
 
     def recall(
-        self, look: Look, state: Mapping[str, Any]
-    ) -> tuple[dict[str, GroupState], TensorSet, frozenset[str]] | None:
-        """Return the groups, their tensors and the keys of frozen ones as they are now; None if a fact differs."""
-        if self._facts is None or self._facts != look.facts:
-            return None
-        tensors, groups = TensorSet(), {}
-        tensors.take_all({key: look.tensors[n] for key, n in self._places.items()}, self._known)
-        for name, group in self._groups.items():
-            value = state[name]
-            if isinstance(value, Optimizer):
-                modules = {name: one for name, one in state.items() if isinstance(one, nn.Module)}
-                group = replace(group, tree=recaptured(value, group.tree, name, tensors, modules))  # noqa: PLW2901
-            groups[name] = group
-        return None if len(tensors.tensors) > len(self._places) else (groups, tensors, self._frozen)
+        self, state: Mapping[str, Any], order: Sequence[str], kinds: Mapping[str, str]
+    ) -> tuple[dict[str, GroupState], TensorSet] | None:
+        """Return the modules and optimizers of a state, and their tensors, as they are now; None if a fact differs."""
+        first = [name for name in order if kinds[name] in ("module", "optimizer")]
+        now = facts_of(state, first) if self._remembers and first and order[: len(first)] == first else None
+        if now is not None and now.facts == self._facts:
+            tensors, groups = TensorSet(), dict(self._groups)
+            tensors.take_all({key: now.tensors[n] for key, n in self._places.items()}, self._known)
+            modules = {name: state[name] for name in first if kinds[name] == "module"}
+            for name in first[len(modules) :]:
+                tree = recaptured(state[name], groups[name].tree, name, tensors, modules)
+                groups[name] = replace(groups[name], tree=tree)
+            if len(tensors.tensors) == len(self._places):
+                return groups, tensors
+        self._now, self._frozen = now, None
+        return None
+
+    def note(self, groups: Mapping[str, GroupState], tensors: TensorSet) -> None:
+        """Remember these groups if they are the modules and optimizers that the last `recall` did not know."""
+        now = self._now
+        if now is None or len(groups) < len(now.names):
+            return
+        first: dict[Any, int] = {}
+        for n, tensor in enumerate(now.tensors):
+            first.setdefault(identity(tensor), n)
+        # An option that is a tensor has no fact. One without memory, or with a flag, is stored by another tensor.
+        sound = None not in first and not any(one.is_neg() or one.is_conj() for one in now.tensors)
+        self._facts = now.facts if sound and {*map(identity, tensors.tensors.values())} <= first.keys() else None
+        if self._facts is not None:
+            self._groups = {name: replace(group, kept=_kept_json(group)) for name, group in groups.items()}
+            self._known = dict(tensors.known)
+            self._places = {key: first[identity(one)] for key, one in tensors.tensors.items()}
+        self._now = None
+
+    def frozen(self, scope: Scope, tensors: TensorSet) -> frozenset[str]:
+        """Return the keys of the parameters without gradient."""
+        if self._frozen is None:
+            still = {name for name, parameter in scope.parameters if not parameter.requires_grad}
+            self._frozen = frozenset(still.intersection(tensors.tensors))
+        return self._frozen
 
 
-def look_at(state: Mapping[str, Any], names: Sequence[str]) -> Look | None:
-    """Look at modules and then optimizers; None if the tree of one may depend on more than the facts."""
+def facts_of(state: Mapping[str, Any], names: Sequence[str]) -> Facts | None:
+    """Look at modules and then optimizers; return None if the tree of one may depend on more than the facts."""
     tensors: list[torch.Tensor] = []
     facts: list[Any] = [*names]
     for name in names:
@@ -84,7 +100,7 @@ def look_at(state: Mapping[str, Any], names: Sequence[str]) -> Look | None:
     facts += [
         (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, type(t), t.is_neg(), t.is_conj()) for t in tensors
     ]
-    return Look(tensors, facts)
+    return Facts(names, tensors, facts)
 
 
 def _see_module(module: nn.Module, tensors: list[torch.Tensor], facts: list[Any]) -> bool:

@@ -40,7 +40,12 @@ def check_passes(state: Mapping[str, Any], step: int) -> None:
     here = getattr(inspect.currentframe(), "f_back", None)  # This function's own frame would refer to itself.
     if (owner := next((value for value in loaders if not value._over), None)) is not None:
         _note_passes(owner, [value for value in loaders if value is not owner], step, here)
-        return
+    else:
+        _tell_of_order(loaders, here)
+
+
+def _tell_of_order(loaders: list[ResumableLoader], here: Any) -> None:
+    """Warn of a pass over a loader that stands below one that is over, in a loop whose epochs are no epochs()."""
     for inner in (value for value in loaders if value._has_pass and is_within(value.place, here)):
         over = [value.place for value in loaders if not value._has_pass and is_within(value.place, here)]
         before = [place for place in over if place and inner.place and place[1] < inner.place[1]]

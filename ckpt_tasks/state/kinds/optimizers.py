@@ -24,7 +24,7 @@ from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
 from ckpt_tasks.state.kinds.group_parts import Guard
 from ckpt_tasks.state.kinds.replaced import replaced_options
-from ckpt_tasks.state.kinds.switches import SWITCHES, are_switches, begun_flags, groups_of, restore_modes, switched
+from ckpt_tasks.state.kinds.switches import SWITCHES, are_switches, begun_flags, restore_modes, switched, trained_groups
 from ckpt_tasks.state.tensors.copies import Copies
 from ckpt_tasks.state.tensors.packing import pack, unpack
 from ckpt_tasks.state.tensors.placements import is_sharded
@@ -188,7 +188,7 @@ class OptimizerPart:
         """Set the optimizer's state. Keep the dicts of the param groups: schedulers and CUDA graphs refer to them."""
         saved, begun = self._tree.get("requires_grad", {}), begun_flags(self._optimizer)
         taken = {name: p for members in self._named for name, p in members if name not in self._kept}
-        restore_modes(self._modules, groups_of(taken, self._modules), self._tree.get("modes", {}))
+        restore_modes(self._modules, trained_groups(taken, self._modules), self._tree.get("modes", {}))
         for name, parameter in taken.items():
             takes = saved.get(name, begun.get(id(parameter), parameter.requires_grad))
             if parameter.requires_grad != takes:

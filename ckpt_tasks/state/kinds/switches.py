@@ -80,7 +80,7 @@ def switched(
 ) -> dict[str, Any]:
     """Return what training has switched, the parts SWITCHES of its tree; `live`: the parameters by name."""
     begun = begun_flags(optimizer)
-    modes = switched_modes(modules, groups_of(live, modules)) if modules else {}
+    modes = switched_modes(modules, trained_groups(live, modules)) if modules else {}
     changed = {
         name: p.requires_grad for name, p in live.items() if begun.get(id(p), p.requires_grad) != p.requires_grad
     }
@@ -102,7 +102,7 @@ def _moved(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def groups_of(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+def trained_groups(names: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the groups of modules that these parameters belong to, by the parameters' names."""
     return sorted(modules.keys() & {name.partition("/")[0] for name in names})
 
