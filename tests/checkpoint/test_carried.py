@@ -66,9 +66,23 @@ class Training:
             late.zero_grad(set_to_none=self.form == "dropped")
 
 
+class Climbing(Training):
+    def batch(self, number: int, x: torch.Tensor) -> None:
+        """Train a batch as SAM does."""
+        weights: list[Any] = [*self.late.parameters()]
+        climb: Any = torch.autograd.grad(self.loss(x), weights)
+        with torch.no_grad():
+            torch._foreach_add_(weights, climb)
+        self.optimizers[1].zero_grad()
+        self.loss(x).backward()
+        with torch.no_grad():
+            torch._foreach_add_(weights, climb, alpha=-1)
+        self.optimizers[1].step()
+
+
 def trained(run: Path, form: str, adopted: str, *, with_gradients: bool = False, stop: int = 0) -> torch.Tensor:
     """Train 24 batches, or fail behind the save of step `stop`; return the second module's weights."""
-    training = Training(form, with_gradients=with_gradients)
+    training = (Climbing if form == "climbing" else Training)(form, with_gradients=with_gradients)
     config = CheckpointConfig(checkpoint_dir=str(run), step_interval=1, memory_dir=None)
     if adopted == "two lines":
         loader, epochs = resumable(config, DataLoader(TensorDataset(ROWS)), 2, **training.state)
@@ -104,13 +118,14 @@ def test_gradients_accumulated_over_a_save_are_named(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure", "by hand"])
+@pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure", "by hand", "climbing"])
 def test_gradients_that_no_step_takes_are_in_nobodys_way(
     form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps in every batch, gradients that are dropped or zeroed before a step, frozen parameters, a closure.
 
-    Gradients that the program makes by itself, as meta-learning does.
+    Gradients that the program makes by itself, as meta-learning does; weights that it moves to a place where it takes
+    their gradients, and back, as SAM does.
     """
     trained(run_dir, form, "step by step")
     assert caplog.messages == []

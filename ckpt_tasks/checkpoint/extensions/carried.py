@@ -75,6 +75,7 @@ class _Carried:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         self._gradient: tuple[ReferenceType[torch.Tensor], int] | None = None  # With its version, after a backward.
         self._weights = 0  # The version at the last backward: a compiled step changes it, and calls no hook.
+        self._is_taken = False  # Whether a step has taken the gradient, and no backward has added to it since.
         self._at_step = 0  # The loop's last completed step, at the last backward.
         self._crosses = self._has_crossed = False  # Whether this gradient, and any, was carried over a loop's step.
         self._at_save: tuple[str, int] | None = None
@@ -108,13 +109,15 @@ class _Carried:
         if torch.compiler.is_compiling() or gradient is None:
             return
         if self._gradient is not None and self._weights != parameter._version:
+            if self._is_taken:  # No step has changed the weights: the program has, as SAM does.
+                self._at_save = None
             self._end()
         if self._gradient is None or self._gradient[0]() is not gradient or gradient._version != self._gradient[1] + 1:
             self._crosses, self._at_save = False, None
         elif self._position.step != self._at_step:
             self._crosses = True
         self._gradient = (ref(gradient), gradient._version)
-        self._weights, self._at_step = parameter._version, self._position.step
+        self._weights, self._at_step, self._is_taken = parameter._version, self._position.step, False
 
     def note_step(self, *_: object) -> None:
         if torch.compiler.is_compiling():
@@ -125,6 +128,7 @@ class _Carried:
         self._end()
         if parameter is not None and parameter.grad is not None:  # A loop that does not zero it goes on adding to it.
             self._gradient, self._weights = (ref(parameter.grad), parameter.grad._version), parameter._version
+            self._is_taken = True
 
     def _end(self) -> None:
         """A step of the optimizer has taken the gradient."""
