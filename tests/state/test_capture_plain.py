@@ -140,6 +140,7 @@ QUIET: list[tuple[Any, Any]] = [
     *((None, {"a": 1}), (0, 0.5), (float("inf"), np.float32(1)), (0.0, torch.tensor(0.5)), ([], [1, 2]), ("a", "b")),
     *(({}, {"a": 1}), ({"a": None}, {"a": torch.ones(2)}), ((), (1, 2)), (Path("a"), Path("b")), ({1}, set())),
     *((deque([Place(0, "a")]), deque([Place(1, "b")])), ({"a": torch.zeros(2)}, {"a": torch.zeros(3)})),
+    ({"a": {}}, {"a": nn.Linear(1, 1).state_dict()}),
 ]
 
 

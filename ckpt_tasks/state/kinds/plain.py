@@ -227,9 +227,10 @@ class PlainPart:
         return fits or not self._can_assign
 
     def _note(self, there: Any, here: Any, place: _Place, differences: Differences) -> None:
-        """Record stored values of another kind than the program's values; skip values that one side lacks (None)."""
+        """Record stored values of another kind than the program's values; skip what one side lacks (None, {})."""
         kinds = {_kind(there), _kind(here)}
-        if here is None or there is None:
+        waits = len(place) > 1 and kinds == {dict, OrderedDict} and not here  # For a state_dict(), which is ordered.
+        if here is None or there is None or waits:
             return
         if len(kinds) > 1 or (len(place) == 1 and type(there) is TensorRef):
             was, now = words(there, self._stored), words(here, self._shapes)
