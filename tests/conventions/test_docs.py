@@ -25,6 +25,8 @@ NEVER = {
 NEVER_TOGETHER = {"global_step"}
 # `load` is kept for the one name that torch gave it: what we do is called restore.
 LOAD_ALLOWED = {"load_state_dict", "load_checkpoint"}  # the names that torch and Lightning call
+# Each block is a script of its own, which tests/checkpoint/test_recipes.py runs.
+SCRIPTS = {ROOT / "docs" / "RECIPES.md"}
 
 
 def python_blocks(page: Path) -> str:
@@ -110,7 +112,7 @@ def program(page: Path) -> Any:
     return pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.framework] if foreign else [])
 
 
-@pytest.mark.parametrize("page", [*map(program, sorted({README, *(page for page in PAGES if python_blocks(page))}))])
+@pytest.mark.parametrize("page", [*map(program, sorted({README, *filter(python_blocks, PAGES)} - SCRIPTS))])
 def test_python_in_the_documentation_runs(page: Path, tmp_path: Path) -> None:
     """The ```python blocks of a page run in order, as one program, in a new process and an empty directory."""
     with Child(execute, [str(page), str(tmp_path)], tmp_path.with_name(f"{tmp_path.name}-said")) as child:
