@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import count, islice, pairwise, zip_longest
+from itertools import count, cycle, islice, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -315,6 +315,19 @@ def zipped_with_one_that_is_made_anew(epochs: Any, loader: Any, run: Run) -> Non
         run.end()
 
 
+def cycled(epochs: Any, loader: Any, run: Run) -> None:
+    for run.epoch in epochs:
+        for x in islice(cycle(loader), 2 * BATCHES):
+            run.train(x)
+
+
+def zipped_with_a_cycle(epochs: Any, loader: Any, run: Run) -> None:
+    others = cycle(run.other)
+    for run.epoch in epochs:
+        for x, more in zip(loader, others, strict=False):
+            run.train(x, more)
+
+
 def zipped_with_the_longest(epochs: Any, loader: Any, run: Run) -> None:
     for run.epoch in epochs:
         for x, more in zip_longest(loader, run.other):
@@ -351,6 +364,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "zipped_with_as_many": lambda: data_of(2),
     "zipped_with_an_endless_one": lambda: data_of(2, BATCHES - 1),
     "zipped_with_fewer": lambda: data_of(2, BATCHES - 1),
+    "zipped_with_a_cycle": lambda: [torch.tensor([0])],
     "zipped_with_a_list": lambda: [torch.tensor([n]) for n in range(BATCHES)],
     "zipped_with_a_plain_loader": lambda: DataLoader(range(BATCHES * SIZE), SIZE),  # type: ignore[arg-type]
 }
@@ -364,5 +378,5 @@ REFUSED = {
     *("sliced_inside", "left_by_numbers_from_nought", "left_by_its_own_count", "left_by_a_call_in_an_else"),
     *("left_by_return", "left_by_a_count_in_its_condition", "by_next_of_a_number"),
     *("zipped_with_fewer", "zipped_with_a_list", "zipped_with_a_plain_loader", "zipped_with_a_generator"),
-    *("zipped_with_the_longest", "in_pairs"),
+    *("zipped_with_the_longest", "in_pairs", "cycled", "zipped_with_a_cycle"),
 }

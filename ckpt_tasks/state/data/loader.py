@@ -29,7 +29,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.drawing import MadeBatches
 from ckpt_tasks.state.data.ends import Ends, moments
 from ckpt_tasks.state.data.loops import counts_anew
-from ckpt_tasks.state.data.passes import Form, Pass, check_form, form_of, loop_frame, loop_place
+from ckpt_tasks.state.data.passes import CYCLED, Form, Pass, check_form, form_of, loop_frame, loop_place
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.data.streams import StreamBatches, StreamPosition
 from ckpt_tasks.state.kinds.started import Started, outline_of
@@ -94,10 +94,9 @@ class ResumableLoader(Started):
     _passed = False  # True if that epoch has had its training's pass.
     _over = True  # True if no loop over epochs() runs.
     _home: dict[str, Any] | None = None  # The position before a pass outside epochs().
-    _pass: Callable[[], Pass | None] = staticmethod(
-        lambda: None
-    )  # The last pass of the training, and the last other pass.
-    _plain: Callable[[], Pass | None] = staticmethod(lambda: None)
+    _pass: Callable[[], Pass | None] = staticmethod(lambda: None)  # The last pass of the training.
+    _plain: Callable[[], Pass | None] = staticmethod(lambda: None)  # The last other pass.
+    _cycled: Form | None = None  # The form of a loop over cycle(loader).
     _owner: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # The loader whose epochs() have begun last.
     place: tuple[Any, int] | None = None  # Where the last pass has taken its first batch.
     _loop_at: tuple[Any, int] | None = None  # Where the loop over epochs() is.
@@ -285,11 +284,12 @@ class ResumableLoader(Started):
         """Warn of a loop that begins anew in a restored epoch; return how many batches an islice() leaves of it."""
         behind = self.sampler.batch if self._restored and self.sampler.samples else 0
         self.place = where = loop_place(caller)
-        if where is None or (self._epoch is None and not self._restored):
+        if where is None or (self._epoch is None and not self._restored and one.is_direct):
             return None
         if where not in self._forms or behind:
             self._forms[where] = form_of(one, caller, self._total())
         one.form = form = self._forms[where]
+        self._cycled = form if form.fault is CYCLED else self._cycled
         if self._restored and self.sampler.epoch and not self._asked and counts_anew(loop_frame(caller)):
             _log.warning(_TOO_MANY, self.sampler.epoch)
         if not behind or self._numbered:
@@ -306,6 +306,12 @@ class ResumableLoader(Started):
         one = self._pass()
         return one is not None and one.is_open
 
+    @property
+    def is_in_for(self) -> bool:
+        """True in the body of a `for` statement over the loader, whose next batch a resume begins with."""
+        one = self._pass()
+        return one is not None and one.is_open and one.in_for
+
     def _check_passes(self) -> None:
         """Raise ConfigError if a save now, in a pass of `epochs()`, would not go on with the same batches."""
         other, one = self._plain(), self._pass()
@@ -316,6 +322,8 @@ class ResumableLoader(Started):
                 key="loader",
                 hint="Train in the first pass of each epoch, and measure behind it or over a DataLoader of its own.",
             )
+        if self._cycled:
+            check_form(self._cycled, numbered=False, here=None)
         if self._epoch is not None and one and one.is_open and one.form and not self.is_ending:
             check_form(one.form, numbered=self._numbered, here=inspect.currentframe())
 

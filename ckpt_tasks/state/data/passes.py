@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count, islice, pairwise, repeat, zip_longest
+from itertools import accumulate, count, cycle, islice, pairwise, repeat, zip_longest
 from operator import length_hint
 from types import FrameType, GeneratorType
 from typing import Any, NamedTuple
@@ -28,12 +28,18 @@ _SIZED: tuple[Any, ...] = ([], (), {}, {}.values(), {}.items(), "", b"")
 _FIXED = tuple(type(iter(one)) for one in _SIZED)
 _RANGE: Any = type(iter(range(0)))
 _ZIPS: tuple[Any, ...] = (zip, zip_longest)
-_CONSUMERS: tuple[Any, ...] = (accumulate, enumerate, islice, map, pairwise, *_ZIPS)
+_CONSUMERS: tuple[Any, ...] = (accumulate, cycle, enumerate, islice, map, pairwise, *_ZIPS)
 _BY_NUMBER = "Write `for number, batch in enumerate(loader, loader.batch):`, and `if number == n: break` above the step"
 
 _ONE_OTHER = (
     "Make one data set of both. Or put a ResumableLoader over the other data into the state, make one endless iterator "
     "over it above the epochs, and call next() on it for each batch"
+)
+
+
+CYCLED = (
+    "cycle() repeats the batches that it has seen, which in a restored epoch are those of its rest",
+    "Loop over loader.epochs(n), or call next() on an endless generator: `while True: yield from loader`",
 )
 
 
@@ -79,6 +85,7 @@ class Pass(Iterator[Any]):
     ):
         self._batches, self._look, self._behind, self.total, self.is_plain = batches, look, behind, total, is_plain
         self.count = 0  # The number of batches that this pass has yielded.
+        self.in_for = False  # True if a `for` statement takes the batches, with nothing in Python between the two.
         self.is_open = True
         self.is_direct = _is_for_statement(inspect.currentframe())
         self.form: Form | None = None
@@ -94,6 +101,7 @@ class Pass(Iterator[Any]):
         elif self._look:
             look, self._look = self._look, None
             # Keep no frame in a variable: it would hold this pass until the next garbage collection.
+            self.in_for = _is_in_for(getattr(inspect.currentframe(), "f_back", None))
             self._left = look(self, getattr(inspect.currentframe(), "f_back", None))
         if self.count == self._left:
             self.is_open = False
@@ -147,6 +155,8 @@ def _fault_of(
         start, _, step = _slice_of(consumer)
         if start or step != 1:
             return "islice() counts from the begin of a restored epoch's rest", _BY_NUMBER
+    elif type(consumer) is cycle:
+        return CYCLED
     elif type(consumer) in (accumulate, pairwise):
         return f"{type(consumer).__name__}() begins anew in the middle of a restored epoch", _BY_NUMBER
     elif any(_begins_anew(zipped, number, batches, is_new=number in made) for number in others):
@@ -212,7 +222,7 @@ def _begins_anew(zipped: tuple[Any, ...], number: int, batches: int | None, *, i
         return batches is not None and length_hint(other) + 1 < batches
     if isinstance(other, _BaseDataLoaderIter):
         return type(other).__module__.startswith("torch.")
-    if type(other) in _FIXED:
+    if type(other) in (cycle, *_FIXED):
         return True
     return is_new and type(other) not in (count, repeat) and not _may_resume(other)
 
@@ -264,6 +274,13 @@ def is_within(place: tuple[Any, int] | None, here: FrameType | None, but: tuple[
         here = here.f_back
     loops = [loop for loop in loops_at(here) if (code, loop.lineno) != but]
     return any(loop.lineno <= line <= (loop.end_lineno or 0) for loop in loops)
+
+
+def _is_in_for(caller: FrameType | None) -> bool:
+    """Return True if a `for` statement asks for a batch, itself or through enumerate(), outside of a generator."""
+    if caller is None or caller.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    return caller.f_code.co_code[caller.f_lasti] == dis.opmap["FOR_ITER"]
 
 
 def _is_for_statement(here: FrameType | None) -> bool:
