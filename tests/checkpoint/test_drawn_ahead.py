@@ -117,3 +117,38 @@ def test_a_batch_that_every_save_leaves_out_is_told(
         form(one)
     assert caplog.text.count("The loop draws a batch, saves, and then trains the batch") == said
     assert len(caplog.messages) <= 1
+
+
+def saved_behind_each_step(one: Program) -> None:
+    for _ in one.data.epochs(EPOCHS):
+        for _number, x in enumerate(one.data, one.data.batch):
+            for _ in range(3):
+                one.train(x)
+                one.step()
+
+
+def fetched_now_and_then(one: Program) -> None:
+    for _ in one.data.epochs(EPOCHS):
+        batches = iter(one.data)
+        while (x := next(batches, None)) is not None:
+            for y in (x, torch.ones(2), torch.ones(2)):  # Only one step of three needs a batch.
+                one.train(y)
+                one.step()
+
+
+@pytest.mark.parametrize(("form", "said"), [(saved_behind_each_step, 1), (fetched_now_and_then, 0), (saved_behind, 0)])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_save_between_two_steps_of_a_batch_is_told(
+    form: Callable[[Program], None], said: int, interval: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P22: in a `for` over the loader a resume begins with the next batch; what a loop does between next() is its own.
+
+    A step behind the epochs, as a last accumulation, is of no batch.
+    """
+    config = CheckpointConfig(checkpoint_dir=located(MemoryStore()), step_interval=interval, memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        one = Program(ckpt)
+        ckpt.restore(one.state)
+        form(one)
+        one.train(torch.ones(2))
+    assert ["between two steps of one batch" in message for message in caplog.messages] == [True] * said
