@@ -22,7 +22,7 @@ from tools.sources import ROOT
 
 PAGE = (ROOT / "docs" / "RECIPES.md").read_text(encoding="utf-8")
 BEGIN, *SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)
-QUICK = {"A number of steps", "GAN", "EMA, best weights, early stop", "Reinforcement learning", "A batch drawn ahead"}
+QUICK = {"Curriculum", "GAN", "EMA, best weights, early stop", "Reinforcement learning", "A batch drawn ahead"}
 
 
 def block(text: str) -> str:
@@ -32,6 +32,38 @@ def block(text: str) -> str:
 
 BLOCKS = {section.partition("\n")[0]: block(section) for section in SECTIONS if "```python" in section}
 FORMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in BLOCKS]
+NODES = """
+from torch.utils.data import DistributedSampler, RandomSampler
+from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
+
+rows = Batcher(SamplerWrapper(DistributedSampler(data, 1, 0)), 8)
+loader = Loader(Mapper(rows, lambda rows: data[rows]), restart_on_stop_iteration=False)
+state |= {"data": loader}
+with Checkpointer(config) as ckpt:
+    step = ckpt.restore(state)
+    while step < 36:
+        for x, y in loader:
+            descend(mse_loss(model(x), y))
+            step += 1
+            ckpt.step(step, state)
+"""
+CYCLED = """
+from itertools import cycle
+
+state |= {"data": loader}
+with Checkpointer(config) as ckpt:
+    batches, step = cycle(loader), ckpt.restore(state)
+    while step < 36:
+        x, y = next(batches)
+        descend(mse_loss(model(x), y))
+        step += 1
+        ckpt.step(step, state)
+"""
+INEXACT = {  # The last rows of the page.
+    "a target network": BLOCKS["A teacher and a queue"].replace(", teacher=teacher", ""),
+    "a Loader that restarts": NODES.replace(", restart_on_stop_iteration=False", ""),
+    "a RandomSampler": NODES.replace("DistributedSampler(data, 1, 0)", "RandomSampler(data)"),
+}
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -60,11 +92,11 @@ def train(arguments: Sequence[str]) -> None:
     exec(compile(Path(script).read_text(encoding="utf-8"), script, "exec"), names)
 
 
-def legs(form: str, folder: Path, interval: int, kills: Iterable[int]) -> tuple[list[list[str]], str]:
+def legs(text: str, folder: Path, interval: int, kills: Iterable[int]) -> tuple[list[list[str]], str]:
     """Start a script, killed in these steps of its starts; return the digests of each start, and what was printed."""
     folder.mkdir()
     saving = f"config = replace(config, step_interval={interval}, memory_dir=None)\n"
-    (folder / "train.py").write_text(block(BEGIN) + saving + BLOCKS[form], encoding="utf-8")
+    (folder / "train.py").write_text(block(BEGIN) + saving + text, encoding="utf-8")
     recorded, said = [], ""
     for number, kill_at in enumerate(chain(kills, [0])):
         log = folder / f"{number}.log"
@@ -78,9 +110,9 @@ def legs(form: str, folder: Path, interval: int, kills: Iterable[int]) -> tuple[
     return recorded, said
 
 
-def check(form: str, folder: Path, interval: int, kills: Iterable[int]) -> None:
-    [whole], told = legs(form, folder / "whole", 4, [])
-    recorded, said = legs(form, folder / "killed", interval, kills)
+def check(text: str, folder: Path, interval: int, kills: Iterable[int]) -> None:
+    [whole], told = legs(text, folder / "whole", 4, [])
+    recorded, said = legs(text, folder / "killed", interval, kills)
     assert (told, said) == ("", ""), "no line of a right form is warned of"
     assert len(recorded) > 2
     begins = [whole.index(leg[0]) for leg in recorded]
@@ -101,11 +133,32 @@ def test_a_form_of_the_page_that_is_killed_twice_goes_on(form: str, tmp_path: Pa
 
     The second start resumes in an epoch, the third one where an epoch ends.
     """
-    check(form, tmp_path, 2, [5, 9])
+    check(BLOCKS[form], tmp_path, 2, [5, 9])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_form_of_the_page_goes_on_from_any_step(form: str, tmp_path: Path) -> None:
     """Killed in the fourth step of each start, the next one resumes there, and the end is that of no kill."""
-    check(form, tmp_path, 1, repeat(4))
+    check(BLOCKS[form], tmp_path, 1, repeat(4))
+
+
+def test_a_loader_of_torchdatas_nodes_goes_on(tmp_path: Path) -> None:
+    """In the one form that the page names it resumes exactly, at an epoch's end and in the epoch after it too."""
+    check(NODES, tmp_path, 1, [13, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", INEXACT)
+def test_what_the_page_calls_inexact_is_so_in_silence(form: str, tmp_path: Path) -> None:
+    """Killed twice, it trains something else, and nothing is said: a row that is no longer true leaves the page."""
+    [whole], told = legs(INEXACT[form], tmp_path / "whole", 4, [])
+    recorded, said = legs(INEXACT[form], tmp_path / "killed", 1, [13, 3])
+    assert (told, said) == ("", "")
+    assert not {*recorded[-1]} <= {*whole}
+
+
+def test_a_cycle_over_a_loader_is_refused(tmp_path: Path) -> None:
+    """Outside of epochs too, the first save raises."""
+    with pytest.raises(AssertionError, match=r"ConfigError: cycle\(\) repeats .* a resume would train other samples"):
+        legs(CYCLED, tmp_path / "cycled", 4, [])

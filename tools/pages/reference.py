@@ -6,12 +6,10 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import ckpt_tasks
 from ckpt_tasks import testing
-from ckpt_tasks.run.ledger.config import field_texts
 from ckpt_tasks.storage.port import Store
 from tools.sources import ROOT
 
@@ -21,7 +19,8 @@ _HEAD = """# Reference
 Every name that `ckpt_tasks` exports, the classes that exported functions return, and `ckpt_tasks.testing`.
 `python -m tools.pages.reference` writes this page from the docstrings. The errors are drawn at the head of
 [errors.py](../ckpt_tasks/errors.py); [OPTIONS.md](OPTIONS.md) has the options of `CheckpointConfig`, and
-[COMMANDS.md](COMMANDS.md) the verbs of the command. An object for a state has `state_dict` and `load_state_dict`.
+[FORMAT.md](internals/FORMAT.md#state) the fields of a `Checkpoint`, [COMMANDS.md](COMMANDS.md) the verbs of `ckpt`. An
+object for a state has `state_dict` and `load_state_dict`.
 """
 _MODULES = re.compile(r"ckpt_tasks\.[\w.]*\.|collections\.abc\.|typing\.|os\.(?=PathLike)")
 _FUNCTION = re.compile(r"<function \S+ at 0x\w+>")  # as a default
@@ -36,14 +35,19 @@ _INNER = frozenset(
     {
         *("CheckpointConfig.has_interval", "CheckpointConfig.automatic", "CheckpointConfig.save_policy"),
         *("CheckpointConfig.retention_policy", "CheckpointConfig.location", "LookupTable.extra_repr"),
-        *("ResumableLoader.is_ending", "ResumableLoader.batch_size", "ResumableSampler.iterate"),
+        *(
+            "ResumableLoader.is_ending",
+            "ResumableLoader.is_in_for",
+            "ResumableLoader.batch_size",
+            "ResumableSampler.iterate",
+        ),
         *("ResumableSampler.whole", "ResumableSampler.end_epoch", "ResumableSampler.name_epochs"),
         *("Checkpointer.record_failure", "Checkpointer.record_program", "Location.resolve", "SyncPlan.chosen"),
         *("ShuffleBuffer.why_inexact", "FaultyStore.fate_of", "FaultyStore.later", "FaultyStore.part_of"),
         *("FaultRule.strikes", "Run.head", "Fate", "images_of", "look", "seal", "under_way"),
     }
 )
-_IN_WORDS = frozenset({"CheckpointConfig", "Checkpoint"})  # Their fields have texts.
+_IN_WORDS = frozenset({"CheckpointConfig", "Checkpoint"})  # Their fields are tables of OPTIONS.md and FORMAT.md.
 _GIVEN = frozenset({"Run", "FaultRule"})  # Functions return them; users do not make them.
 _STATEFUL = frozenset({"state_dict", "load_state_dict"})
 
@@ -79,16 +83,8 @@ def _about(name: str, value: Any) -> Iterator[str]:
         yield f"```text\n{name}{_signature(called)}\n```\n"
     yield from _paragraphs(inspect.getdoc(value) or "")
     if inspect.isclass(value):
-        members = [*_fields(value), *_methods(name, value)]
+        members = [*_methods(name, value)]
         yield from ["\n".join(members) + "\n"] if members else []
-
-
-def _fields(kind: type) -> Iterator[str]:
-    """Yield a line for each field that has a text."""
-    if kind.__name__ in _IN_WORDS - {"CheckpointConfig"}:
-        texts = field_texts(kind)
-        for one in fields(kind):
-            yield f"- `{one.name}`: {_BOUNDED.sub(_unbounded, f'{one.type},')[:-1]}. {texts.get(one.name, '')}".rstrip()
 
 
 def _methods(name: str, kind: type) -> Iterator[str]:
