@@ -170,10 +170,9 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Take what was imported and collected out of the garbage collector's sight.
 
-    It is a million objects, none of them garbage, and tests look through all objects thousands of times: each save does
-    once, for loaders, and so do training loops and sessions that end.
+    It is a million objects, hardly any of them garbage, and tests look through all objects thousands of times: each
+    save does once, for loaders, and so do training loops and sessions that end.
     """
-    gc.collect()
     gc.freeze()
 
 
@@ -182,7 +181,8 @@ def _what_stays_is_not_looked_at() -> Iterator[None]:
     """Do the same where a test has imported something large (a compiler, a server): it stays until the end."""
     yield
     if len(gc.get_objects()) > _MANY_OBJECTS:
-        pytest_collection_finish()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -262,6 +262,7 @@ def test_a_worker_takes_a_preempted_flow_run_that_prefect_has_retried(start: Sta
     assert run.client.read_flow_run(run.run).empirical_policy.retry_type != "in_process"  # workers pass over those
 
 
+@pytest.mark.slow
 def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Start) -> None:
     """P69: in the delay before a retry of the whole flow nothing trains; a preemption leaves nothing to wait for."""
     run = start("delay", flow=delayed, retries=0)
@@ -277,6 +278,7 @@ def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Star
     assert after.next_scheduled_start_time < before.next_scheduled_start_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", [train, own], ids=["train", "own"])
 def test_a_cancelled_training_ends_without_its_supervisor(flow: Any, start: Start) -> None:
     """P69: an engine whose supervisor was killed, of a flow run that is cancelled, commits a step and ends."""

@@ -189,6 +189,7 @@ def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
         assert watch(tag="nine", silent_s=0).dead == (name_of(client, other),)
 
 
+@pytest.mark.slow
 def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor says that the next look of `watch` is an hour away, until its schedule is planned again.
 
@@ -214,6 +215,7 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
         client.delete_flow_run(run)
 
 
+@pytest.mark.slow
 def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> None:
     """Those that their supervisor has scheduled count as those that `ckpt down` schedules; what has ended does not."""
     gone_on: list[tuple[object, ...]] = [(AwaitingRetry(),), (Running(), Crashed()), (Running(),), (Pending(),)]
@@ -222,6 +224,7 @@ def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> No
     assert [schedule_again(client, run) for run in runs] == [True] * len(gone_on) + [False] * len(ended)
 
 
+@pytest.mark.slow
 def test_who_was_ended_is_marked_before_it_waits(client: SyncPrefectClient) -> None:
     """`ckpt down` ends a process that once waited for its flow's retry: crashed first, so that a worker takes it."""
     run = made(client, "down", Running(), Failed(), Running(), retries=1)

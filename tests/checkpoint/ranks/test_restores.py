@@ -118,6 +118,7 @@ def some_restore(rank: int, size: int, root: str, who: int) -> list[tuple[str, s
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_restore_that_one_rank_alone_calls_does_not_hang(tmp_path: Path, who: int) -> None:
     """The rank that calls it raises StoreError with the silent rank's name, and does not hold the directory."""
@@ -154,7 +155,7 @@ def restore_damaged(rank: int, size: int, root: str, far: bool, step: int | None
 @pytest.mark.parametrize(
     ("how", "far", "every"),
     [
-        ("lost", True, 3),
+        pytest.param("lost", True, 3, marks=pytest.mark.slow),
         ("changed", False, 4),
         *(pytest.param(how, far, 1, marks=pytest.mark.slow) for how in ("lost", "changed") for far in (True, False)),
     ],

@@ -41,6 +41,7 @@ def test_ranks_evaluate_together(run_dir: Path) -> None:
     assert recorded == {("quick", 4): 3.0, ("full", 4): 3.0, ("quick", 0): 3.0}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_leaves_the_training_complete(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
     assert (evaluated.step, evaluated.outcome) == (12, "recorded")
 
 
+@pytest.mark.slow
 def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path, tmp_path: Path) -> None:
     """When the retries end, Prefect shows the rank's number, its exception and its traceback, and the run is free."""
     params = {"plan": [(3, 1, "raise")], "folder": str(tmp_path)}
@@ -121,6 +122,7 @@ def position(run_dir: Path) -> object:
     return elastic.trained(run_dir)[1]["data"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_said(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -219,6 +219,7 @@ def files(*roots: Path) -> Iterator[tuple[str, bytes]]:
                         yield str(path), path.read_bytes()
 
 
+@pytest.mark.slow
 def test_no_secret_of_a_block_is_seen_anywhere(  # noqa: PLR0917 (fixtures)
     there: str,
     server: dict[str, str],

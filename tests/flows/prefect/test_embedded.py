@@ -78,6 +78,7 @@ def test_a_reset_connection_is_no_end(does: str, says: str, tmp_path: Path) -> N
     assert says in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_new_database_has_the_tables_of_prefects_migrations(tmp_path: Path) -> None:
     """A database that we begin is, after the migrations of the installed Prefect, what these make from nothing."""
     ours = tmp_path / "ours"

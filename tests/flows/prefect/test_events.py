@@ -28,6 +28,7 @@ from ckpt_tasks.flows.prefect.events import asset_key, delivers_events
 from ckpt_tasks.format.records import Checkpoint
 from tests.flows.prefect.announcer import announcer
 from tests.servers.prefect import own_server
+from tests.support.sweeps import quick_first
 from tests.support.tiny import Tiny
 from tests.support.waiting import until
 
@@ -127,6 +128,7 @@ def moment(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("after_gone")
 def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture) -> None:
     """The end waits a bounded time for the events that are queued; then it drops them, and says how many."""
@@ -147,8 +149,8 @@ def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("after_gone")
-@pytest.mark.parametrize("away", [True, False])
-@pytest.mark.parametrize("raised", [None, ValueError("oh")], ids=["ends", "fails"])
+@pytest.mark.parametrize("away", quick_first([True, False]))
+@pytest.mark.parametrize("raised", quick_first([None, ValueError("oh")]), ids=["ends", "fails"])
 def test_without_a_server_no_final_state_is_set(
     raised: Exception | None, away: bool, server: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks.flows.programs.byte_lm import ByteLM, read
+from tests.support.sweeps import quick_first
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context": 32, "batch_size": 8, "dropout": 0.2}
 SHORT: dict[str, Any] = {"warmup_steps": 3, "decay_steps": 30, "lr": 1e-2}
@@ -61,7 +62,7 @@ def test_two_runs_are_equal(folder: Path) -> None:
     assert program(folder, seed=2).train_step() != metrics[0]
 
 
-@pytest.mark.parametrize("before", [1, 10, 15])
+@pytest.mark.parametrize("before", quick_first([1, 10, 15], 2))
 def test_a_fresh_program_goes_on_from_the_state(folder: Path, before: int) -> None:
     """P23: a fresh program given state and random numbers goes on as the uninterrupted, over an epoch's edge too."""
     whole = program(folder, max_bytes=4100)  # 15 steps are an epoch
@@ -79,6 +80,7 @@ def test_a_fresh_program_goes_on_from_the_state(folder: Path, before: int) -> No
     assert second.sampler.epoch == 1
 
 
+@pytest.mark.slow
 def test_it_learns(folder: Path) -> None:
     """The held-out loss begins at that of guessing and falls below what any model without context can reach."""
     lm = program(folder, decay_steps=150)
@@ -91,7 +93,7 @@ def test_it_learns(folder: Path) -> None:
     assert after["heldout_loss"] < 0.9 * after["unigram_entropy"] < before["heldout_loss"]
 
 
-@pytest.mark.parametrize("suite", ["quick", "full"])
+@pytest.mark.parametrize("suite", quick_first(["quick", "full"]))
 def test_an_evaluation_leaves_the_training_alone(folder: Path, suite: str) -> None:
     """P11: an evaluation is repeatable, and moves neither the state, nor the random streams, nor the mode."""
     lm, other = program(folder), program(folder)
