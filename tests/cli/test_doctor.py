@@ -203,6 +203,7 @@ def test_what_is_no_place_is_wrong_and_said(place: str) -> None:
     assert "memory" in checks
 
 
+@pytest.mark.slow
 def test_a_bucket_by_its_run(ministack: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put-if-absent is tried where no run is, and believed where one has proved it; the store's clock is compared."""
     torch = pytest.importorskip("torch")

@@ -134,6 +134,7 @@ def test_without_these_fsyncs_a_save_is_lost(logged: Experiment, leaves_out: str
 # ── fsync lies ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_save_that_a_lying_fsync_tore_is_passed_over(logged: Experiment) -> None:
     """P35: fsync did nothing for the last checkpoint's objects: restore says so, and takes the one before it."""
     moments = logged(leaves_out="newest data", saves=3, lives=1, moments=0, lies=0, seed=2)

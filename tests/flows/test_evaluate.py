@@ -149,6 +149,7 @@ def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
     assert pending(trained, suite="full", limit=2).keys() == {2}
 
 
+@pytest.mark.slow
 def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow run that follows takes what comes as soon as it is committed, and ends soon after the run's owner has."""
     monkeypatch.setattr("ckpt_tasks.flows.prefect.evaluate._RELEASED_S", 3.0)
@@ -239,6 +240,7 @@ def test_a_promotion_is_called_with_a_new_best_one(trained: Path, tmp_path: Path
     assert (tmp_path / "said").read_text() == "4 quick leased\n" * 2
 
 
+@pytest.mark.slow
 def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path, tmp_path: Path) -> None:
     """Its own error ends the flow after its retries; what was measured is recorded, and the next one exports the best.
 

@@ -159,6 +159,7 @@ def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path, whole: P
     assert steps(run_dir)[0] == 12
 
 
+@pytest.mark.slow
 def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
     """With seconds instead of steps the batches are sized from the steps measured, and still end with the run."""
     result = run(run_dir, 40, batch_steps=None, batch_seconds=0.05, params={"step_s": 0.002})
@@ -172,6 +173,7 @@ def diverging(run_dir: Path, total: int, params: dict[str, Any], **checkpoint: A
     return run(run_dir, total, params={"bad_from": 8, **params}, **how)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Path) -> None:
     """P20: nothing of the bad step is committed, and no retry repeats it; the failure is in the ledger, once."""
     for count in ([1, 1], [1]):

@@ -28,6 +28,7 @@ from ckpt_tasks.run.upkeep import retiring, verifying
 from ckpt_tasks.storage.port import Store
 from tests.property.protocol import Ablation, Outcome, play
 from tests.property.schedules import Schedule
+from tests.support.sweeps import quick_first
 
 SHORT = 40
 LONG = 20_000
@@ -161,19 +162,19 @@ def a_failed_commit_is_cleaned_up(patch: pytest.MonkeyPatch, schedule: Schedule)
     patch.setattr(Committer, "commit", tidy)
 
 
-ABLATIONS: list[Any] = [
+ABLATIONS = [
     nobody_checks_the_owner,
     answers_are_believed,
-    pytest.param(what_is_retired_may_be_named, marks=pytest.mark.slow),
+    what_is_retired_may_be_named,
     objects_go_before_the_entry,
     leases_are_ignored,
     shared_objects_are_nobodys,
-    pytest.param(attempts_of_the_present_owner_are_swept, marks=pytest.mark.slow),  # is missed in few schedules
-    pytest.param(a_failed_commit_is_cleaned_up, marks=pytest.mark.slow),
+    attempts_of_the_present_owner_are_swept,  # is missed in few schedules
+    a_failed_commit_is_cleaned_up,
 ]
 
 
-@pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda ablation: ablation.__name__)
+@pytest.mark.parametrize("ablation", quick_first(ABLATIONS, 4), ids=lambda ablation: ablation.__name__)
 def test_no_part_can_be_left_out(ablation: Ablation) -> None:
     """Without any one of its parts the protocol breaks, and these schedules notice it."""
     found = first_wrong(range(ENOUGH), ablation)

@@ -146,7 +146,7 @@ FATES = {
     "none, sharded": Fate(lambda root, place: None, 6, option="local_dir", last=6),
     "another host, replicated": Fate(move, 4, kept=False, why="in memory", kind="ddp"),
 }
-SLOW = ("none", "another host", "none, sharded", "another host, replicated")
+SLOW = ("none", "not sealed in one", "another host", "none, sharded", "another host, replicated")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in FATES])

@@ -194,6 +194,7 @@ def test_what_every_process_has_of_its_own_is_no_difference(place: str, differs:
     assert may_differ(place) == differs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_what_one_of_two_ranks_forgets_is_named() -> None:
     """P73: a sharded program is proved rank by rank; what one rank forgets is named, with the rank."""

@@ -106,6 +106,7 @@ def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path,
     assert owner.released
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_batches_out(run_dir: Path, tmp_path: Path) -> None:
     """`skip_batches` leaves out the same samples on two ranks as on one: both are at one position in the data then."""
     positions = []

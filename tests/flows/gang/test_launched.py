@@ -45,7 +45,7 @@ def is_released(run_dir: Path) -> bool:
     ("what", "rank", "ends"),
     [
         ("raise", 1, ([1, 1], "rank 1 failed after step 6: RuntimeError: injected in step 7")),
-        ("kill", 0, ([-9, 1], "has ended. ")),
+        pytest.param("kill", 0, ([-9, 1], "has ended. "), marks=pytest.mark.slow),
         pytest.param("raise", 0, ([1, 1], "RuntimeError: injected in step 7"), marks=pytest.mark.slow),
         pytest.param("kill", 1, ([1, -9], "rank 1 has ended. The launcher's log says how."), marks=pytest.mark.slow),
         pytest.param("exit", 1, ([1, 1], "rank 1 failed after step 6: SystemExit: 0"), marks=pytest.mark.slow),

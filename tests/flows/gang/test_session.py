@@ -132,6 +132,7 @@ def test_a_process_with_many_open_files_has_ranks(run_dir: Path) -> None:
     assert trained(run_dir)[0] == 4
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_finite_rolls_the_gang_back(
     run_dir: Path, tmp_path: Path, whole: tuple[int, dict[str, Any], list[str]]
 ) -> None:
@@ -226,6 +227,7 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_initialises_torch_again_is_told_what_to_write(run_dir: Path) -> None:
     """The first line of a torchrun script, `init_process_group()`, fails in a rank: the error says how to keep it."""
     with (
@@ -307,6 +309,7 @@ class Small(KeptGang):
         return self.asked == 0 or self.asked > 3
 
 
+@pytest.mark.slow
 def test_a_state_of_each_rank_waits_for_as_many_ranks(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With room for fewer than those that have each saved their own, a start waits for them, and says so once.
 

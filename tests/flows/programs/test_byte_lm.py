@@ -114,6 +114,7 @@ def test_an_evaluation_leaves_the_training_alone(folder: Path, suite: str) -> No
     assert not other.model.training
 
 
+@pytest.mark.slow
 def test_the_learning_rate_rises_then_falls(folder: Path) -> None:
     """P15: the rate rises over the warm-up, falls to a tenth as a cosine, and stays there when a run goes on."""
     lm = program(folder, warmup_steps=4, decay_steps=12, lr=0.01)
@@ -155,6 +156,7 @@ def test_files_are_split_by_name(folder: Path, tmp_path_factory: pytest.TempPath
     assert len(read(str(folder), 5000)[0]) == 5000 - len(read(str(folder), 5000)[1])
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_there() -> None:
     """Without `data`, some megabytes of Python source are found, without tests and installed packages."""
     train, held_out = read(None, 1 << 22)

@@ -303,6 +303,7 @@ def test_a_save_that_fails_in_a_thread_lets_the_next_one_begin(run_dir: Path) ->
     assert [one.step for one in open_run(run_dir).checkpoints()] == [3, 2]
 
 
+@pytest.mark.slow
 def test_a_cached_plan_is_that_of_its_planner(run_dir: Path) -> None:
     """A save without a cache lies between two saves with one: the later full save holds all of the state."""
     full, alone = {"weights": torch.ones(2), "moments": torch.ones(3)}, {"weights": torch.ones(2)}
@@ -328,6 +329,7 @@ def test_a_cached_plan_is_that_of_its_planner(run_dir: Path) -> None:
         assert CkptReader(run_dir, step=step).read_metadata().state_dict_metadata.keys() == state.keys()
 
 
+@pytest.mark.slow
 def test_planners_are_told_what_they_are_told_by_dcp(run_dir: Path) -> None:
     """The metadata has DCP's version and says which checkpoint it is; a save tells its planner which one it writes."""
     told: list[StorageMeta | None] = []

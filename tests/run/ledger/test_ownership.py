@@ -237,7 +237,7 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
     ckpt.close()
 
 
-@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("fenced", quick_first([True, False]))
 def test_a_heartbeat_that_is_of_no_use_ends_its_thread(run_dir: Path, fenced: bool) -> None:
     """P33: the thread ends when its owner has lost the directory, or when no object refers to the heartbeat."""
     history, before = History(LocalStore(run_dir)), set(threading.enumerate())
