@@ -31,6 +31,7 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     assert figures["cadence"]["worst"] < 0.01
 
 
+@pytest.mark.slow
 def test_the_page_of_runs_is_measured(tmp_path: Path) -> None:
     """A server over two short runs has all rows no sooner than the first ones, and says how much memory it holds."""
     make_root(tmp_path / "runs", runs=2, commits=5)

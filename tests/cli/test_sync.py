@@ -106,6 +106,7 @@ def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
     """P31: a target without conditional writes is refused, unless it is said that nobody else writes there."""
     save_steps(run_dir, 1)

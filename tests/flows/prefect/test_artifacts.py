@@ -89,6 +89,7 @@ def watched(run_dir: str, run_key: str, last: int, server: str = "") -> None:
             pages.show(step, {"loss": 1.0})
 
 
+@pytest.mark.slow
 def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hundred batches within seconds change the pages a handful of times, and make none of them again."""
     calls: list[str] = []
