@@ -183,6 +183,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
     """P38: Ctrl-C while a large object goes up: neither the object nor the upload is there, not even late."""
     gate = Gate()

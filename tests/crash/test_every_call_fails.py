@@ -143,7 +143,7 @@ def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]
 
 
 @strides(19)
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", quick_first(READERS, 2))
 def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: after one EIO at any read the run is as it would be without it: no error, no older step, no damage.
 

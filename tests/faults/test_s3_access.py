@@ -196,6 +196,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
         assert left == {"checkpoint_000000000004"}
 
 
+@pytest.mark.slow
 def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """P67: `ckpt prune` and `ckpt rm` say how many objects stay, never "Removed", and exit with 1.
 

@@ -127,6 +127,7 @@ def documented() -> dict[str, Counter[str]]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_what_saves_cost(place: Place, saves: int) -> None:
     """P54, P60: every save of a run asks for what docs/STORES.md says: two groups, metrics, three are kept.

@@ -218,6 +218,7 @@ def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
     assert engine._prefect_sigterm_handler is prefects
 
 
+@pytest.mark.slow
 def test_sigterm_when_nobody_reads_the_output(start: Start) -> None:
     """P69: below a worker that was killed, which read what the flow run prints, a step is committed all the same."""
     run = start("step", unread=True)

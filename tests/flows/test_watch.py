@@ -109,6 +109,7 @@ def test_every_state_that_nobody_works_at(client: SyncPrefectClient) -> None:
     assert check_flow_runs(client, "ten").verdict == "ok"
 
 
+@pytest.mark.slow
 def test_what_crashed_is_resumed_some_times(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crashed run is scheduled again; one that ended well, has no deployment, or started too often, is not.
 

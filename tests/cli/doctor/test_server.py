@@ -85,6 +85,7 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     assert checks()["resuming"].verdict == "wrong"
 
 
+@pytest.mark.slow
 def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
     """A pool that is not there, without a worker, with one, and paused; its own job variables count."""
     assert checks("no-such-pool")["work pool"].verdict == "wrong"

@@ -132,6 +132,7 @@ def test_a_training_without_a_site_is_not_running_for_ever(run_dir: Path) -> Non
         client.delete_flow_run(alive)
 
 
+@pytest.mark.slow
 def test_a_run_has_one_follower(run_dir: Path) -> None:
     """The second follower of a run ends and leaves no row; another run, or another suite, is none of its business."""
     tiny: dict[str, Any] = {"run_key": "tiny", "program": "tests.support.tiny:Tiny"}
