@@ -73,7 +73,7 @@ def run(root: Path, *command: str, **environment: str) -> list[str]:
             ("ckpt show damaged@", ["latest", "best", "2", "1"]),  # A warning would stand in the prompt.
             ("ckpt export nothing out --group ", [""]),
         ],
-        5,
+        10,
     ),
 )
 def test_bash(root: Path, line: str, found: list[str]) -> None:

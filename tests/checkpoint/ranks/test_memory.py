@@ -208,7 +208,7 @@ def differs(rank: int, size: int, root: str, place: str, how: tuple[str, str, st
     "how",
     [
         ("weight", "refused", "memory_dir"),
-        ("value", "sealed", "memory_dir"),
+        pytest.param(("value", "sealed", "memory_dir"), marks=pytest.mark.slow),
         pytest.param(("weight", "sealed", "memory_dir"), marks=pytest.mark.slow),
         pytest.param(("weight", "refused", "local_dir"), marks=pytest.mark.slow),
     ],

@@ -38,6 +38,7 @@ from tests.checkpoint.ranks.training import (
     watch,
 )
 from tests.support.gang import Gang, run
+from tests.support.sweeps import quick_first
 
 NAMELESS, CLOSED = 0, -1  # a host whose ranks have no files for each other, and one where a rank cannot open them
 
@@ -87,9 +88,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if how == "Checkpointers" else ()) for how in MISFITS]
-)
+@pytest.mark.parametrize("how", quick_first(MISFITS, 3))
 def test_a_mistake_of_one_rank_is_named_in_all(tmp_path: Path, how: str) -> None:
     """P50, P58: every rank is told what the ranks have not in common; no target is changed, nothing is committed."""
     kind, words = MISFITS[how]

@@ -29,6 +29,7 @@ def train(run_dir: Path, **params: int) -> Ended:
     return train_in_terminal(training, again="ckpt train …")
 
 
+@pytest.mark.slow
 def test_ranks_evaluate_together(run_dir: Path) -> None:
     """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
     done = train(run_dir)

@@ -28,7 +28,6 @@ from ckpt_tasks.flows.prefect.events import asset_key, delivers_events
 from ckpt_tasks.format.records import Checkpoint
 from tests.flows.prefect.announcer import announcer
 from tests.servers.prefect import own_server
-from tests.support.sweeps import quick_first
 from tests.support.tiny import Tiny
 from tests.support.waiting import until
 
@@ -148,9 +147,10 @@ def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture
     assert re.search(r"did not take (29|30) events", caplog.text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("after_gone")
-@pytest.mark.parametrize("away", quick_first([True, False]))
-@pytest.mark.parametrize("raised", quick_first([None, ValueError("oh")]), ids=["ends", "fails"])
+@pytest.mark.parametrize("away", [True, False])
+@pytest.mark.parametrize("raised", [None, ValueError("oh")], ids=["ends", "fails"])
 def test_without_a_server_no_final_state_is_set(
     raised: Exception | None, away: bool, server: dict[str, str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
