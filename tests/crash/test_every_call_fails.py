@@ -25,8 +25,8 @@ from tests.support.systems import Sleepless, running_on
 
 # The quick form strikes every so many calls of these, the long one each call of all.
 QUICK = {
-    ("save", "refused"): 17, ("save", "landed"): 31, ("fork", "refused"): 37, ("import", "refused"): 59,
-    ("save", "killed before"): 19, ("fork", "killed before"): 47,
+    ("save", "refused"): 17, ("save", "landed"): 31, ("fork", "refused"): 37,
+    ("save", "killed before"): 29, ("fork", "killed before"): 47,
 }  # fmt: skip
 
 

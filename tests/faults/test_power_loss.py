@@ -122,6 +122,7 @@ def test_what_was_saved_survives_a_loss_of_power(
 # ── the experiments find what they look for ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves_out", ["data", _slow("directories"), _slow("ledger")])
 def test_without_these_fsyncs_a_save_is_lost(logged: Experiment, leaves_out: str) -> None:
     """Leave out the fsync of directories, of ledger entries or of data: an acknowledged save is gone or torn."""

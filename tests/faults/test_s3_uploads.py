@@ -79,7 +79,7 @@ def test_a_slow_line_is_no_failure(place: Place) -> None:
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(
     "fault",
-    [None, Fault(drop_request=True), Fault(drop_answer=True), Fault(reset_request_at=1000)],
+    quick_first([None, Fault(drop_request=True), Fault(drop_answer=True), Fault(reset_request_at=1000)], 2),
     ids=named,
 )
 def test_a_part_that_fails_is_sent_again_alone(place: Place, fault: Fault | None) -> None:
@@ -115,7 +115,13 @@ ENDS = [  # the fault, and whether the object is there all the same
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(
     ("operation", "fault", "there"),
-    [("CreateMultipartUpload", Fault(drop_answer=True), False), *(("CompleteMultipartUpload", *end) for end in ENDS)],
+    quick_first(
+        [
+            ("CreateMultipartUpload", Fault(drop_answer=True), False),
+            *(("CompleteMultipartUpload", *end) for end in ENDS),
+        ],
+        3,
+    ),
     ids=named,
 )
 def test_the_beginning_or_the_end_of_an_upload_goes_wrong(

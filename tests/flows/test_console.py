@@ -272,6 +272,7 @@ def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
     assert "take_over" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness")
 def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A start says from which step, saved when and where; a retry shows why the attempt failed, in one line.

@@ -168,6 +168,7 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch
         other.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_side_by_side_is_as_alone(trained: Path, runner: str) -> None:
     """P11: evaluations in threads or processes measure what each measures alone, and leave training's streams alone."""
@@ -259,6 +260,7 @@ def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path,
     assert all(torch.equal(found[name], value) for name, value in best.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_promotion_needs_to_know_what_the_best_is(run_dir: Path) -> None:
     """A run that does not say by which metric a checkpoint is the best is refused before anything is evaluated.
 

@@ -134,6 +134,7 @@ def test_an_exception_in_a_step_changes_nothing(run_dir: Path, whole: Path, fail
     assert_equal(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_retries_end(run_dir: Path) -> None:
     """A step that always raises fails the flow with its own error after the retries; what was committed stays.
 

@@ -67,7 +67,7 @@ class Found(NamedTuple):
 
 
 LATE = "program.schedules[0] (MultiStepLR)"
-QUICK = {"LateSchedule", "Unchanged"}
+QUICK = {"Unchanged"}
 FOUND = [
     Found("BegunAnew", "data/", "call it once for each epoch"),
     Found("LateSchedule", LATE, outside=(LATE,)),

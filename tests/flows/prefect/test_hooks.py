@@ -127,6 +127,7 @@ def test_reported_steps_are_the_position(run_dir: Path) -> None:
         assert state["sum"] == 210
 
 
+@pytest.mark.slow
 def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
     """A user's hooks see the attempt's number, the position, and why the last attempt ended, in the order of events."""
     seen: list[tuple[str, TaskAttempt]] = []
@@ -203,6 +204,7 @@ async def later(task: Any, task_run: TaskRun, state: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_users_condition_narrows_ours(run_dir: Path) -> None:
     """A user's plain function is asked as well: here it allows one retry of three.
 
