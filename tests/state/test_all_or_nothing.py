@@ -11,7 +11,6 @@ import torch
 
 from ckpt_tasks.errors import StateError
 from tests.support.roundtrip import Holder, assert_same, everything, fingerprint, restore, save
-from tests.support.sweeps import quick_first
 
 N = 20_000  # of complex numbers: large enough that a copy goes another way than a small one
 
@@ -79,7 +78,7 @@ def shown(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("home", quick_first(HOMES))
+@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize(
     ("place", "n"),
     [("first", 4), ("last", N), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("last", 4), ("first", N)))],
