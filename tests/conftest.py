@@ -77,6 +77,7 @@ _MEMORY = "/dev/shm"
 _IN_MEMORY = f"ckpt-tasks-test-{os.getpid()}-"  # other test processes have directories there too
 _MANY_OBJECTS = 20_000  # looked through in some 1 ms, as a step of a training does many times
 _SERVERS = ("prefect_home", "ministack")  # fixtures of servers that take long to start
+_PARSED = "tests/conventions/"  # its tests read all sources, which takes seconds in each process
 _UNKNOWN_S, _SHORT_S = 100.0, 3.0  # what a file may take that has not run yet; what fills up a share
 _DURATIONS = Path(__file__).with_name("durations.json")  # file of tests → seconds, of the last run that kept them
 
@@ -98,14 +99,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Deal the files to the workers, each of which first gets as many tests as the others; later they take from them.
 
-    The tests of a server go to one worker, which begins with them: another would start another server. The shares take
-    alike, by what is known of their files, and begin with what takes longest: at the end nobody has much left.
+    The tests of a server go to one worker, which begins with them: another would start another server. So do those that
+    read all sources. The shares take alike, by what is known of their files, and begin with what takes longest: at the
+    end nobody has much left.
     """
     took = json.loads(_DURATIONS.read_text(encoding="utf-8"))
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    servers = {server: n % workers for n, server in enumerate(_SERVERS)}
+    servers = {server: n % workers for n, server in enumerate((*_SERVERS, _PARSED))}
     shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
     sums_s, short = [0.0] * workers, list[pytest.Item]()
 
@@ -114,7 +116,7 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
     def server_of(file: str) -> str | None:
         asked = {name for item in files[file] for name in getattr(item, "fixturenames", ())}
-        return next((server for server in _SERVERS if server in asked), None)
+        return next((server for server in _SERVERS if server in asked), _PARSED if file.startswith(_PARSED) else None)
 
     for file in sorted(files, key=order):
         took_s, server = took.get(file, _UNKNOWN_S), server_of(file)
@@ -170,10 +172,9 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Take what was imported and collected out of the garbage collector's sight.
 
-    It is a million objects, none of them garbage, and tests look through all objects thousands of times: each save does
-    once, for loaders, and so do training loops and sessions that end.
+    It is a million objects, hardly any of them garbage, and tests look through all objects thousands of times: each
+    save does once, for loaders, and so do training loops and sessions that end.
     """
-    gc.collect()
     gc.freeze()
 
 
@@ -182,7 +183,8 @@ def _what_stays_is_not_looked_at() -> Iterator[None]:
     """Do the same where a test has imported something large (a compiler, a server): it stays until the end."""
     yield
     if len(gc.get_objects()) > _MANY_OBJECTS:
-        pytest_collection_finish()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

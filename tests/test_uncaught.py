@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
@@ -44,6 +46,7 @@ def test_the_message_comes_first_and_no_frame_of_ours(run_dir: Path) -> None:
     assert "ckpt_tasks/checkpoint/" in whole
 
 
+@pytest.mark.slow
 def test_a_hook_of_the_program_stays(run_dir: Path) -> None:
     """A program that shows errors by its own hook keeps it."""
     own = "sys.excepthook = lambda kind, error, trace: print('mine', file=sys.stderr)"

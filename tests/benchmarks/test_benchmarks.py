@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks import stall
-from benchmarks.__main__ import main
 from benchmarks.peers import CONTENDERS, OURS, Contender, State, TorchSave, differing, is_installed
 from benchmarks.serve import make_root, measure
 from benchmarks.states import build
@@ -18,6 +17,8 @@ from benchmarks.states import build
 
 def run(tmp_path: Path, *names: str) -> dict[str, Any]:
     """Run benchmarks on tiny states; return their figures, which are those of all that was asked for."""
+    from benchmarks.__main__ import main
+
     main(["--tiny", "--rounds", "1", "--dir", str(tmp_path), "--json", str(tmp_path / "it.json"), "--only", *names])
     figures: dict[str, Any] = json.loads((tmp_path / "it.json").read_text())
     assert figures.keys() == {"machine", *names}
@@ -30,6 +31,7 @@ def test_benchmarks_in_one_process_run(tmp_path: Path) -> None:
     assert figures["cadence"]["worst"] < 0.01
 
 
+@pytest.mark.slow
 def test_the_page_of_runs_is_measured(tmp_path: Path) -> None:
     """A server over two short runs has all rows no sooner than the first ones, and says how much memory it holds."""
     make_root(tmp_path / "runs", runs=2, commits=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, Gradients, resumable
+from tests.support.sweeps import quick_first
 
 ROWS = torch.arange(24.0).view(12, 2) / 24
 STEPS = ("plain", "fused", "compiled")
@@ -102,8 +104,9 @@ def trained(run: Path, form: str, adopted: str, *, with_gradients: bool = False,
     return training.late.weight.detach()
 
 
-@pytest.mark.parametrize("form", ["accumulated", "never zeroed"])
-@pytest.mark.parametrize("adopted", ["two lines", "step by step"])
+@pytest.mark.parametrize(
+    ("form", "adopted"), quick_first(product(["accumulated", "never zeroed"], ["two lines", "step by step"]), 3)
+)
 def test_gradients_accumulated_over_a_save_are_named(
     adopted: str, form: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +121,11 @@ def test_gradients_accumulated_over_a_save_are_named(
     assert caplog.messages == []
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure", "by hand", "climbing"])
+=======
+@pytest.mark.parametrize("form", quick_first(["in both", "dropped", "zeroed", "frozen", "closure", "by hand"], 3))
+>>>>>>> suite
 def test_gradients_that_no_step_takes_are_in_nobodys_way(
     form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,8 +157,7 @@ def accumulated(run: Path, step: str, *, set_to_none: bool, saves: tuple[int, ..
                 ckpt.step(number, state)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "set_to_none"), quick_first(product(STEPS, [True, False]), 3))
 def test_gradients_are_named_in_every_form_of_a_step(
     step: str, set_to_none: bool, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,7 +202,7 @@ class Pair:
         generator.step()
 
 
-@pytest.mark.parametrize("form", ["each", "both", "each zeros", "both zeros"])
+@pytest.mark.parametrize("form", quick_first(["each", "both", "each zeros", "both zeros"], 3))
 def test_a_pair_of_nets_is_quiet(form: str, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a generator's backward leaves in its critic, with either way to reset gradients, is nobody's loss."""
     pair = Pair(form)

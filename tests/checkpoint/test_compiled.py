@@ -24,6 +24,7 @@ from ckpt_tasks.storage import held_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import FaultyStore, located, settle
 from tests.support.cli_runs import ckpt, flip
+from tests.support.sweeps import quick_first
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _PROGRAM = """
@@ -146,7 +147,7 @@ def test_code_is_brought_to_another_host(run_dir: Path, host: Any) -> None:
 _TABLE = b'[["../escaped",7]]'
 
 
-@pytest.mark.parametrize("damage", ["flipped", "empty", "not a pack", "leads out"])
+@pytest.mark.parametrize("damage", quick_first(["flipped", "empty", "not a pack", "leads out"], 2))
 def test_damaged_code_is_a_warning(
     damage: str, run_dir: Path, host: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,7 +189,9 @@ def test_a_store_that_fails_is_a_warning(verb: Any, run_dir: Path, host: Any, ca
     assert "a/3" in train(run_dir, 4)
 
 
-@pytest.mark.parametrize("why", ["the option is off", "set by the user", "others can write there", "too large"])
+@pytest.mark.parametrize(
+    "why", quick_first(["the option is off", "set by the user", "others can write there", "too large"], 2)
+)
 def test_where_it_may_not_be_nothing_is_kept(
     why: str, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.testing import MemoryStore, located
+from tests.support.sweeps import quick_first
 
 EPOCHS = 2
 
@@ -105,7 +106,7 @@ RIGHT = [saved_behind, saved_behind_every_second, saved_in_accumulation, measure
 
 
 @pytest.mark.parametrize(("form", "said"), [*((form, 0) for form in RIGHT), (saved_at_the_head, 1), (fetched_ahead, 1)])
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", quick_first([1, 2]))
 def test_a_batch_that_every_save_leaves_out_is_told(
     form: Callable[[Program], None], said: int, interval: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from ckpt_tasks.features import FEATURES, Feature
 from tests.support.interpreters import Python
+from tests.support.sweeps import quick_first
 from tools.sources import files, imports, module_name, parse
 
 WITHOUT = """
@@ -44,7 +45,7 @@ def gone(feature: Feature) -> list[str]:
     return [module.rpartition(".")[0] if feature.kind else module, *figures]
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.place.partition(":")[2])
+@pytest.mark.parametrize("feature", quick_first(FEATURES, 8), ids=lambda feature: feature.place.partition(":")[2])
 def test_the_product_works_without_a_feature(feature: Feature, tmp_path: object) -> None:
     """Without a feature's file and row every module is imported, and a run is saved and restored."""
     with Python("-c", WITHOUT, feature.place, f"{tmp_path}/run", *gone(feature)) as process:

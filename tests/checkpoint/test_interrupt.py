@@ -14,6 +14,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from ckpt_tasks.checkpoint.interrupt import held_back
 from tests.support.interpreters import Python
+from tests.support.sweeps import quick_first
 
 LOOP = """
 import faulthandler, signal, sys, threading, time
@@ -72,7 +73,7 @@ def last_step(said: str) -> int:
 
 @pytest.mark.parametrize(
     ("sent", "named"),
-    [(signal.SIGUSR1, ""), (signal.SIGUSR2, ""), (signal.SIGXCPU, "USR1,XCPU")],
+    quick_first([(signal.SIGUSR1, ""), (signal.SIGUSR2, ""), (signal.SIGXCPU, "USR1,XCPU")]),
     ids=lambda one: getattr(one, "name", "named" if one else ""),
 )
 def test_a_schedulers_signal_ends_any_loop_as_sigterm_does(
@@ -124,7 +125,7 @@ def test_a_training_in_another_thread_hears_sigterm(run_dir: Path) -> None:
     assert [one.step for one in open_run(str(run_dir)).checkpoints()] == [last_step(said) + 1]
 
 
-@pytest.mark.parametrize("thread", ["main", "thread"])
+@pytest.mark.parametrize("thread", quick_first(["main", "thread"]))
 def test_a_handler_that_returns_lets_training_go_on(run_dir: Path, thread: str) -> None:
     """The program's own handler of SIGTERM runs after a commit, in the main thread, and training continues."""
     _, said = trained(run_dir, signal.SIGTERM, own="returns", thread=thread, until="the program's own")

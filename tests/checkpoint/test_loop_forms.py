@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.testing import MemoryStore, located
 from tests.checkpoint.loop_forms import BEHIND, FORMS, OTHERS, REFUSED, TOLD
 from tests.checkpoint.loop_runs import BATCHES, EPOCHS, PLAIN, Killed, Place, Plain, Run, data_of
+from tests.support.sweeps import quick_first
 
 PLACES: list[Place] = [(epoch, batch) for epoch in range(EPOCHS) for batch in (*range(BATCHES), None)]
 FEW: list[Place] = [(0, 0), (0, 2), (0, None), (1, 3), (1, None)]  # One of each kind, one after the other.
@@ -87,8 +89,7 @@ def by_length_refused(form: str) -> Iterator[list[str]]:
     assert all("range(loader.batch, len(loader))" in told for told in refused)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, KINDS), 3))
 def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Killed at the beginning, in and at the end of an epoch it trains as a plain loop, or its first save raises."""
     if form in REFUSED or (form in BEHIND and kind != "resumable"):
@@ -105,9 +106,9 @@ def test_a_loop_of_any_form_goes_on_as_the_plain_loop(form: str, kind: str, capl
     assert "enumerate begins" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", sorted(TOLD))
-@pytest.mark.parametrize("place", [(epoch, batch) for epoch in range(4) for batch in (1, 2)])
+@pytest.mark.parametrize(
+    ("place", "form", "kind"), quick_first(product(product(range(4), (1, 2)), sorted(TOLD), KINDS), 7)
+)
 def test_a_count_that_no_source_shows_is_told(
     place: Place, form: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,8 +123,7 @@ def test_a_count_that_no_source_shows_is_told(
     assert caplog.text.count("The loop leaves an epoch after 4 batches") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", ["sliced", "measured_inside"])
+@pytest.mark.parametrize(("form", "kind"), quick_first(product(["sliced", "measured_inside"], KINDS), 3))
 def test_workers_change_no_form(form: str, kind: str) -> None:
     """With batches that two workers have read ahead, a loop goes on as the plain loop does."""
     check(kind, form, 2, [(1, 2)])

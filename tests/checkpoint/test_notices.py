@@ -19,6 +19,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run
 from tests.servers.metadata import CLOUDS, Metadata, metadata
 from tests.servers.process import free_port
 from tests.support.children import Child
+from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
 WRONG: list[Any] = [500, "", "[]", '{"Events": [{}]}']
@@ -77,7 +78,7 @@ def check_goes_on(child: Child, steps: int = 5) -> None:
     assert child.wait() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("cloud", quick_first(CLOUDS))
 def test_a_notice_ends_the_run_after_the_step(run_dir: Path, host: Metadata, cloud: str) -> None:
     """A notice in the training is the end of the step, its commit, the release and SIGTERM; the log says of what."""
     with training(run_dir, host, cloud) as child:
@@ -113,6 +114,7 @@ def test_a_server_that_is_silent_away_or_wrong_disturbs_nothing(run_dir: Path, h
             assert "Traceback" not in child.said()
 
 
+@pytest.mark.slow
 def test_an_expired_token_is_renewed(run_dir: Path, host: Metadata) -> None:
     """After 401 the next look asks for a new token, and hears the notice."""
     with training(run_dir, host, "aws") as child:

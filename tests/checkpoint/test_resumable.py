@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, open_run
 from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
 from ckpt_tasks.errors import ConfigError
 from tests.support.children import Child
+from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
 Death = tuple[int, int | None, str]
@@ -91,9 +93,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_loop_of_two_lines_goes_on_bit_for_bit(whole: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("deaths", quick_first([(DEATHS[1::2],), (DEATHS,)]), ids=len)
+def test_a_loop_of_two_lines_goes_on_bit_for_bit(whole: Path, run_dir: Path, deaths: list[Death]) -> None:
     """Killed again and again, anywhere in an epoch and at its end, it ends as one that nobody killed."""
-    for number, death in enumerate(DEATHS):
+    for number, death in enumerate(deaths):
         with Child(job, [str(run_dir), *map(str, death)], run_dir.with_name(f"said{number}")) as child:
             assert child.wait(120) == -signal.SIGKILL, child.said()
     assert train(run_dir) == [0.1 * 0.5**EPOCHS]
@@ -141,7 +144,7 @@ def left_in_a_block(run: Path) -> None:
     mine.append(mine)
 
 
-@pytest.mark.parametrize("left", [left_in_two_lines, left_in_a_block])
+@pytest.mark.parametrize("left", quick_first([left_in_two_lines, left_in_a_block]))
 def test_a_loop_that_is_garbage_is_collected_by_the_thread_that_saves_for_it(
     left: Callable[[Path], None], run_dir: Path
 ) -> None:
@@ -241,7 +244,7 @@ def test_a_loop_that_leaves_the_run_behind_its_save_loses_nothing(
     assert (last(run_dir).step, caplog.text) == (3, "")
 
 
-@pytest.mark.parametrize("form", ["break", "bar", "return"])
+@pytest.mark.parametrize("form", quick_first(["break", "bar", "return"]))
 def test_a_loop_that_a_break_leaves_behind_its_save_has_ended(
     form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,8 +288,7 @@ def test_batches_that_are_numbered_anew_are_warned_of(run_dir: Path, caplog: pyt
     assert (numbers, caplog.text.count("enumerate begins")) == ([2, 3, 0, 0, 1, 2, 3], 1)
 
 
-@pytest.mark.parametrize("is_off", [False, True])
-@pytest.mark.parametrize("two_lines", [False, True])
+@pytest.mark.parametrize(("two_lines", "is_off"), quick_first(product([False, True], [False, True]), 3))
 def test_a_bar_in_a_variable_is_told_of_its_numbers(
     two_lines: bool, is_off: bool, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

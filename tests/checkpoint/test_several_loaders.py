@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from ckpt_tasks import CheckpointConfig, Checkpointer, resumable
 from ckpt_tasks.testing import MemoryStore, located
 from tests.checkpoint.loop_runs import EPOCHS, Killed, Plain, data_of
+from tests.support.sweeps import quick_first
 
 Train = Callable[[torch.Tensor], None]
 
@@ -134,15 +135,14 @@ def config_of(store: MemoryStore) -> CheckpointConfig:
     return CheckpointConfig(checkpoint_dir=located(store), step_interval=1, memory_dir=None)
 
 
-@pytest.mark.parametrize("kind", ["loader.epochs", "resumable"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kind"), quick_first(product(FORMS, ["loader.epochs", "resumable"]), 3))
 def test_loaders_of_one_epoch_go_on_as_in_the_plain_loop(form: Any, kind: str, caplog: Any) -> None:
     """Killed in any of its loops, an epoch is entered again, and the passes that were over yield nothing."""
     plain: list[list[int]] = []
     a, b, c = Plain(data_of(1, 3)), *(Plain(data_of(seed, 2), each_pass=True, passes=2 * EPOCHS * 4) for seed in (2, 3))
     form(a.epochs(), a, b, c, lambda x: plain.append(x.tolist()))
     assert start(form, kind, config_of(MemoryStore()), None) == plain
-    for kill in range(1, len(plain), 2 if kind == "loader.epochs" else 4):
+    for kill in range(1, len(plain), 3 if kind == "loader.epochs" else 5):
         config = config_of(MemoryStore())
         before = start(form, kind, config, kill)
         assert before == plain[:kill]

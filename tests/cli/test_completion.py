@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_runs import ckpt, flip, save_steps
+from tests.support.sweeps import quick_first
 
 DRIVER = """\
 source completion.bash
@@ -50,27 +51,30 @@ def run(root: Path, *command: str, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("line", "found"),
-    [
-        ("ckpt ro", ["rollback"]),
-        ("ckpt diff --gr", ["--group"]),
-        ("ckpt ls runs/fi", ["runs/figures/", "runs/find", "runs/first"]),
-        ("ckpt show runs/first@", ["latest", "best", "100", "9"]),  # bash puts them behind the @
-        ("ckpt diff runs/find runs/first@1", ["100"]),
-        ("ckpt show odd/z", ["odd/zebra"]),  # a shell would run the other names, or expand them
-        ("ckpt diff odd/* odd/z", ["odd/zebra"]),
-        ("ckpt show empty/", [""]),  # nothing: bash completes files by itself
-        ("ckpt show s3://bucket/run@", [""]),
-        ("ckpt show none@", [""]),
-        ("ckpt train m:P --fork-from runs/first@", ["latest", "best", "100", "9"]),
-        ("ckpt train m:P --on-non-finite st", ["stop"]),
-        ("ckpt train m:P --cadence ", ["auto"]),
-        ("ckpt train m:P --best-mode m", ["min", "max"]),
-        ("ckpt train m:P --compile-cache t", ["true"]),
-        ("ckpt diff runs/first@9 runs/first --group ", ["model", "position", "rng"]),
-        ("ckpt export runs/first out --group mo", ["model"]),
-        ("ckpt show damaged@", ["latest", "best", "2", "1"]),  # A warning would stand in the prompt.
-        ("ckpt export nothing out --group ", [""]),
-    ],
+    quick_first(
+        [
+            ("ckpt ro", ["rollback"]),
+            ("ckpt diff --gr", ["--group"]),
+            ("ckpt ls runs/fi", ["runs/figures/", "runs/find", "runs/first"]),
+            ("ckpt show runs/first@", ["latest", "best", "100", "9"]),  # bash puts them behind the @
+            ("ckpt diff runs/find runs/first@1", ["100"]),
+            ("ckpt show odd/z", ["odd/zebra"]),  # a shell would run the other names, or expand them
+            ("ckpt diff odd/* odd/z", ["odd/zebra"]),
+            ("ckpt show empty/", [""]),  # nothing: bash completes files by itself
+            ("ckpt show s3://bucket/run@", [""]),
+            ("ckpt show none@", [""]),
+            ("ckpt train m:P --fork-from runs/first@", ["latest", "best", "100", "9"]),
+            ("ckpt train m:P --on-non-finite st", ["stop"]),
+            ("ckpt train m:P --cadence ", ["auto"]),
+            ("ckpt train m:P --best-mode m", ["min", "max"]),
+            ("ckpt train m:P --compile-cache t", ["true"]),
+            ("ckpt diff runs/first@9 runs/first --group ", ["model", "position", "rng"]),
+            ("ckpt export runs/first out --group mo", ["model"]),
+            ("ckpt show damaged@", ["latest", "best", "2", "1"]),  # A warning would stand in the prompt.
+            ("ckpt export nothing out --group ", [""]),
+        ],
+        10,
+    ),
 )
 def test_bash(root: Path, line: str, found: list[str]) -> None:
     """Verbs, options, run directories and steps are completed where the cursor is, by the script in a real bash."""

@@ -24,6 +24,7 @@ from tests.support.chaos import Chaos
 from tests.support.cli_runs import ckpt, save_steps, started, tree
 from tests.support.liars import IgnoresRanges, ListsInNoOrder, Overwrites
 from tests.support.rules import Fault, Gate
+from tests.support.sweeps import quick_first
 from tests.support.systems import Waited, running_on
 from tests.support.waiting import until
 
@@ -109,12 +110,15 @@ class Late(WrappedStore):
 
 @pytest.mark.parametrize(
     ("harm", "words"),
-    [
-        (Overwrites, "only with single_writer=True: a second writer replaces what the first one wrote"),
-        (Late, "not fit: "),
-        (ListsInNoOrder, "not fit: it does not list in order, at once, what is there"),
-        (IgnoresRanges, "not fit: parts of an object cannot be read"),
-    ],
+    quick_first(
+        [
+            (Overwrites, "only with single_writer=True: a second writer replaces what the first one wrote"),
+            (Late, "not fit: "),
+            (ListsInNoOrder, "not fit: it does not list in order, at once, what is there"),
+            (IgnoresRanges, "not fit: parts of an object cannot be read"),
+        ],
+        2,
+    ),
 )
 def test_a_store_that_misbehaves(harm: type[WrappedStore], words: str) -> None:
     """P31, P37: whatever a store gets wrong of what checkpoints rest on, the verdict names it, and nothing is left."""
@@ -128,11 +132,11 @@ def test_a_store_that_misbehaves(harm: type[WrappedStore], words: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "where", "words", "left"),
-    [
+    quick_first([
         (NOT_IMPLEMENTED, {"headers": {"if-none-match": "."}}, "only with single_writer=True: the store answered 5", 0),
         (ACCESS_DENIED, {"operation": "DeleteObject"}, "not fit: nothing can be deleted", 2),
         (ACCESS_DENIED, {"operation": "PutObject"}, "not fit: it cannot be written to (the store answered 403 Acc", 0),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_store_that_refuses(  # noqa: PLR0917 (fixtures)
     ministack: S3Server, bucket: str, chaos: Chaos, fault: Any, where: dict[str, Any], words: str, left: int
@@ -147,6 +151,7 @@ def test_a_store_that_refuses(  # noqa: PLR0917 (fixtures)
     assert len(found.left) == left
 
 
+@pytest.mark.slow
 def test_a_storm_is_no_lack(ministack: S3Server, bucket: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
     """P32: a store that is too busy to be tried is an error, not one without conditions; nothing is left."""
     monkeypatch.setattr(measuring, "_PATIENCE_S", 0.2)
@@ -156,6 +161,7 @@ def test_a_storm_is_no_lack(ministack: S3Server, bucket: str, chaos: Chaos, monk
     assert keys(ministack, bucket) == []
 
 
+@pytest.mark.slow
 def test_nobody_answers() -> None:
     """A server that is not there is said after seconds of trying, by the doctor's clock, not after minutes."""
     store = ObjectStore("s3://bucket/run", {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9"})
@@ -177,6 +183,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_an_upload_leaves_nothing(ministack: S3Server, bucket: str, chaos: Chaos) -> None:
     """P38: Ctrl-C while a large object goes up: neither the object nor the upload is there, not even late."""
     gate = Gate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,7 @@ def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     assert plain(said) == plain(shown)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A file of any size takes less than 48 MiB of memory of its own: its tensors are views of the mapped file."""
     torch.save({"w": torch.ones(1)}, tmp_path / "small.pt")

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from ckpt_tasks.cli import app
 from tests.support.cli_runs import ckpt, save_steps
+from tests.support.sweeps import quick_first
 
 VERBS = [  # from the lightest to the heaviest, and what each must not import; one process runs them all
     ("--help", {"torch", "prefect", "pyarrow", "numpy", "rich.table"}),
@@ -62,6 +63,7 @@ def test_the_console_script_is_main(run: Path) -> None:
     assert "Traceback" not in said(f"ckpt ls {run} | true")[2]
 
 
+@pytest.mark.slow
 def test_a_verb_without_standard_descriptors() -> None:
     """No file that a verb opens gets the number of stdin, stdout or stderr, where C code prints."""
     verb = (
@@ -72,6 +74,7 @@ def test_a_verb_without_standard_descriptors() -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "verb"), [("ascii", "report RUN --out RUN.html"), ("latin-1", "sync RUN RUN-läuft")]
 )
@@ -83,6 +86,7 @@ def test_an_old_terminal_gets_escapes(run: Path, encoding: str, verb: str) -> No
     assert r"\u" in out
 
 
+@pytest.mark.slow
 def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     """In a shell whose directory is gone a verb says so in one line, and exits with 1."""
     (tmp_path / "gone").mkdir()
@@ -90,7 +94,7 @@ def test_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     assert answer == (1, "", "error: the working directory has been removed. Change to another one.\n")
 
 
-@pytest.mark.parametrize(("verb", "form"), [("ls", ""), ("ls", "--json"), ("watch", "")])
+@pytest.mark.parametrize(("verb", "form"), quick_first([("ls", ""), ("ls", "--json"), ("watch", "")]))
 def test_an_answer_on_a_full_disk_is_an_error(run: Path, verb: str, form: str) -> None:
     """`ckpt ls DIR > file` on a full disk says so on stderr, in the form that was asked for, and exits with 1."""
     with open("/dev/full", "w") as full:

@@ -13,6 +13,7 @@ import torch
 from ckpt_tasks import Checkpointer
 from tests.support.cli_runs import ckpt, config, save_steps, tree
 from tests.support.histories import Told, trained
+from tests.support.sweeps import quick_first
 
 NO_RUN = "there is no run at nothing: nothing is there. A training makes its run when it starts. Check the name."
 NO_REPORT = "is not replaced"
@@ -120,7 +121,9 @@ def names(place: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("line", "says", "status"),
-    [*((*mistake, 1) for mistake in MISTAKES.items()), *((*mistake, 2) for mistake in COMPARING.items())],
+    quick_first(
+        [*((*mistake, 1) for mistake in MISTAKES.items()), *((*mistake, 2) for mistake in COMPARING.items())], 7
+    ),
 )
 def test_a_mistake_is_one_line_or_one_object(world: Path, line: str, says: str, status: int) -> None:
     """An error of ours is a line on stderr with what to do, or with --json an object on stdout; nothing is made."""

@@ -76,6 +76,7 @@ def test_a_drill_is_shown_with_its_seconds_or_its_fault(run: Path, request: pyte
     assert doctors(run)[0] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_program_that_does_not_fit_fails_the_drill(run: Path) -> None:
     """A program with other tensors could not go on with this run; one that is misspelled is an error, not a drill."""

@@ -80,6 +80,7 @@ def save_more(run_dir: Path, step: int) -> None:
         ckpt_.save(step, state)
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
     """P57: copying 96 MiB in one tensor takes less than 48 MiB of memory that the system cannot take back."""
     small = save(tmp_path / "small", {"w": {"w": torch.ones(1)}})
@@ -89,6 +90,7 @@ def test_it_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
     assert ckpt("diff", large, tmp_path / "l").status == 0
 
 
+@pytest.mark.slow
 def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
     """P37: where TMPDIR fills up, the command says so; writing to memory that has no room would kill it."""
     source = save(tmp_path / "run", {"w": {"w": torch.ones(1 << 20)}})
@@ -104,6 +106,7 @@ def test_a_temporary_directory_that_is_too_small(tmp_path: Path) -> None:
 # ── object stores ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_store_without_the_condition(run_dir: Path, s3: str, chaos: Chaos, monkeypatch: pytest.MonkeyPatch) -> None:
     """P31: a target without conditional writes is refused, unless it is said that nobody else writes there."""
     save_steps(run_dir, 1)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckpt_tasks.cli import app
 from tests.support.children import Child
 from tests.support.cli_runs import ckpt, save_steps, tree
@@ -66,6 +68,7 @@ def test_every_event_is_one_line_of_json(run_dir: Path, tmp_path: Path) -> None:
     assert tree(run_dir) == before
 
 
+@pytest.mark.slow
 def test_without_a_terminal_it_prints_lines(run_dir: Path, tmp_path: Path) -> None:
     """Into a file or a pipe each event is one line that a person can read."""
     save_steps(run_dir, 1)

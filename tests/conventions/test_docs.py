@@ -109,10 +109,14 @@ def test_two_lines_make_a_plain_loop_resumable(page: Path) -> None:
 def program(page: Path) -> Any:
     """Return the parameter of a page's program, which may import a framework."""
     foreign = re.search(r"^ *(import|from) (datasets|lightning|transformers)\b", python_blocks(page), re.MULTILINE)
-    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.framework] if foreign else [])
+    marks = [pytest.mark.framework] * bool(foreign) + [pytest.mark.slow] * (PROGRAMS.index(page) % 2)
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
 
 
-@pytest.mark.parametrize("page", [*map(program, sorted({README, *filter(python_blocks, PAGES)} - SCRIPTS))])
+PROGRAMS = sorted({README, *filter(python_blocks, PAGES)} - SCRIPTS)
+
+
+@pytest.mark.parametrize("page", [*map(program, PROGRAMS)])
 def test_python_in_the_documentation_runs(page: Path, tmp_path: Path) -> None:
     """The ```python blocks of a page run in order, as one program, in a new process and an empty directory."""
     with Child(execute, [str(page), str(tmp_path)], tmp_path.with_name(f"{tmp_path.name}-said")) as child:

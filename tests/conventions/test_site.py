@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import markdown
+import pytest
 from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -18,6 +19,7 @@ PAGES = [*files("docs", suffix=".md"), *(ROOT / source for source in OUTSIDE)]
 _SHOWN = re.compile(r"<(h[1-6]|li|ol|ul|table|tr|td|th|pre|blockquote|img|a)\b(?! class=\"headerlink\"| id=\"__code)")
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict` passes: each page is in the navigation, each link and anchor leads to a page."""
     build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))

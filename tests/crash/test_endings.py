@@ -140,7 +140,6 @@ def check(case: Case, way: str, style: str) -> None:
 # Ends that tests/checkpoint/save/test_pipeline.py and tests/storage/test_progress.py have on a local disk are not here.
 QUICK = [
     ("local", "SIGTERM", "with"),
-    ("local", "SIGINT", "alone"),
     ("s3", "daemon thread", "alone"),
     ("s3 and local_dir", "os._exit", "alone"),
 ]

@@ -20,13 +20,13 @@ from ckpt_tasks.storage.local import LocalStore
 from tests.crash.victim import OPERATIONS, READERS, fork, newest, prepare
 from tests.support.calls import FailingReads, Mode, WatchedCalls
 from tests.support.runs import UNTOUCHED, check_run, faults_of, head_of, opened, state_of
-from tests.support.sweeps import Victim, failing_calls, victim_of
+from tests.support.sweeps import Victim, failing_calls, quick_first, strides, victim_of
 from tests.support.systems import Sleepless, running_on
 
 # The quick form strikes every so many calls of these, the long one each call of all.
 QUICK = {
-    ("save", "refused"): 9, ("save", "landed"): 17, ("fork", "refused"): 17, ("import", "refused"): 29,
-    ("save", "killed before"): 17, ("fork", "killed before"): 23,
+    ("save", "refused"): 17, ("save", "landed"): 31, ("fork", "refused"): 37,
+    ("save", "killed before"): 29, ("fork", "killed before"): 47,
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_whatever_call_fails_the_same_again_finishes(directory: Path, name: str,
 
 @pytest.mark.parametrize(
     ("mode", "stride"),
-    [("refused", 9), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
+    [("refused", 23), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("refused", "landed"))],
 )
 def test_the_same_process_can_try_again_after_any_failed_call(directory: Path, mode: Mode, stride: int) -> None:
     """P32: after any failed call the same Checkpointer restores and saves the same step again, beside what was left."""
@@ -142,11 +142,8 @@ def copies(directory: Path, name: str, stride: int) -> Iterator[tuple[int, Path]
             shutil.rmtree(beside)
 
 
-EVERY = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-
-
-@EVERY
-@pytest.mark.parametrize("name", READERS)
+@strides(19)
+@pytest.mark.parametrize("name", quick_first(READERS, 2))
 def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: after one EIO at any read the run is as it would be without it: no error, no older step, no damage.
 
@@ -168,10 +165,8 @@ def test_a_read_that_fails_once_changes_nothing(directory: Path, name: str, stri
     assert n > 20
 
 
-@EVERY
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("save", "sync") else ()) for name in READERS]
-)
+@strides(19)
+@pytest.mark.parametrize("name", quick_first([*READERS][::-1], 3))
 def test_a_disk_that_stops_answering_is_an_error_and_loses_nothing(directory: Path, name: str, stride: int) -> None:
     """P35, P49: where reads fail from the n-th on, StoreError says so, and what was committed is live and whole."""
     for n, root in copies(directory, f"forever-{name}", stride):

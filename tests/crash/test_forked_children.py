@@ -43,6 +43,7 @@ from tests.crash.forked import (
     training,
 )
 from tests.support.interpreters import python
+from tests.support.sweeps import quick_first
 
 LAST = 4
 
@@ -76,7 +77,7 @@ MOMENTS = [(moment, True) for moment in (*SAVING, "a restore from memory", *BETW
 MOMENTS += [(moment, False) for moment in PRIVATE]
 
 
-@pytest.mark.parametrize(("moment", "kept"), MOMENTS)
+@pytest.mark.parametrize(("moment", "kept"), quick_first(MOMENTS, 3))
 def test_a_child_that_is_forked_changes_nothing(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, moment: str, kept: bool
 ) -> None:
@@ -234,7 +235,7 @@ def test_a_signal_that_the_parent_holds_back_is_not_the_childs(run_dir: Path) ->
     assert [checkpoint.step for checkpoint in open_run(str(run_dir)).checkpoints()] == [1]
 
 
-@pytest.mark.parametrize("closes_first", [True, False])
+@pytest.mark.parametrize("closes_first", quick_first([True, False]))
 def test_a_child_goes_on_with_a_run_that_its_parent_has_closed(run_dir: Path, memory: Path, closes_first: bool) -> None:
     """A daemon's idiom: the parent closes, a child makes a Checkpointer of its own, and trains on from memory.
 

@@ -24,6 +24,7 @@ from tests.support.runs import (
     train,
 )
 from tests.support.small_disk import fill_with_bytes, fill_with_files, small_disk
+from tests.support.sweeps import quick_first
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -40,7 +41,7 @@ def reserved(root: Path) -> int:
     return sum(name.startswith(".ckpt-reserve/") for name in on_disk(root))
 
 
-@pytest.mark.parametrize("fill", [fill_with_bytes, fill_with_files])
+@pytest.mark.parametrize("fill", quick_first([fill_with_bytes, fill_with_files]))
 def test_a_full_disk_is_pruned(disk: Path, fill: Callable[[Path], None]) -> None:
     """P37: without a byte, or a file, left, `ckpt prune` deletes, and the reserve is filled again."""
     root = disk / "run"

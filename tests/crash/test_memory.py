@@ -30,6 +30,7 @@ from tests.crash.lives import SIZE, Fate, Life, end_threads, fated, seals, slots
 from tests.support.cli_runs import flip
 from tests.support.interpreters import Python
 from tests.support.pipelines import Gate, Refusing, committed, gate, give_calls, opened
+from tests.support.sweeps import quick_first
 from tests.support.syncs import state_of as frozen_state
 from tests.support.waiting import until
 
@@ -65,7 +66,7 @@ def lives(run_dir: Path, memory: Path) -> Iterator[Callable[..., Life]]:
 @pytest.mark.parametrize(
     "sequences", [WORST, pytest.param(random.Random(1).sample(SEQUENCES, 200), marks=pytest.mark.slow)], ids=len
 )
-@pytest.mark.parametrize("start", ["in one process", "restored from memory"])
+@pytest.mark.parametrize("start", quick_first(["in one process", "restored from memory"]))
 def test_what_a_restart_needs_stays_in_memory(fast_dir: Path, start: str, sequences: list[Sequence[Fate]]) -> None:
     """P44: whichever snapshots cannot be sealed, with a store that refuses or is stuck, no step that was safe is lost.
 
@@ -156,7 +157,7 @@ def test_the_newest_that_is_whole_is_restored(
     assert slots(memory) == {}
 
 
-@pytest.mark.parametrize("store", ["stored", "refused", "stuck"])
+@pytest.mark.parametrize("store", quick_first(["stored", "refused", "stuck"], 2))
 def test_without_a_second_slot_the_first_one_stays_until_a_commit(
     lives: Callable[..., Life], memory: Path, store: str
 ) -> None:
@@ -374,6 +375,7 @@ def test_a_second_process_keeps_its_snapshots_to_itself(
     first.end()
 
 
+@pytest.mark.slow
 def test_sigterm_does_not_wait_for_a_store_for_ever(run_dir: Path, memory: Path) -> None:
     """P43: at SIGTERM a store that hangs is given `flush_timeout_s`; the step is in memory, and restored from there."""
     code = f"""

@@ -46,7 +46,7 @@ TERM, CTRL_C = signal.SIGTERM, signal.SIGINT
     "end",  # the signals, whether the block is entered, and whether they wait
     [
         ([TERM], True, True),
-        ([TERM], False, False),
+        pytest.param(([TERM], False, False), marks=pytest.mark.slow),
         pytest.param(([CTRL_C], False, True), marks=pytest.mark.slow),
         pytest.param(([CTRL_C], True, True), marks=pytest.mark.slow),
         pytest.param(([CTRL_C, CTRL_C], False, False), marks=pytest.mark.slow),

@@ -105,6 +105,7 @@ def test_a_relative_memory_directory(
     assert "memory" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_without_standard_descriptors(tmp_path: Path, memory: Path) -> None:
     """What C code prints in a process that was started without stdin, stdout and stderr is in no file of the run."""
     loop = tmp_path / "loop.py"
@@ -141,6 +142,7 @@ def test_no_thread_for_a_prune(tmp_path: Path) -> None:
     assert len([*(tmp_path / "run").glob("checkpoint_*")]) == 1
 
 
+@pytest.mark.slow
 def test_no_thread_for_a_heartbeat(tmp_path: Path) -> None:
     """A process that cannot keep its run says so, and leaves the run free."""
     with running_on(_NoThread("ckpt-heartbeat")), pytest.raises(StoreError, match="cannot start another thread"):

@@ -32,6 +32,7 @@ def test_training_goes_on_to_its_end(run_dir: Path, way: str, entry: str, reques
     assert owner.released, done.stderr
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_process_may_be_unread() -> None:
     """What is not committed at the end of the interpreter is reported on stderr; a closed one, or none, is no error."""
     code = """

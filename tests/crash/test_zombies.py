@@ -21,6 +21,7 @@ from tests.support.children import Child
 from tests.support.places import LocalPlace, Place, S3Place
 from tests.support.rules import Fault, Gate
 from tests.support.runs import UNTOUCHED, faults_of, head_of, opened, unnamed
+from tests.support.sweeps import quick_first
 
 _TIMEOUT_S = 1.5
 _THIRD_COMMIT = ledger_name(3)  # after the owner's entry and two commits
@@ -40,7 +41,7 @@ _REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=quick_first(["local", "s3"]))
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "local":
         return LocalPlace(tmp_path / "run")

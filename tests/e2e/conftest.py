@@ -20,7 +20,7 @@ from tests.servers.process import free_port
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is here: it takes minutes, and runs with `make test-e2e` alone."""
     for item in items:
-        if Path(item.path).parent == Path(__file__).parent:
+        if item.nodeid.startswith("tests/e2e/"):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(3000))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -27,7 +27,7 @@ from ckpt_tasks.state.tensors.tensors import same_bits
 from tests.faults.archives import BOMBS, PLACES, bomb, safetensors_files, torch_files, unzipped, zipped
 from tests.faults.judged import judged
 from tests.support.cli_runs import config
-from tests.support.sweeps import strides
+from tests.support.sweeps import quick_first, strides
 
 
 def imported(source: Path, run_dir: Path) -> str:
@@ -91,12 +91,14 @@ def answer(place: Path, data: bytes, suffix: str) -> str:
     return told
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(data=torch_files())
 def test_a_zip_file_that_contradicts_itself(place: Path, data: bytes) -> None:
     """P21: a drawn torch.save file is refused in an error of ours, or is what `torch.load` reads."""
     answer(place, data, "pt")
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(data=safetensors_files())
 def test_a_header_that_contradicts_itself(place: Path, data: bytes) -> None:
     """P21: a drawn safetensors file is refused in an error of ours, or is what safetensors reads."""
@@ -108,7 +110,7 @@ REFUSED = {"deep lists": "a cycle of them"} | dict.fromkeys(("keys of one hash",
 
 
 @pytest.mark.parametrize("where", PLACES)
-@strides(5)
+@strides(11)
 def test_a_few_bytes_that_stand_for_many(place: Path, where: str, stride: int) -> None:
     """P42: a pickle of some hundred kilobytes takes neither minutes nor gigabytes, wherever its value stands."""
     version = {"name": "a/version", "data": b"3"}
@@ -146,7 +148,7 @@ def test_a_record_is_what_the_file_says(tmp_path: Path, run_dir: Path, wrong: st
     assert told.startswith("imported") is not bool(words)
 
 
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("suffix", quick_first(["pt", "safetensors"]))
 def test_a_source_that_is_cut_meanwhile(tmp_path: Path, run_dir: Path, suffix: str) -> None:
     """A file that another process cuts while it is imported is an error of ours, whenever: no signal, no commit."""
     weights = {name: torch.ones(1 << 18) for name in "abc"}

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from ckpt_tasks.checkpoint.transfer.importing.plan import plan_import
 from ckpt_tasks.errors import CkptError, ConfigError, IntegrityError, UnsupportedStateError
 from tests.support.cli_runs import ckpt
+from tests.support.sweeps import quick_first
 
 WEIGHTS = {"weight": torch.arange(77, dtype=torch.float32), "bias": torch.ones(3)}
 
@@ -89,7 +90,7 @@ SAFETENSORS = {
 }
 
 
-@pytest.mark.parametrize("case", SAFETENSORS)
+@pytest.mark.parametrize("case", quick_first(SAFETENSORS, 2))
 def test_a_safetensors_file_that_lies(tmp_path: Path, run_dir: Path, case: str) -> None:
     """P42: a header that says what cannot be is an error before memory is taken for it."""
     data, word = SAFETENSORS[case]
@@ -108,7 +109,7 @@ INDEXES = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(INDEXES)))
+@pytest.mark.parametrize("number", quick_first(range(len(INDEXES)), 2))
 def test_an_index_that_leads_elsewhere(tmp_path: Path, run_dir: Path, number: int) -> None:
     """P42: an index is one, of bounded size, and names files beside it only that have what it says."""
     directory = tmp_path / "model"
@@ -139,7 +140,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], type[CkptError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("what", quick_first(OTHERS, 2))
 def test_what_is_no_file_of_weights(tmp_path: Path, run_dir: Path, what: str) -> None:
     """A pipe is not waited for, a class is named, and what is neither format is said to be neither."""
     make, error, word = OTHERS[what]

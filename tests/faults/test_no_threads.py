@@ -20,6 +20,7 @@ import torch
 
 from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import StoreError
+from tests.support.sweeps import quick_first
 
 _START = threading.Thread.start
 
@@ -69,7 +70,7 @@ def _do(way: str, run_dir: Path, memory: Path | None) -> None:
 CASES = [("restore", True, True), ("restore", False, False), ("save", False, True), ("step", True, False)]
 
 
-@pytest.mark.parametrize(("way", "with_memory", "only"), CASES)
+@pytest.mark.parametrize(("way", "with_memory", "only"), quick_first(CASES, 3))
 def test_any_start_of_a_thread_may_fail(
     way: str, *, with_memory: bool, only: bool, fast_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

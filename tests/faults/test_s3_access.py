@@ -26,6 +26,7 @@ from tests.support.answers import Answer
 from tests.support.cli_runs import ckpt as ckpt_command
 from tests.support.ledgers import commit
 from tests.support.rules import Fault
+from tests.support.sweeps import quick_first
 
 Records = pytest.LogCaptureFixture
 LARGE = pattern(1_000_003)
@@ -111,14 +112,17 @@ def test_credentials_that_expire_within_an_upload(place: Place, keys: Keys, monk
 
 @pytest.mark.parametrize(
     ("answer", "hint"),
-    [
-        (answers.TIME_TOO_SKEWED, "clock of this host is wrong"),
-        (answers.ACCESS_DENIED, "may not do this"),
-        (answers.error(403, "SignatureDoesNotMatch"), "secret key is wrong"),
-        (answers.error(403, "InvalidAccessKeyId"), "no user of this endpoint"),
-        (answers.error(404, "NoSuchBucket"), "Create the bucket first"),
-        (answers.error(301, "PermanentRedirect"), "another region"),
-    ],
+    quick_first(
+        [
+            (answers.TIME_TOO_SKEWED, "clock of this host is wrong"),
+            (answers.ACCESS_DENIED, "may not do this"),
+            (answers.error(403, "SignatureDoesNotMatch"), "secret key is wrong"),
+            (answers.error(403, "InvalidAccessKeyId"), "no user of this endpoint"),
+            (answers.error(404, "NoSuchBucket"), "Create the bucket first"),
+            (answers.error(301, "PermanentRedirect"), "another region"),
+        ],
+        3,
+    ),
     ids=lambda it: str(it.status) if isinstance(it, Answer) else it,
 )
 def test_what_does_not_pass_by_itself_is_said_at_once(place: Place, answer: Answer, hint: str) -> None:
@@ -148,12 +152,15 @@ def test_a_head_that_is_refused_without_a_word(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("verbs", "answer"),
-    [
-        ("GetObject", answers.ACCESS_DENIED),
-        ("PutObject", answers.TIME_TOO_SKEWED),
-        ("DeleteObjects", answers.ACCESS_DENIED),
-        ("PutObject GetObject ledger", answers.ACCESS_DENIED),  # all is there but the entry that would name it
-    ],
+    quick_first(
+        [
+            ("GetObject", answers.ACCESS_DENIED),
+            ("PutObject", answers.TIME_TOO_SKEWED),
+            ("DeleteObjects", answers.ACCESS_DENIED),
+            ("PutObject GetObject ledger", answers.ACCESS_DENIED),  # all is there but the entry that would name it
+        ],
+        3,
+    ),
 )
 def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, answer: Answer) -> None:
     """P67: rights or the clock change in mid-run: what to do is logged once, training goes on, and later commits.
@@ -189,6 +196,7 @@ def test_what_a_refused_verb_says(place: Place, caplog: Records, verbs: str, ans
         assert left == {"checkpoint_000000000004"}
 
 
+@pytest.mark.slow
 def test_a_prune_that_may_not_delete_says_so(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """P67: `ckpt prune` and `ckpt rm` say how many objects stay, never "Removed", and exit with 1.
 
@@ -257,18 +265,21 @@ def test_a_store_that_deletes_one_at_a_time(place: Place, caplog: Records) -> No
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
-    [
-        ({"secrett": "x"}, ConfigError, "storage_options are not what s3 takes: .*secrett"),
-        ({"config_kwargs": {"read_timeoutt": 1}}, ConfigError, "storage_options are not what s3 takes"),
-        (
-            {"endpoint_url": "nonsense"},
-            ConfigError,
-            "storage_options are not what s3 takes: .*nonsense.*begins with https",
-        ),
-        ({"profile": "nobody"}, StoreError, "nobody.*Give credentials"),
-        ({"key": None, "secret": None}, StoreError, "Give credentials"),
-        ({"key": "half", "secret": None}, StoreError, "Give credentials"),
-    ],
+    quick_first(
+        [
+            ({"secrett": "x"}, ConfigError, "storage_options are not what s3 takes: .*secrett"),
+            ({"config_kwargs": {"read_timeoutt": 1}}, ConfigError, "storage_options are not what s3 takes"),
+            (
+                {"endpoint_url": "nonsense"},
+                ConfigError,
+                "storage_options are not what s3 takes: .*nonsense.*begins with https",
+            ),
+            ({"profile": "nobody"}, StoreError, "nobody.*Give credentials"),
+            ({"key": None, "secret": None}, StoreError, "Give credentials"),
+            ({"key": "half", "secret": None}, StoreError, "Give credentials"),
+        ],
+        3,
+    ),
     ids=lambda it: "-".join(it) if isinstance(it, dict) else "",
 )
 def test_bad_options_are_named(place: Place, options: dict[str, Any], error: type[CkptError], message: str) -> None:
@@ -320,7 +331,7 @@ def leaks(*texts: str | bytes) -> list[str]:
     return [secret for secret in SECRETS if secret.encode() in data]
 
 
-@pytest.mark.parametrize("what", [*BAD_OPTIONS, *TOLD_BACK])
+@pytest.mark.parametrize("what", quick_first([*BAD_OPTIONS, *TOLD_BACK], 3))
 def test_no_error_tells_a_secret(place: Place, caplog: Records, what: str) -> None:
     """Whatever is wrong with the options, or said by the server: errors, pickles and logs hold no secret."""
     caplog.set_level(logging.DEBUG, "ckpt_tasks")

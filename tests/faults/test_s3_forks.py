@@ -74,6 +74,7 @@ def test_the_parents_connections_live_on(store: ObjectStore) -> None:
     assert pickle.loads(pickle.dumps(store)).names("by/") == ["by/child", "by/first"]
 
 
+@pytest.mark.slow
 def test_a_fork_while_another_thread_opens_the_store(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that was held when the process forked is nobody's in the child: it does not wait for ever."""
     store = ObjectStore(place.url, place.server.storage_options)

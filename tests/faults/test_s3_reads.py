@@ -125,6 +125,7 @@ def test_a_commit_on_a_stale_listing_meets_an_entry_and_goes_on(place: Place, hi
     assert steps(place.truth.head()) == commits(place.truth) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_reader_of_a_stale_listing_sees_an_older_state(saved: Place) -> None:
     """P54: never an error: what the listing shows is a state that the run was in, and can be restored."""
     run = open_run(Location(saved.url, storage_options=saved.options()))
@@ -141,6 +142,7 @@ def test_a_reader_of_a_stale_listing_sees_an_older_state(saved: Place) -> None:
     assert run.find("latest").step == 4
 
 
+@pytest.mark.slow
 def test_a_listing_that_is_old_is_named(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """P54: a store that lists late does not fence its owner: entries are read by name, and one line says so."""
     with place.run() as ckpt:

@@ -22,6 +22,7 @@ from tests.faults.s3_runs import Place, commits, is_state, state_of
 from tests.support import answers
 from tests.support.ledgers import commit
 from tests.support.rules import Fault, Rule
+from tests.support.sweeps import quick_first
 
 
 def bad_line(place: Place, seed: int) -> list[Rule]:
@@ -76,7 +77,7 @@ def test_runs_over_a_bad_line(place: Place, lives: int) -> None:
 # ── what requests cost ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("entries", [1, 40, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entries", quick_first([40, 1, 2500]))
 def test_the_newest_and_a_commit_ask_for_little(place: Place, entries: int) -> None:
     """P32, P54: however long the ledger: a listing of a few names and one read; a commit puts once and reads back.
 
@@ -126,6 +127,7 @@ def documented() -> dict[str, Counter[str]]:
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_what_saves_cost(place: Place, saves: int) -> None:
     """P54, P60: every save of a run asks for what docs/STORES.md says: two groups, metrics, three are kept.
@@ -146,6 +148,7 @@ def test_what_saves_cost(place: Place, saves: int) -> None:
     assert sum(map(Counter.total, steady)) == 12 * saves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [(7, 16), pytest.param((100, 301), marks=pytest.mark.slow)], ids=str)
 def test_what_a_check_and_a_start_cost(place: Place, saves: tuple[int, int]) -> None:
     """P54: `verify`, and taking, restoring and pruning a run, ask as often after many saves: for what is live.

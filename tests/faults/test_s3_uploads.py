@@ -12,6 +12,7 @@ from tests.storage.conformance import pattern
 from tests.support import answers
 from tests.support.answers import Answer
 from tests.support.rules import Fault
+from tests.support.sweeps import quick_first
 
 NAME = "checkpoint_000000000005/e000001-0123456789abcdef/model.safetensors"
 LARGE = pattern(1_000_003)
@@ -39,7 +40,7 @@ WHOLE = [  # … and whether the object is there when the first request has ende
 ]
 
 
-@pytest.mark.parametrize(("fault", "there"), WHOLE, ids=named)
+@pytest.mark.parametrize(("fault", "there"), quick_first(WHOLE, 3), ids=named)
 def test_an_object_arrives_whole_and_is_sent_twice_only_where_it_is_not_there(
     place: Place, fault: Fault, there: bool
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_slow_line_is_no_failure(place: Place) -> None:
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(
     "fault",
-    [None, Fault(drop_request=True), Fault(drop_answer=True), Fault(reset_request_at=1000)],
+    quick_first([None, Fault(drop_request=True), Fault(drop_answer=True), Fault(reset_request_at=1000)], 2),
     ids=named,
 )
 def test_a_part_that_fails_is_sent_again_alone(place: Place, fault: Fault | None) -> None:
@@ -114,7 +115,13 @@ ENDS = [  # the fault, and whether the object is there all the same
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize(
     ("operation", "fault", "there"),
-    [("CreateMultipartUpload", Fault(drop_answer=True), False), *(("CompleteMultipartUpload", *end) for end in ENDS)],
+    quick_first(
+        [
+            ("CreateMultipartUpload", Fault(drop_answer=True), False),
+            *(("CompleteMultipartUpload", *end) for end in ENDS),
+        ],
+        3,
+    ),
     ids=named,
 )
 def test_the_beginning_or_the_end_of_an_upload_goes_wrong(

@@ -29,6 +29,7 @@ from ckpt_tasks.run.ledger.ownership import acquire, identify
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.servers.process import free_port
+from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
 PATIENCE_S = 300.0  # nothing here is about speed
@@ -150,6 +151,7 @@ def test_killed_with_an_embedded_server_nothing_is_left_and_it_goes_on(embedded:
     assert "heldout loss" in said
 
 
+@pytest.mark.slow
 def test_killed_while_the_server_starts_nothing_is_left(embedded: Runs) -> None:
     """SIGKILL in the seconds in which the embedded server comes up leaves no server behind."""
     process = embedded.start("--steps", "9")
@@ -194,18 +196,21 @@ def here(flow: str, run_dir: Path, *arguments: str) -> int:
 @pytest.mark.usefixtures("harness")
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [
-        (("--params", "{"), "error: --params is not JSON"),
-        (("--params", "[1]"), "error: --params must be a JSON object"),
-        (("--param", "seed"), "error: --param 'seed' is not NAME=VALUE"),
-        (("--step-interval", "x"), "error: --step-interval must be a whole number"),
-        (("--params", '{"seed": 1}', "--seed", "2"), "error: the parameter seed is given twice: 1 and 2"),
-        (("--steps", "0"), "error: --steps"),
-        (("--step-interval", "0"), "error: step_interval"),
-        (("--batch-steps", "0"), "error: batch_steps"),
-        (("--run-key", "../x"), "error: run_key"),
-        (("--program", "nowhere:Tiny"), "error: nowhere:Tiny cannot be imported"),
-    ],
+    quick_first(
+        [
+            (("--params", "{"), "error: --params is not JSON"),
+            (("--params", "[1]"), "error: --params must be a JSON object"),
+            (("--param", "seed"), "error: --param 'seed' is not NAME=VALUE"),
+            (("--step-interval", "x"), "error: --step-interval must be a whole number"),
+            (("--params", '{"seed": 1}', "--seed", "2"), "error: the parameter seed is given twice: 1 and 2"),
+            (("--steps", "0"), "error: --steps"),
+            (("--step-interval", "0"), "error: step_interval"),
+            (("--batch-steps", "0"), "error: batch_steps"),
+            (("--run-key", "../x"), "error: run_key"),
+            (("--program", "nowhere:Tiny"), "error: nowhere:Tiny cannot be imported"),
+        ],
+        3,
+    ),
 )
 def test_errors_are_one_line(
     run_dir: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
@@ -227,7 +232,7 @@ def no_server() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_server")
-@pytest.mark.parametrize("flow", ["train", "evaluate"])
+@pytest.mark.parametrize("flow", quick_first(["train", "evaluate"]))
 def test_a_server_that_does_not_answer_is_one_line(flow: str, run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """P73: after `ckpt down` the shell still names its server; what to do is said, instead of Prefect's traceback.
 
@@ -267,6 +272,7 @@ def test_a_run_that_a_live_process_trains_is_refused_before_a_server_starts(
     assert "take_over" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness")
 def test_what_the_commands_say(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A start says from which step, saved when and where; a retry shows why the attempt failed, in one line.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from ckpt_tasks.flows.evaluate import evaluate
 from ckpt_tasks.flows.prefect.evaluate import EvaluationResult, Evaluator
 from ckpt_tasks.storage.locations import Location
 from tests.support.cli_runs import flip
+from tests.support.sweeps import quick_first
 from tests.support.tiny import Tiny
 from tests.support.waiting import until
 
@@ -30,10 +32,10 @@ DRAWING = "tests.flows.test_evaluate:Drawing"
 PRUNING = "tests.flows.test_evaluate:Pruning"
 
 
-@pytest.fixture
-def trained(run_dir: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained_once(fast_dir: Path) -> Path:
     """Return the directory of a run with checkpoints of the steps 2, 4 and 6; the best loss is that of step 4."""
-    program = Tiny()
+    program, run_dir = Tiny(), fast_dir / "run"
     best = {"keep_best": 1, "best_metric": "loss"}
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), run_key="tiny", **best)) as ckpt:  # type: ignore[arg-type]
         for step in range(1, 7):
@@ -41,6 +43,11 @@ def trained(run_dir: Path) -> Path:
             if step % 2 == 0:
                 ckpt.save(step, program.state, metrics={"loss": abs(step - 4.0)})
     return run_dir
+
+
+@pytest.fixture
+def trained(trained_once: Path, run_dir: Path) -> Path:
+    return shutil.copytree(trained_once, run_dir)
 
 
 def evaluated(run_dir: Path, **options: Any) -> dict[int, EvaluationResult]:
@@ -97,23 +104,26 @@ def test_the_lease_ends_with_the_evaluation(trained: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [
-        ({"which": 3}, CheckpointNotFoundError),
-        ({"which": "newest"}, ConfigError),
-        ({"program": "nowhere:Tiny"}, ProgramError),
-        ({"program": "tests.flows.test_evaluate:Untested"}, ProgramError),
-        ({"run_key": "other"}, RunMismatchError),
-        ({"checkpoint_dir": "/nowhere/{run_key}"}, CheckpointNotFoundError),
-        ({"suite": "no/suite"}, ConfigError),
-        ({"which": "pending", "limit": 0}, ConfigError),
-        ({"which": "latest", "limit": 1}, ConfigError),
-        ({"which": "latest", "follow_s": 1.0}, ConfigError),
-        ({"promote_params": {"a": 1}}, ConfigError),
-        ({"which": "pending", "follow_s": -1.0}, ConfigError),
-        ({"which": "pending", "promote": "promoted"}, ConfigError),
-        ({"which": "pending", "promote": "nowhere:promoted"}, ConfigError),
-        ({"which": "pending", "promote": "tests.flows.test_evaluate:missing"}, ConfigError),
-    ],
+    quick_first(
+        [
+            ({"which": 3}, CheckpointNotFoundError),
+            ({"which": "newest"}, ConfigError),
+            ({"program": "nowhere:Tiny"}, ProgramError),
+            ({"program": "tests.flows.test_evaluate:Untested"}, ProgramError),
+            ({"run_key": "other"}, RunMismatchError),
+            ({"checkpoint_dir": "/nowhere/{run_key}"}, CheckpointNotFoundError),
+            ({"suite": "no/suite"}, ConfigError),
+            ({"which": "pending", "limit": 0}, ConfigError),
+            ({"which": "latest", "limit": 1}, ConfigError),
+            ({"which": "latest", "follow_s": 1.0}, ConfigError),
+            ({"promote_params": {"a": 1}}, ConfigError),
+            ({"which": "pending", "follow_s": -1.0}, ConfigError),
+            ({"which": "pending", "promote": "promoted"}, ConfigError),
+            ({"which": "pending", "promote": "nowhere:promoted"}, ConfigError),
+            ({"which": "pending", "promote": "tests.flows.test_evaluate:missing"}, ConfigError),
+        ],
+        5,
+    ),
 )
 def test_bad_input_is_refused(trained: Path, options: dict[str, Any], error: type[Exception]) -> None:
     """A wrong checkpoint, program, run, suite, bound or promotion is an error of our tree, and nothing is recorded."""
@@ -139,6 +149,7 @@ def test_pending_are_those_that_the_suite_has_not_seen(trained: Path) -> None:
     assert pending(trained, suite="full", limit=2).keys() == {2}
 
 
+@pytest.mark.slow
 def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flow run that follows takes what comes as soon as it is committed, and ends soon after the run's owner has."""
     monkeypatch.setattr("ckpt_tasks.flows.prefect.evaluate._RELEASED_S", 3.0)
@@ -157,6 +168,7 @@ def test_what_is_committed_meanwhile_is_evaluated_too(trained: Path, monkeypatch
         other.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_side_by_side_is_as_alone(trained: Path, runner: str) -> None:
     """P11: evaluations in threads or processes measure what each measures alone, and leave training's streams alone."""
@@ -229,6 +241,7 @@ def test_a_promotion_is_called_with_a_new_best_one(trained: Path, tmp_path: Path
     assert (tmp_path / "said").read_text() == "4 quick leased\n" * 2
 
 
+@pytest.mark.slow
 def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path, tmp_path: Path) -> None:
     """Its own error ends the flow after its retries; what was measured is recorded, and the next one exports the best.
 
@@ -247,6 +260,7 @@ def test_a_promotion_that_fails_fails_the_flow_and_not_the_record(trained: Path,
     assert all(torch.equal(found[name], value) for name, value in best.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_promotion_needs_to_know_what_the_best_is(run_dir: Path) -> None:
     """A run that does not say by which metric a checkpoint is the best is refused before anything is evaluated.
 

@@ -88,6 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, server: dict[str, str]) -> t
     return (*trained(run_dir), said, run_dir)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_launcher_are_one_flow_run(whole: tuple[Any, ...]) -> None:
     """`torchrun -m ckpt_tasks train` trains on its ranks, evaluates on them together, and is one flow run."""
     step, _, curve, said, run_dir = whole

@@ -218,6 +218,7 @@ def test_prefect_takes_our_handler_for_its_own(run_dir: Path) -> None:
     assert engine._prefect_sigterm_handler is prefects
 
 
+@pytest.mark.slow
 def test_sigterm_when_nobody_reads_the_output(start: Start) -> None:
     """P69: below a worker that was killed, which read what the flow run prints, a step is committed all the same."""
     run = start("step", unread=True)
@@ -262,6 +263,7 @@ def test_a_worker_takes_a_preempted_flow_run_that_prefect_has_retried(start: Sta
     assert run.client.read_flow_run(run.run).empirical_policy.retry_type != "in_process"  # workers pass over those
 
 
+@pytest.mark.slow
 def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Start) -> None:
     """P69: in the delay before a retry of the whole flow nothing trains; a preemption leaves nothing to wait for."""
     run = start("delay", flow=delayed, retries=0)
@@ -277,6 +279,7 @@ def test_a_worker_takes_a_flow_run_that_was_preempted_before_a_retry(start: Star
     assert after.next_scheduled_start_time < before.next_scheduled_start_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", [train, own], ids=["train", "own"])
 def test_a_cancelled_training_ends_without_its_supervisor(flow: Any, start: Start) -> None:
     """P69: an engine whose supervisor was killed, of a flow run that is cancelled, commits a step and ends."""

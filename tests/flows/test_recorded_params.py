@@ -93,6 +93,7 @@ def test_a_path_in_the_ledger_reaches_no_program(run_dir: Path, corpus: str, sec
     assert open_run(str(run_dir)).find("latest").step == 2
 
 
+@pytest.mark.slow
 def test_given_parameters_win(run_dir: Path, corpus: str, secret: str, caplog: pytest.LogCaptureFixture) -> None:
     """P21: what the flow is given is what the program gets, also where it is built once more to see what changed."""
     trained(run_dir, 2, params={"data": corpus})
@@ -106,6 +107,7 @@ def test_given_parameters_win(run_dir: Path, corpus: str, secret: str, caplog: p
     assert set(seen("data")) == {corpus}
 
 
+@pytest.mark.slow
 def test_what_names_nothing_or_is_named_by_the_program_comes_back(run_dir: Path, corpus: str) -> None:
     """Numbers, booleans, null and lists of them go on by the record, and a text whose name the program lists."""
     own = {"mode": "fast", "rates": [0.5, [None, 2]], "flag": True}

@@ -29,6 +29,7 @@ from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.flows.step_batch import step_batch
 from ckpt_tasks.flows.train import TrainResult, train
 from tests.support.cli_runs import flip
+from tests.support.sweeps import quick_first
 from tests.support.tiny import Tiny
 
 pytestmark = pytest.mark.usefixtures("harness")
@@ -119,7 +120,7 @@ def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, whole: Path) -> Non
     assert open_run(str(run_dir)).head().next_n == before
 
 
-@pytest.mark.parametrize("fail_at", [1, 7])
+@pytest.mark.parametrize("fail_at", quick_first([7, 1]))
 def test_an_exception_in_a_step_changes_nothing(run_dir: Path, whole: Path, fail_at: int) -> None:
     """P73: a step that raises after backward is retried from the last commit, and the result is bit-equal.
 
@@ -133,6 +134,7 @@ def test_an_exception_in_a_step_changes_nothing(run_dir: Path, whole: Path, fail
     assert_equal(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_retries_end(run_dir: Path) -> None:
     """A step that always raises fails the flow with its own error after the retries; what was committed stays.
 
@@ -158,6 +160,7 @@ def test_a_batch_that_was_done_meanwhile_commits_nothing(run_dir: Path, whole: P
     assert steps(run_dir)[0] == 12
 
 
+@pytest.mark.slow
 def test_automatic_batches_cover_the_run(run_dir: Path) -> None:
     """With seconds instead of steps the batches are sized from the steps measured, and still end with the run."""
     result = run(run_dir, 40, batch_steps=None, batch_seconds=0.05, params={"step_s": 0.002})
@@ -171,6 +174,7 @@ def diverging(run_dir: Path, total: int, params: dict[str, Any], **checkpoint: A
     return run(run_dir, total, params={"bad_from": 8, **params}, **how)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_a_flow_run_that_says_stop(run_dir: Path) -> None:
     """P20: nothing of the bad step is committed, and no retry repeats it; the failure is in the ledger, once."""
     for count in ([1, 1], [1]):
@@ -192,14 +196,17 @@ def test_a_loss_that_is_not_a_number_rolls_a_flow_run_back(run_dir: Path, whole:
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [
-        ({"program": "nowhere:Tiny"}, ProgramError),
-        ({"program": "tests.support.absent:Tiny"}, ProgramError),
-        ({"program": "collections:Counter"}, ProgramError),
-        ({"program": "tests.support.forks:Scheduled"}, RunMismatchError),
-        ({"run_key": "other"}, RunMismatchError),
-        ({"skip_batches": "13"}, ConfigError),
-    ],
+    quick_first(
+        [
+            ({"program": "nowhere:Tiny"}, ProgramError),
+            ({"program": "tests.support.absent:Tiny"}, ProgramError),
+            ({"program": "collections:Counter"}, ProgramError),
+            ({"program": "tests.support.forks:Scheduled"}, RunMismatchError),
+            ({"run_key": "other"}, RunMismatchError),
+            ({"skip_batches": "13"}, ConfigError),
+        ],
+        3,
+    ),
 )
 def test_what_is_not_the_runs_own_changes_nothing(
     run_dir: Path, whole: Path, options: dict[str, Any], error: type[Exception]

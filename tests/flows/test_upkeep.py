@@ -51,6 +51,7 @@ def test_damage_is_told_and_nothing_is_pruned(tmp_path: Path) -> None:
     assert (kept.figures["checkpoints"], kept.figures["damaged_checkpoints"]) == (5, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_upkeep_drills_and_prunes_nothing_that_cannot_be_restored(tmp_path: Path) -> None:
     """The flow records a drill if it is asked to; one that fails fails the flow run, and everything stays."""

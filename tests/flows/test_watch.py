@@ -109,6 +109,7 @@ def test_every_state_that_nobody_works_at(client: SyncPrefectClient) -> None:
     assert check_flow_runs(client, "ten").verdict == "ok"
 
 
+@pytest.mark.slow
 def test_what_crashed_is_resumed_some_times(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crashed run is scheduled again; one that ended well, has no deployment, or started too often, is not.
 
@@ -189,6 +190,7 @@ def test_it_does_not_mark_itself(client: SyncPrefectClient) -> None:
         assert watch(tag="nine", silent_s=0).dead == (name_of(client, other),)
 
 
+@pytest.mark.slow
 def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor says that the next look of `watch` is an hour away, until its schedule is planned again.
 
@@ -214,6 +216,7 @@ def test_a_clock_that_goes_back_an_hour(client: SyncPrefectClient, monkeypatch: 
         client.delete_flow_run(run)
 
 
+@pytest.mark.slow
 def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> None:
     """Those that their supervisor has scheduled count as those that `ckpt down` schedules; what has ended does not."""
     gone_on: list[tuple[object, ...]] = [(AwaitingRetry(),), (Running(), Crashed()), (Running(),), (Pending(),)]
@@ -222,6 +225,7 @@ def test_down_counts_each_flow_run_that_goes_on(client: SyncPrefectClient) -> No
     assert [schedule_again(client, run) for run in runs] == [True] * len(gone_on) + [False] * len(ended)
 
 
+@pytest.mark.slow
 def test_who_was_ended_is_marked_before_it_waits(client: SyncPrefectClient) -> None:
     """`ckpt down` ends a process that once waited for its flow's retry: crashed first, so that a worker takes it."""
     run = made(client, "down", Running(), Failed(), Running(), retries=1)

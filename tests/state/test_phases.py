@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader, resumable
 from tests.support.interpreters import python
+from tests.support.sweeps import quick_first
 
 DATA = TensorDataset(torch.arange(16.0).view(8, 2) / 16)
 ENDED = "Nothing was left to train"
@@ -88,7 +89,7 @@ class Program:
 
 @pytest.mark.parametrize(
     ("adopted", "form"),
-    [("step by step", "one"), *product(["two lines", "step by step"], ["two", "two, made early"])],
+    quick_first([("step by step", "one"), *product(["two lines", "step by step"], ["two", "two, made early"])], 3),
 )
 def test_a_program_of_two_phases_is_quiet(
     adopted: str, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -107,7 +108,7 @@ def test_a_program_of_two_phases_is_quiet(
     assert [message.startswith(ENDED) for message in said] == [True] * (form != "one")
 
 
-@pytest.mark.parametrize("adopted", ["two lines", "step by step"])
+@pytest.mark.parametrize("adopted", quick_first(["two lines", "step by step"]))
 def test_an_earlier_phase_is_not_told_that_it_has_ended(adopted: str, tmp_path: Path) -> None:
     """Started again in its second phase, a program is quiet; started once more, it hears of both ended runs."""
     program = f"""from pathlib import Path; import sys

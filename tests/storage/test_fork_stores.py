@@ -93,6 +93,7 @@ def test_other_credentials_are_another_store() -> None:
     assert not one.adopt(Location("/tmp/a").open(), name, 1)
 
 
+@pytest.mark.slow
 def test_large_objects_are_copied_in_parts(
     ministack: S3Server, bucket: str, source: Run, monkeypatch: pytest.MonkeyPatch, chaos: Chaos
 ) -> None:
@@ -107,6 +108,7 @@ def test_large_objects_are_copied_in_parts(
     assert found["ETag"].strip('"').endswith("-4")
 
 
+@pytest.mark.slow
 def test_where_nobody_copies_every_byte_is_sent(
     ministack: S3Server, bucket: str, source: Run, chaos: Chaos, tmp_path: Path
 ) -> None:

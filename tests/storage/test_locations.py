@@ -118,6 +118,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_tries_again_draws_no_number() -> None:
     """P11: gcsfs retries by itself and draws its waits from the module `random`: it has a stream of its own here."""
     done = subprocess.run([sys.executable, "-c", _A_CLIENT_TRIES_AGAIN], capture_output=True, text=True, check=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,14 @@ from tests.support.calls import FailingCalls, Mode
 
 ROOT = Path(__file__).resolve().parents[2]
 LANDED, KILLED_AFTER = (pytest.param(mode, marks=pytest.mark.slow) for mode in ("landed", "killed after"))
+
+
+def quick_first(cases: Iterable[Any], every: int = 0) -> list[Any]:
+    """Mark all cases `slow` but the first, or but the first of every `every`."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*row, marks=pytest.mark.slow if (n % every if every else n) else ()) for n, row in enumerate(rows)
+    ]
 
 
 def strides(quick: int) -> pytest.MarkDecorator:

@@ -55,6 +55,7 @@ def test_a_signal_ends_all_at_one_step(tmp_path: Path, signals: list[tuple[int, 
     assert step > 1
 
 
+@pytest.mark.slow
 def test_a_save_by_the_clock_falls_on_one_step(tmp_path: Path) -> None:
     """Seconds pass differently in each rank; what is saved by them is whole."""
     with Gang(2, until_signal, str(tmp_path), {"save_interval_secs": 0.1}) as gang:
@@ -166,6 +167,7 @@ def test_two_gangs_on_one_directory_are_fenced_as_a_whole(tmp_path: Path) -> Non
     assert max(steps_of(tmp_path)) == 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_fails_the_save_of_the_others(tmp_path: Path, stopped: int) -> None:
     """SIGSTOP holds one rank, also the one that holds the process group's store: the other one raises StoreError.

@@ -146,7 +146,7 @@ FATES = {
     "none, sharded": Fate(lambda root, place: None, 6, option="local_dir", last=6),
     "another host, replicated": Fate(move, 4, kept=False, why="in memory", kind="ddp"),
 }
-SLOW = ("another host", "none, sharded", "another host, replicated")
+SLOW = ("none", "not sealed in one", "another host", "none, sharded", "another host, replicated")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in FATES])
@@ -208,7 +208,7 @@ def differs(rank: int, size: int, root: str, place: str, how: tuple[str, str, st
     "how",
     [
         ("weight", "refused", "memory_dir"),
-        ("value", "sealed", "memory_dir"),
+        pytest.param(("value", "sealed", "memory_dir"), marks=pytest.mark.slow),
         pytest.param(("weight", "sealed", "memory_dir"), marks=pytest.mark.slow),
         pytest.param(("weight", "refused", "local_dir"), marks=pytest.mark.slow),
     ],

@@ -76,7 +76,7 @@ def start_again(folder: Path, port: int, start: int, who: int, after: int) -> bo
     return not any(ended)
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_rank_takes_a_word_of_an_earlier_start(tmp_path: Path, stride: int) -> None:
     """A rank is killed at each of its requests in turn, and all start again with the same store: each start meets.
 

@@ -38,6 +38,7 @@ from tests.checkpoint.ranks.training import (
     watch,
 )
 from tests.support.gang import Gang, run
+from tests.support.sweeps import quick_first
 
 NAMELESS, CLOSED = 0, -1  # a host whose ranks have no files for each other, and one where a rank cannot open them
 
@@ -87,9 +88,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if how == "Checkpointers" else ()) for how in MISFITS]
-)
+@pytest.mark.parametrize("how", quick_first(MISFITS, 3))
 def test_a_mistake_of_one_rank_is_named_in_all(tmp_path: Path, how: str) -> None:
     """P50, P58: every rank is told what the ranks have not in common; no target is changed, nothing is committed."""
     kind, words = MISFITS[how]
@@ -118,6 +117,7 @@ def some_restore(rank: int, size: int, root: str, who: int) -> list[tuple[str, s
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_restore_that_one_rank_alone_calls_does_not_hang(tmp_path: Path, who: int) -> None:
     """The rank that calls it raises StoreError with the silent rank's name, and does not hold the directory."""
@@ -154,7 +154,7 @@ def restore_damaged(rank: int, size: int, root: str, far: bool, step: int | None
 @pytest.mark.parametrize(
     ("how", "far", "every"),
     [
-        ("lost", True, 3),
+        pytest.param("lost", True, 3, marks=pytest.mark.slow),
         ("changed", False, 4),
         *(pytest.param(how, far, 1, marks=pytest.mark.slow) for how in ("lost", "changed") for far in (True, False)),
     ],

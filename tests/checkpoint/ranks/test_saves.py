@@ -26,6 +26,7 @@ from ckpt_tasks.system import System, use
 from ckpt_tasks.testing import look, settle
 from tests.checkpoint.ranks.training import attempt, config, put, refuse, state_of, steps_of
 from tests.support.gang import run
+from tests.support.sweeps import quick_first
 
 Undo = Callable[[], object]
 Trouble = Callable[[int, Checkpointer, dict[str, Any]], Undo | None]
@@ -236,7 +237,7 @@ def in_background(rank: int, size: int, root: str, how: str) -> list[int]:
         return [*seen, ckpt.last_commit.step]
 
 
-@pytest.mark.parametrize("how", ["late", "refused"])
+@pytest.mark.parametrize("how", quick_first(["late", "refused"]))
 def test_what_one_rank_leaves_out_all_leave_out(tmp_path: Path, how: str) -> None:
     """P44, P47: steps are superseded where a rank cannot keep up, and one that it cannot write is a note.
 

@@ -31,6 +31,7 @@ from tests.checkpoint.ranks.training import (
 )
 from tests.support.cli_runs import ckpt as command
 from tests.support.gang import run
+from tests.support.sweeps import quick_first
 
 VOCABULARY = 5  # on four ranks: two rows, two, one and none
 State = dict[str, Any]
@@ -145,7 +146,7 @@ STATES: dict[str, tuple[int, Callable[[int], State]]] = {
     "buffers of each rank": (2, own_buffers),
     "buffers beside shards": (2, lambda size: adamw(sharded(Running()))),
 }
-QUICK = ("2d on 4", "tied, one rank without a row", "buffers of each rank")
+QUICK = ("2d on 4", "buffers of each rank")
 
 
 def one_step(state: State) -> float:
@@ -253,7 +254,7 @@ MORE_CHAINS = [
 ]
 
 
-@pytest.mark.parametrize("chain", [*CHAINS, *(pytest.param(chain, marks=pytest.mark.slow) for chain in MORE_CHAINS)])
+@pytest.mark.parametrize("chain", quick_first([*CHAINS, *MORE_CHAINS]))
 def test_another_number_of_ranks_has_the_same_tensors(tmp_path: Path, chain: list[tuple[str, int]]) -> None:
     """P48, P58: sharded along any dimension or replicated, with any number of ranks, the whole is the same.
 
@@ -269,6 +270,7 @@ def test_another_number_of_ranks_has_the_same_tensors(tmp_path: Path, chain: lis
     assert steps_of(tmp_path)[-1] == len(chain)
 
 
+@pytest.mark.slow
 def test_replicated_bytes_are_written_once(tmp_path: Path) -> None:
     """Two ranks of DistributedDataParallel write what one process writes, each a part of it."""
     sizes = {}

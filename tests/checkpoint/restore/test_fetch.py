@@ -17,6 +17,7 @@ from ckpt_tasks.errors import CkptError, IntegrityError, StoreError
 from ckpt_tasks.format.keys import parse_attempt
 from ckpt_tasks.state.tensors.tensors import DTYPES, same_bits
 from ckpt_tasks.storage.local import LocalStore
+from tests.support.sweeps import quick_first
 
 MIB = 1 << 20
 
@@ -48,8 +49,11 @@ def _restored(run_dir: Path, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("size_bytes", [0, 8, 256 * 1024, 2 * MIB + 48, 16 * MIB + 48])
-@pytest.mark.parametrize("fresh", [False, True], ids=["into live tensors", "into new ones"])
+@pytest.mark.parametrize(
+    ("size_bytes", "fresh"),
+    # Of the quick ones every second size is made new, and the others are live.
+    quick_first([(size, new) for new in (True, False) for size in (16 * MIB + 48, 2 * MIB + 48, 256 * 1024, 8, 0)], 2),
+)
 def test_tensors_of_every_size_come_back(run_dir: Path, size_bytes: int, fresh: bool) -> None:
     """Whatever way a size takes (many in a read, one in several, several regions), every bit comes back."""
     torch.manual_seed(size_bytes)

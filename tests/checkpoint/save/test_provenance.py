@@ -97,6 +97,7 @@ def test_a_script_is_recorded_with_its_commit_and_without_its_secrets(tmp_path: 
     assert "an argument that is not kept, because it could be a secret" in shown
 
 
+@pytest.mark.slow
 def test_a_look_at_the_code_runs_and_changes_nothing(tmp_path: Path) -> None:
     """A repository may name a program of its own for git to run, and have an old index: neither run, nor refreshed."""
     git = repository(tmp_path)
@@ -114,6 +115,7 @@ def test_a_look_at_the_code_runs_and_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / ".git/index").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_code_that_no_git_knows_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P43: no repository, no git, and a git that hangs are no errors; the last one costs two seconds."""
     assert code_of(str(tmp_path)) == "unknown"

@@ -74,6 +74,7 @@ def test_the_first_commit_after_a_kill_says_where_the_time_went(run_dir: Path, t
         assert "compiled" not in table
 
 
+@pytest.mark.slow
 def test_the_first_commit_that_succeeds_has_the_parts(run_dir: Path) -> None:
     """A commit that fails leaves them to the next one; a second restore of one owner says nothing of a start."""
     state: dict[str, Any] = {"value": 1}

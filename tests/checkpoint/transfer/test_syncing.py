@@ -20,6 +20,7 @@ from ckpt_tasks.run.upkeep.verifying import verify_run_directory
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.testing import die
 from tests.support.cli_runs import flip, tree
+from tests.support.sweeps import quick_first
 from tests.support.syncs import check, copy, opened, outcomes, prune, same, small, state_of, train
 
 # ── what is copied ───────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +129,7 @@ def test_what_the_target_pruned_stays_pruned(run_dir: Path, tmp_path: Path) -> N
     assert [c.step for c in open_run(str(tmp_path / "b")).checkpoints()] == [5, 4, 3]
 
 
-@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("ended", quick_first([True, False]))
 def test_an_object_that_the_target_gave_up(run_dir: Path, tmp_path: Path, ended: bool) -> None:
     """P64: a checkpoint that shares an object with one that was pruned at the target comes if the pruner has ended.
 

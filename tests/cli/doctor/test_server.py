@@ -85,6 +85,7 @@ def test_a_real_server_and_its_automations(client: SyncPrefectClient) -> None:
     assert checks()["resuming"].verdict == "wrong"
 
 
+@pytest.mark.slow
 def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
     """A pool that is not there, without a worker, with one, and paused; its own job variables count."""
     assert checks("no-such-pool")["work pool"].verdict == "wrong"
@@ -104,6 +105,7 @@ def test_a_real_pool(client: SyncPrefectClient, pool: str) -> None:
     assert checks(pool)["work pool"].verdict == "wrong"
 
 
+@pytest.mark.slow
 def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
     """Every deployment of the pool is looked at, with its variables over the pool's; a named one by itself."""
     apply(build_automations())
@@ -130,6 +132,7 @@ def test_real_deployments(client: SyncPrefectClient, pool: str) -> None:
             checks(deployment=name)
 
 
+@pytest.mark.slow
 def test_a_process_that_trains_for_an_ended_flow_run_is_named(
     client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from ckpt_tasks.cli.proving.proof import prove_resume, unequal_values
 from ckpt_tasks.cli.proving.script import may_differ, verify_script
 from ckpt_tasks.errors import ConfigError, ProgramError
 from tests.support.cli_runs import started
+from tests.support.sweeps import quick_first
 from tests.support.waiting import until
 
 PROGRAMS = "tests.cli.proving.programs"
@@ -34,6 +35,7 @@ def test_a_forgotten_counter_is_named() -> None:
     assert "program.seen" in found["difference"]["cause"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_program_that_fails_after_a_resume() -> None:
     """P50: the error says in which step it failed, and that it did not without a break."""
@@ -65,6 +67,7 @@ class Found(NamedTuple):
 
 
 LATE = "program.schedules[0] (MultiStepLR)"
+QUICK = {"Unchanged"}
 FOUND = [
     Found("BegunAnew", "data/", "call it once for each epoch"),
     Found("LateSchedule", LATE, outside=(LATE,)),
@@ -79,7 +82,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if row.real else ()) for row in FOUND])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row.program in QUICK else pytest.mark.slow) for row in FOUND]
+)
 def test_what_is_outside_of_the_state_is_named(row: Found, request: pytest.FixtureRequest) -> None:
     """P73: objects, generators, a late schedule, an average that the evaluation reads, chance, a draw at the start.
 
@@ -155,7 +160,7 @@ def test_what_a_script_forgets_is_named(forgets: list[str], kills: set[int], fir
     assert named in found.cause
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", quick_first([signal.SIGTERM, signal.SIGHUP, signal.SIGINT]))
 def test_a_signal_ends_the_command_with_all_its_processes(tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM, SIGHUP or Ctrl-C to verify-resume leaves no process: torchrun's ranks have sessions of their own."""
     seen = tmp_path / "pid"
@@ -189,6 +194,7 @@ def test_what_every_process_has_of_its_own_is_no_difference(place: str, differs:
     assert may_differ(place) == differs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_what_one_of_two_ranks_forgets_is_named() -> None:
     """P73: a sharded program is proved rank by rank; what one rank forgets is named, with the rank."""

@@ -142,6 +142,7 @@ def test_a_run_that_trains_is_followed(asked: Asked, root: Path, tmp_path: Path)
     assert asked.rows(before)["first"]["state"] == "silent"
 
 
+@pytest.mark.slow
 def test_an_unchanged_run_is_not_read_again(tmp_path: Path) -> None:
     """While the times of a run's directories stay, its ledger is not read: what was damaged behind them is not seen."""
     trained(Told(tmp_path / "old").taken(), 3, every_s=1, steps=1).released()
@@ -230,6 +231,7 @@ def test_a_wrong_question_has_an_answer(asked: Asked) -> None:
     assert asked.raw("/api/runs?" + "&".join(f"a{n}=1" for n in range(21)))[0] == 400
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_is_passed_over(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     """A connection that is reset before its answer prints no traceback, and the next one is answered."""
     asked.rows()
@@ -327,6 +329,7 @@ def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
         assert server.stdout.readline().startswith("There is no directory")
 
 
+@pytest.mark.slow
 def test_steps_that_no_commit_has_are_shown_and_marked(tmp_path: Path) -> None:
     """The table, the curves, /metrics and `ckpt ls` have the step that training has reached, apart from the committed.
 

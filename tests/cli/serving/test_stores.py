@@ -78,6 +78,7 @@ def test_runs_in_a_bucket_are_rows_and_a_look_lists_each_once(
     assert len(again) <= 6
 
 
+@pytest.mark.slow
 def test_an_outage_leaves_the_rows_and_ends(sweep: RunTable, chaos: Chaos) -> None:
     """What a store refuses is said for a run and for the root; later the same table is whole again."""
     denied = chaos.on(Fault(answer=ACCESS_DENIED), key="run-3/")

@@ -29,6 +29,7 @@ def train(run_dir: Path, **params: int) -> Ended:
     return train_in_terminal(training, again="ckpt train …")
 
 
+@pytest.mark.slow
 def test_ranks_evaluate_together(run_dir: Path) -> None:
     """A program that needs its ranks, to be built and to add up, is evaluated at the end of its training, and later."""
     done = train(run_dir)
@@ -41,6 +42,7 @@ def test_ranks_evaluate_together(run_dir: Path) -> None:
     assert recorded == {("quick", 4): 3.0, ("full", 4): 3.0, ("quick", 0): 3.0}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_leaves_the_training_complete(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,15 +71,10 @@ def assert_pages(run_dir: Path) -> None:
 def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
     """A batch whose rank is killed is retried by Prefect, with a new gang; the end is that of an undisturbed flow.
 
-    Its sharded checkpoint is evaluated in one process, and a later flow run goes on from it; a fork with another
-    learning rate works as on one rank.
+    Its sharded checkpoint is evaluated in one process, and a later flow run goes on from it.
     """
     result = run(tmp_path / "whole", 12, params={"kind": "fsdp"})
     assert (result.step, result.trained, list(result.metrics)) == (12, 12, ["loss"])
-    forked = tmp_path / "forked"
-    result = run(forked, 7, run_key="forked", fork_from=f"{tmp_path / 'whole'}@5", params={"kind": "fsdp", "lr": 0.5})
-    assert (result.step, result.trained) == (7, 2)
-    assert open_run(str(forked)).head().state.params == {"kind": "fsdp", "lr": 0.5}
     params = {"kind": "fsdp", "plan": [(7, 1, "kill")], "folder": str(tmp_path)}
     for total in (8, 12):
         assert run(run_dir, total, params=params, retry_delay_seconds=0).step == total
@@ -92,6 +87,16 @@ def test_a_killed_rank_is_a_retry(run_dir: Path, tmp_path: Path) -> None:
     assert (evaluated.step, evaluated.outcome) == (12, "recorded")
 
 
+@pytest.mark.slow
+def test_a_fork_of_ranks_has_another_learning_rate(run_dir: Path, tmp_path: Path) -> None:
+    """A fork with another parameter trains on two ranks as on one, from the step that it was forked at."""
+    run(tmp_path / "whole", 5, params={"kind": "fsdp"})
+    result = run(run_dir, 7, run_key="forked", fork_from=f"{tmp_path / 'whole'}@5", params={"kind": "fsdp", "lr": 0.5})
+    assert (result.step, result.trained) == (7, 2)
+    assert open_run(str(run_dir)).head().state.params == {"kind": "fsdp", "lr": 0.5}
+
+
+@pytest.mark.slow
 def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path, tmp_path: Path) -> None:
     """When the retries end, Prefect shows the rank's number, its exception and its traceback, and the run is free."""
     params = {"plan": [(3, 1, "raise")], "folder": str(tmp_path)}
@@ -105,6 +110,7 @@ def test_a_batch_that_stays_broken_fails_with_the_ranks_own_words(run_dir: Path,
     assert owner.released
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_batches_out(run_dir: Path, tmp_path: Path) -> None:
     """`skip_batches` leaves out the same samples on two ranks as on one: both are at one position in the data then."""
     positions = []
@@ -121,6 +127,7 @@ def position(run_dir: Path) -> object:
     return elastic.trained(run_dir)[1]["data"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_said(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

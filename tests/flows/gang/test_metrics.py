@@ -36,6 +36,7 @@ def test_metrics_are_those_of_all_ranks(run_dir: Path) -> None:
     assert dict(measured) == {"loss": 1.5, "correct": 3.0}
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_none_is_refused(run_dir: Path) -> None:
     """The error names the metric, the rule and the rules that there are."""
     with GangSession(config_of(run_dir), COUNTING, {"rule": "median"}, ranks=2, engine=kept) as session:

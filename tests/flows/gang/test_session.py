@@ -49,16 +49,15 @@ def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
     The end is bit-equal to that of a gang that nobody disturbed, metrics of every step included; no process is left.
     """
     monkeypatch.setenv(MARK, str(tmp_path))
-    plan = [(3, 1, "raise"), (7, 0, "kill"), (9, 1, "exit"), (12, 1, "segv"), (14, 1, "kill")]
+    plan = [(3, 1, "raise"), (7, 0, "kill"), (9, 1, "exit"), (12, 1, "segv")]
     failures = train(config_of(run_dir), {"plan": plan, "folder": str(tmp_path)}, TOTAL)
     wanted = (
         r"rank 1 failed after step 2: RuntimeError: injected in step 3",
         r"rank 0 was killed by SIGKILL",
         r"rank 1 failed after step 8: SystemExit: 0",
         r"rank 1 was killed by SIGSEGV",
-        r"rank 1 was killed by SIGKILL",
     )
-    assert [type(failure) for failure in failures] == [RankError] * 5
+    assert [type(failure) for failure in failures] == [RankError] * 4
     assert [text for text, failure in zip(wanted, failures, strict=True) if not re.match(text, str(failure))] == []
     assert "_interfere" in failures[0].__notes__[0]
     table, stacks = failures[3].__notes__
@@ -66,10 +65,11 @@ def test_whatever_ends_a_rank_is_named_and_nothing_is_lost(
     assert "Segmentation fault" in stacks
     assert trained(run_dir) == whole
     notes = [note for note in open_run(str(run_dir)).notes() if note["note"] == "failure"]
-    assert [note["attempt"] for note in notes] == [5, 4, 3, 2, 1]
+    assert [note["attempt"] for note in notes] == [4, 3, 2, 1]
     assert left(str(tmp_path)) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A rank that completes no step within `flush_timeout_s` ends the gang; the log has the stacks of the others.
 
@@ -93,6 +93,7 @@ def test_a_rank_that_does_not_go_on_is_found(run_dir: Path, tmp_path: Path, capl
     assert [pid for pid in {*pids} - {rank.pid for rank in kept.ranks} if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_path: Path) -> None:
     """The kernel kills all ranks with their fork server: the error says so of all of them; the next gang goes on.
@@ -114,6 +115,7 @@ def test_the_end_of_the_fork_server_is_named_and_not_a_rank(run_dir: Path, tmp_p
     assert trained(run_dir)[0] == 9
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_process_with_many_open_files_has_ranks(run_dir: Path) -> None:
     """Descriptors above 1,023, which select() refuses, are as good as any: a loader or a store may hold the others."""
@@ -130,6 +132,7 @@ def test_a_process_with_many_open_files_has_ranks(run_dir: Path) -> None:
     assert trained(run_dir)[0] == 4
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_finite_rolls_the_gang_back(
     run_dir: Path, tmp_path: Path, whole: tuple[int, dict[str, Any], list[str]]
 ) -> None:
@@ -194,6 +197,7 @@ class _Ported(KeptGang):
         return self.port
 
 
+@pytest.mark.slow
 def test_another_program_of_the_host_does_not_hit_upon_the_keys_of_a_gang(run_dir: Path) -> None:
     """All keys of a gang's store are below a prefix, which only its ranks have; the next gang has another prefix."""
     c10d: Any = dist
@@ -223,6 +227,7 @@ def test_two_equal_trainings_are_refused(run_dir: Path) -> None:
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_initialises_torch_again_is_told_what_to_write(run_dir: Path) -> None:
     """The first line of a torchrun script, `init_process_group()`, fails in a rank: the error says how to keep it."""
     with (
@@ -304,6 +309,7 @@ class Small(KeptGang):
         return self.asked == 0 or self.asked > 3
 
 
+@pytest.mark.slow
 def test_a_state_of_each_rank_waits_for_as_many_ranks(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With room for fewer than those that have each saved their own, a start waits for them, and says so once.
 
@@ -329,6 +335,7 @@ def test_a_state_of_each_rank_waits_for_as_many_ranks(run_dir: Path, caplog: pyt
         assert engine.kept_to == []
 
 
+@pytest.mark.slow
 def test_a_start_that_waits_for_ranks_hears_a_signal(run_dir: Path) -> None:
     """SIGTERM ends the wait at once."""
 

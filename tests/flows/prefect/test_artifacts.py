@@ -89,6 +89,7 @@ def watched(run_dir: str, run_key: str, last: int, server: str = "") -> None:
             pages.show(step, {"loss": 1.0})
 
 
+@pytest.mark.slow
 def test_many_short_batches_are_few_requests(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hundred batches within seconds change the pages a handful of times, and make none of them again."""
     calls: list[str] = []
@@ -157,6 +158,7 @@ def unwell() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     ["ConnectError", *(pytest.param(e, marks=pytest.mark.slow) for e in ("PrefectHTTPStatusError", "JSONDecodeError"))],
@@ -201,6 +203,7 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+@pytest.mark.slow
 def test_the_end_is_published_in_any_case(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that time out do not leave the pages of a completed run at an earlier step; our own errors show."""
     update, failures = SyncPrefectClient.update_artifact, iter(range(2))

@@ -42,6 +42,7 @@ NOTHING_HEAVY = (
 # ── the block by itself ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_importing_the_block_brings_in_nothing_heavy() -> None:
     """Prefect's server and workers import it when they start: without torch, in a process of its own."""
     done = subprocess.run([sys.executable, "-c", NOTHING_HEAVY], capture_output=True, text=True, check=True)
@@ -219,6 +220,7 @@ def files(*roots: Path) -> Iterator[tuple[str, bytes]]:
                         yield str(path), path.read_bytes()
 
 
+@pytest.mark.slow
 def test_no_secret_of_a_block_is_seen_anywhere(  # noqa: PLR0917 (fixtures)
     there: str,
     server: dict[str, str],

@@ -92,6 +92,7 @@ def test_a_wrong_rule_is_refused_before_anything_runs(run_dir: Path, options: di
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness")
 def test_a_stop_is_not_undone_by_a_start_of_the_same_flow_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends between its note and the end of its flow run leaves the stop to the flow run's next process.
@@ -122,6 +123,7 @@ class Away(LocalStore):
         return super().names(prefix, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("harness")
 def test_a_store_that_is_away_stops_nothing(run_dir: Path) -> None:
     """Where the ledger cannot be read at the end of a batch, the run goes on, and is stopped later."""

@@ -127,6 +127,7 @@ def moment(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("after_gone")
 def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture) -> None:
     """The end waits a bounded time for the events that are queued; then it drops them, and says how many."""
@@ -146,6 +147,7 @@ def test_a_server_that_is_gone_holds_no_process(caplog: pytest.LogCaptureFixture
     assert re.search(r"did not take (29|30) events", caplog.text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("after_gone")
 @pytest.mark.parametrize("away", [True, False])
 @pytest.mark.parametrize("raised", [None, ValueError("oh")], ids=["ends", "fails"])

@@ -20,6 +20,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, open_run, resumable_task
 from ckpt_tasks.errors import ConfigError, FencedError, NoProgressError, OwnedError, StateMismatchError
 from ckpt_tasks.flows.prefect.attempts import AttemptHooks, TaskAttempt
 from ckpt_tasks.flows.prefect.endings import PERMANENT
+from tests.support.sweeps import quick_first
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -126,6 +127,7 @@ def test_reported_steps_are_the_position(run_dir: Path) -> None:
         assert state["sum"] == 210
 
 
+@pytest.mark.slow
 def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
     """A user's hooks see the attempt's number, the position, and why the last attempt ended, in the order of events."""
     seen: list[tuple[str, TaskAttempt]] = []
@@ -151,7 +153,7 @@ def test_users_hooks_run_at_the_same_points(run_dir: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("point", ["before_attempt", "after_attempt"])
+@pytest.mark.parametrize("point", quick_first(["before_attempt", "after_attempt"]))
 def test_a_hooks_failure_is_the_attempts_failure(run_dir: Path, point: str) -> None:
     """A hook that raises fails the attempt, and Prefect retries it; a hook that Prefect swallows would not."""
     failing = Failing(1)
@@ -170,7 +172,9 @@ def test_a_hooks_failure_is_the_attempts_failure(run_dir: Path, point: str) -> N
         assert (ckpt.position, state["n"]) == ((1, 1) if point == "before_attempt" else (2, 2))
 
 
-@pytest.mark.parametrize("error", [FencedError, OwnedError, ConfigError, StateMismatchError, NoProgressError])
+@pytest.mark.parametrize(
+    "error", quick_first([FencedError, OwnedError, ConfigError, StateMismatchError, NoProgressError], 3)
+)
 def test_what_cannot_be_mended_is_not_retried(run_dir: Path, error: type[Exception]) -> None:
     """An error that another attempt would meet again, or must not risk, ends the task at once, also as a cause."""
     for wrapped in (False, True):
@@ -200,6 +204,7 @@ async def later(task: Any, task_run: TaskRun, state: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_users_condition_narrows_ours(run_dir: Path) -> None:
     """A user's plain function is asked as well: here it allows one retry of three.
 

@@ -14,6 +14,7 @@ from prefect.states import AwaitingRetry, Scheduled
 
 from ckpt_tasks.errors import CommitUncertainError, FencedError, StoreError
 from ckpt_tasks.flows.prefect.endings import crashes_while_the_api_is_away, crashes_while_the_store_is_away
+from tests.support.sweeps import quick_first
 
 pytestmark = pytest.mark.usefixtures("harness")
 
@@ -60,16 +61,19 @@ def deployed(train: Flow[[], None], starts: int = 1) -> State:
 
 @pytest.mark.parametrize(
     ("error", "crashed"),
-    [
-        (away(), True),
-        (away(Answer(503)), True),
-        (CommitUncertainError("no answer to the question either"), True),
-        (StoreError("denied"), False),
-        (FencedError("taken"), False),
-        (OSError(), False),
-        (away(Answer(400, "ExpiredToken")), False),
-        (away(Answer(507, "XMinioStorageFull")), False),
-    ],
+    quick_first(
+        [
+            (away(), True),
+            (away(Answer(503)), True),
+            (CommitUncertainError("no answer to the question either"), True),
+            (StoreError("denied"), False),
+            (FencedError("taken"), False),
+            (OSError(), False),
+            (away(Answer(400, "ExpiredToken")), False),
+            (away(Answer(507, "XMinioStorageFull")), False),
+        ],
+        3,
+    ),
 )
 def test_what_another_try_may_mend_is_a_crash(error: Exception, crashed: bool) -> None:
     """A deployment's flow run that ends because the store is overloaded or silent has crashed, and says why.
@@ -107,12 +111,15 @@ def answer(status: int) -> httpx.HTTPStatusError:
 
 @pytest.mark.parametrize(
     ("error", "resumed"),
-    [
-        (httpx.ConnectError("refused"), True),
-        (answer(503), True),
-        (answer(403), False),
-        (OSError("of something else"), False),
-    ],
+    quick_first(
+        [
+            (httpx.ConnectError("refused"), True),
+            (answer(503), True),
+            (answer(403), False),
+            (OSError("of something else"), False),
+        ],
+        3,
+    ),
 )
 def test_an_api_that_is_away_is_a_crash(error: Exception, resumed: bool) -> None:
     """Where Prefect's API does not answer at a start, the flow run crashes and is resumed; a refusal fails."""

@@ -96,6 +96,7 @@ def test_a_second_start(run_dir: Path, tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("Saved step")] == []
 
 
+@pytest.mark.slow
 def test_a_training_without_a_site_is_not_running_for_ever(run_dir: Path) -> None:
     """P73: the next start, `ckpt up` and the doctor mark it as crashed once its process is gone, and not before."""
     with get_client(sync_client=True) as client:
@@ -131,6 +132,7 @@ def test_a_training_without_a_site_is_not_running_for_ever(run_dir: Path) -> Non
         client.delete_flow_run(alive)
 
 
+@pytest.mark.slow
 def test_a_run_has_one_follower(run_dir: Path) -> None:
     """The second follower of a run ends and leaves no row; another run, or another suite, is none of its business."""
     tiny: dict[str, Any] = {"run_key": "tiny", "program": "tests.support.tiny:Tiny"}
@@ -156,6 +158,7 @@ def test_a_run_has_one_follower(run_dir: Path) -> None:
     assert [result.new for result in results] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_fires_while_the_run_trains(run_dir: Path) -> None:
     """It is no failure: the flow run ends as skipped and says who trains; one that a person starts fails, as before."""
     parameters = {

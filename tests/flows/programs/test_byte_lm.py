@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ckpt_tasks.flows.programs.byte_lm import ByteLM, read
+from tests.support.sweeps import quick_first
 
 SMALL: dict[str, Any] = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context": 32, "batch_size": 8, "dropout": 0.2}
 SHORT: dict[str, Any] = {"warmup_steps": 3, "decay_steps": 30, "lr": 1e-2}
@@ -61,7 +62,7 @@ def test_two_runs_are_equal(folder: Path) -> None:
     assert program(folder, seed=2).train_step() != metrics[0]
 
 
-@pytest.mark.parametrize("before", [1, 10, 15])
+@pytest.mark.parametrize("before", quick_first([1, 10, 15], 2))
 def test_a_fresh_program_goes_on_from_the_state(folder: Path, before: int) -> None:
     """P23: a fresh program given state and random numbers goes on as the uninterrupted, over an epoch's edge too."""
     whole = program(folder, max_bytes=4100)  # 15 steps are an epoch
@@ -79,6 +80,7 @@ def test_a_fresh_program_goes_on_from_the_state(folder: Path, before: int) -> No
     assert second.sampler.epoch == 1
 
 
+@pytest.mark.slow
 def test_it_learns(folder: Path) -> None:
     """The held-out loss begins at that of guessing and falls below what any model without context can reach."""
     lm = program(folder, decay_steps=150)
@@ -91,7 +93,7 @@ def test_it_learns(folder: Path) -> None:
     assert after["heldout_loss"] < 0.9 * after["unigram_entropy"] < before["heldout_loss"]
 
 
-@pytest.mark.parametrize("suite", ["quick", "full"])
+@pytest.mark.parametrize("suite", quick_first(["quick", "full"]))
 def test_an_evaluation_leaves_the_training_alone(folder: Path, suite: str) -> None:
     """P11: an evaluation is repeatable, and moves neither the state, nor the random streams, nor the mode."""
     lm, other = program(folder), program(folder)
@@ -112,6 +114,7 @@ def test_an_evaluation_leaves_the_training_alone(folder: Path, suite: str) -> No
     assert not other.model.training
 
 
+@pytest.mark.slow
 def test_the_learning_rate_rises_then_falls(folder: Path) -> None:
     """P15: the rate rises over the warm-up, falls to a tenth as a cosine, and stays there when a run goes on."""
     lm = program(folder, warmup_steps=4, decay_steps=12, lr=0.01)
@@ -153,6 +156,7 @@ def test_files_are_split_by_name(folder: Path, tmp_path_factory: pytest.TempPath
     assert len(read(str(folder), 5000)[0]) == 5000 - len(read(str(folder), 5000)[1])
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_there() -> None:
     """Without `data`, some megabytes of Python source are found, without tests and installed packages."""
     train, held_out = read(None, 1 << 22)

@@ -163,6 +163,7 @@ def cached_plans(rank: int, size: int, root: str) -> list[bool]:
     return good
 
 
+@pytest.mark.slow
 def test_a_planner_that_caches_its_plans(tmp_path: Path) -> None:
     """Ranks that send no plan, since it has not changed, write into the new attempt all the same."""
     assert run(2, cached_plans, str(tmp_path / "run")) == [[True] * 3] * 2

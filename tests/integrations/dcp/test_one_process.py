@@ -32,6 +32,7 @@ from tests.crash.forked import forked
 from tests.integrations.dcp.states import emptied, same, state_of, trained, values
 from tests.support.cli_runs import ckpt
 from tests.support.roundtrip import assert_same
+from tests.support.sweeps import quick_first
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -140,7 +141,7 @@ def pickles_in(data: bytes) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", [*AsyncCheckpointerType])
+@pytest.mark.parametrize("kind", quick_first([*AsyncCheckpointerType]))
 def test_async_save_commits_what_there_was(run_dir: Path, kind: AsyncCheckpointerType, gloo: None) -> None:
     """In a thread and in a process: the state at the call is committed, not what training made of it since."""
     state: dict[str, Any] = {"w": torch.arange(1000.0), "epoch": 1}
@@ -261,7 +262,7 @@ def test_what_containers_hold_is_copied_before_training_goes_on(run_dir: Path) -
     )
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["a writer each", "one writer"])
+@pytest.mark.parametrize("shared", quick_first([False, True]), ids=["a writer each", "one writer"])
 def test_saves_under_way_at_once_are_made_one_after_the_other(run_dir: Path, shared: bool) -> None:
     """Seven calls of async_save in a row: seven checkpoints, each with its own values."""
     one = CkptWriter(CheckpointConfig(checkpoint_dir=run_dir, max_num_checkpoints=None))
@@ -302,6 +303,7 @@ def test_a_save_that_fails_in_a_thread_lets_the_next_one_begin(run_dir: Path) ->
     assert [one.step for one in open_run(run_dir).checkpoints()] == [3, 2]
 
 
+@pytest.mark.slow
 def test_a_cached_plan_is_that_of_its_planner(run_dir: Path) -> None:
     """A save without a cache lies between two saves with one: the later full save holds all of the state."""
     full, alone = {"weights": torch.ones(2), "moments": torch.ones(3)}, {"weights": torch.ones(2)}
@@ -327,6 +329,7 @@ def test_a_cached_plan_is_that_of_its_planner(run_dir: Path) -> None:
         assert CkptReader(run_dir, step=step).read_metadata().state_dict_metadata.keys() == state.keys()
 
 
+@pytest.mark.slow
 def test_planners_are_told_what_they_are_told_by_dcp(run_dir: Path) -> None:
     """The metadata has DCP's version and says which checkpoint it is; a save tells its planner which one it writes."""
     told: list[StorageMeta | None] = []

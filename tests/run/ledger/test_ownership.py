@@ -24,6 +24,7 @@ from ckpt_tasks.run.ledger.ownership import Heartbeat, acquire, identify, lives_
 from ckpt_tasks.storage.local import LocalStore
 from ckpt_tasks.system import process_start
 from tests.support.owner_child import OwnerChild
+from tests.support.sweeps import quick_first
 from tests.support.systems import Hurried, running_on
 
 
@@ -132,7 +133,7 @@ print(why_free(owner, me, 5.0, 120.0))
 """
 
 
-@pytest.mark.parametrize("hidepid", ["1", "2"])
+@pytest.mark.parametrize("hidepid", quick_first(["1", "2"]))
 def test_a_living_process_that_is_hidden_holds_it(sleeper: subprocess.Popen[bytes], hidepid: str) -> None:
     """P33: where /proc hides other users' processes, one that lives keeps its directory, one that ended does not."""
     owner = held_by(sleeper.pid)
@@ -236,7 +237,7 @@ def test_a_fenced_process_learns_it_from_its_heartbeat(run_dir: Path, child: Cal
     ckpt.close()
 
 
-@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("fenced", quick_first([True, False]))
 def test_a_heartbeat_that_is_of_no_use_ends_its_thread(run_dir: Path, fenced: bool) -> None:
     """P33: the thread ends when its owner has lost the directory, or when no object refers to the heartbeat."""
     history, before = History(LocalStore(run_dir)), set(threading.enumerate())

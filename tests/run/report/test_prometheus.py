@@ -173,6 +173,7 @@ def collector() -> Iterator[tuple[str, list[ExportMetricsServiceRequest]]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_collector_gets_the_same_numbers(
     runs: Path, collector: tuple[str, list[ExportMetricsServiceRequest]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tasks import ResumableLoader, sample_generator
 from ckpt_tasks.errors import ConfigError
+from tests.support.sweeps import quick_first
 
 
 class Augmented(Dataset[Any]):
@@ -92,7 +93,7 @@ class Late(Dataset[Any]):
         return torch.tensor([float(index), self._draw() if index >= 30 and index % 2 else 0.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("workers", "odd"), [(0, ""), (0, "python"), (0, "numpy"), (1, "")])
+@pytest.mark.parametrize(("workers", "odd"), quick_first([(0, ""), (0, "python"), (0, "numpy"), (1, "")], 3))
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 def test_the_first_draw_after_many_batches_without_one_has_its_own_number(
     draw: Callable[[], float], workers: int, odd: str

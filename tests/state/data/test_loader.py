@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.errors import ConfigError, StateMismatchError
 from ckpt_tasks.format.tree import decode, encode
+from tests.support.sweeps import quick_first
 
 # What a bar around a loader is: a generator in a module called tqdm.
 BARS: dict[str, Any] = {"__name__": "tqdm.std"}
@@ -88,7 +89,7 @@ def test_generators_of_a_data_set_keep_their_seeds_and_states() -> None:
     assert (one.own(), other.own()) == (Noisy().own(), Noisy(seed=4).own())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", quick_first([0, 2]))
 def test_it_leaves_the_global_streams_alone(workers: int) -> None:
     """P24: neither `iter` nor a data set that draws moves a stream, and what is in the streams changes no sample."""
     expected = trained(loader(), 7)
@@ -126,7 +127,7 @@ def test_an_epoch_ends_with_its_loop() -> None:
     assert left == [[], whole[10:]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", quick_first([0, 2]))
 def test_batches_are_skipped_within_a_loop_too(workers: int) -> None:
     """A rollback leaves them out when their turn comes: in the middle of an epoch, over its end, and at its end."""
     whole = trained(loader(), 18)
@@ -200,7 +201,7 @@ def anew_with_bars(one: ResumableLoader, at: int) -> None:
 RIGHT = [by_the_loader, by_its_epoch, by_a_count_of_ones_own, with_a_break, with_passes_within]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", quick_first([0, 2]))
 @pytest.mark.parametrize("loop", [*RIGHT, anew, anew_with_bars], ids=lambda loop: loop.__name__)
 def test_a_loop_that_counts_its_epochs_anew_is_told(
     loop: Callable[[ResumableLoader, int], None], workers: int, caplog: pytest.LogCaptureFixture

@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.state.data.sampler import ResumableSampler
+from tests.support.sweeps import quick_first
 
 WORKERS: list[dict[str, Any]] = [
     {"num_workers": 0},
     {"num_workers": 2, "prefetch_factor": 4},
     {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True},
 ]
-workers = pytest.mark.parametrize("options", WORKERS, ids=["alone", "workers", "persistent"])
+workers = pytest.mark.parametrize("options", quick_first(WORKERS, 2), ids=["alone", "workers", "persistent"])
 
 
 class Ids(Dataset[Any]):
@@ -59,7 +60,7 @@ def loop(
 
 
 @workers
-@pytest.mark.parametrize("before", [0, 4, 5, 13])
+@pytest.mark.parametrize("before", quick_first([0, 4, 5, 13], 2))
 def test_a_new_process_goes_on_where_the_loop_was(options: dict[str, Any], before: int) -> None:
     """P11, P22, P23: workers ran ahead, but a resume at batch k gives exactly the rest, also within the running loop.
 

@@ -13,6 +13,7 @@ from ckpt_tasks import CheckpointConfig, Checkpointer, Gradients
 from ckpt_tasks.errors import StateMismatchError
 from tests.support.gang import run
 from tests.support.roundtrip import restore, save
+from tests.support.sweeps import quick_first
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[sS]parse.*")
 
@@ -47,7 +48,8 @@ class Graph(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layout", "fresh"), [*((layout, (0.1, 0.2, 0.3)) for layout in LAYOUTS), ("COO", (0.5,)), ("coalesced", (0.5,))]
+    ("layout", "fresh"),
+    quick_first([*((layout, (0.1, 0.2, 0.3)) for layout in LAYOUTS), ("COO", (0.5,)), ("coalesced", (0.5,))], 2),
 )
 def test_a_sparse_buffer_of_a_module_comes_back(layout: str, fresh: tuple[float, ...]) -> None:
     """A sparse buffer is restored with its places, their order and its values; one in COO may have had fewer."""
@@ -71,7 +73,7 @@ def test_another_layout_or_shape_is_a_difference(make: Callable[[], torch.Tensor
     assert torch.equal(target.top.weight, before)
 
 
-@pytest.mark.parametrize("there", [None, "sparse", "dense"])
+@pytest.mark.parametrize("there", quick_first([None, "sparse", "dense"], 2))
 def test_a_sparse_gradient_comes_back(there: str | None) -> None:
     """Gradients of an nn.Embedding(sparse=True) come back uncoalesced, whatever gradient is there, and train on."""
 

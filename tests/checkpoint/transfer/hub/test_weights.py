@@ -109,6 +109,7 @@ def test_a_failed_push_of_weights_is_no_commit(hub: Hub, run_dir: Path) -> None:
     assert sorted(hub.tree(REPO)) == [".gitattributes", "theirs.txt"]
 
 
+@pytest.mark.slow
 def test_a_revision_is_a_branch(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     """ORG/NAME@REVISION pushes to that branch, which is made with the repository, and pulls from it."""
     saved(run_dir, 1)
@@ -124,6 +125,7 @@ def test_a_revision_is_a_branch(hub: Hub, run_dir: Path, tmp_path: Path) -> None
     assert "is not a repository" in ckpt("push", run_dir, "runs/lm/copy").err
 
 
+@pytest.mark.slow
 def test_without_a_token(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hub that refuses ends the push with a sentence about the token, and no bytes of the token."""
     saved(run_dir, 1)
