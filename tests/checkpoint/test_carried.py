@@ -121,11 +121,10 @@ def test_gradients_accumulated_over_a_save_are_named(
     assert caplog.messages == []
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("form", ["in both", "dropped", "zeroed", "frozen", "closure", "by hand", "climbing"])
-=======
-@pytest.mark.parametrize("form", quick_first(["in both", "dropped", "zeroed", "frozen", "closure", "by hand"], 3))
->>>>>>> suite
+FORMS = ["in both", "dropped", "zeroed", "frozen", "closure", "by hand", "climbing"]
+
+
+@pytest.mark.parametrize("form", quick_first(FORMS, 3))
 def test_gradients_that_no_step_takes_are_in_nobodys_way(
     form: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
