@@ -223,7 +223,7 @@ class _ReplayPart:
             end = begin
         if not 0 <= end <= oldest:
             raise IntegrityError("the files have other rows than the buffer", key=self._name)
-        self._chain = Chain(() if self._home is None else files)
+        self._chain = Chain(files)
 
     def write(self) -> None:
         """Replace the buffer's rows by the new rows."""
