@@ -94,6 +94,16 @@ def test_a_save_costs_what_was_added(tmp_path: Path) -> None:
     assert contents(restored(tmp_path, buffer(512))) == contents(replay)
 
 
+def test_another_run_gets_all_rows(tmp_path: Path) -> None:
+    """A buffer that two Checkpointers save is whole in both runs."""
+    replay = buffer()
+    with Checkpointer(config(tmp_path / "a")) as one, Checkpointer(config(tmp_path / "b")) as other:
+        for step, held in enumerate((one, other, one, other), start=1):
+            add(replay, 20)
+            held.save(step, {"replay": replay})
+    assert contents(restored(tmp_path / "b")) == contents(replay)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_dtype_comes_back(tmp_path: Path, kind: str) -> None:
     """The bits of every dtype come back, as a number or in an array, given by its name in torch or in NumPy."""
