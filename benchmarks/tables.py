@@ -1,10 +1,13 @@
-"""A lookup table of a million rows, of which a hundredth changes between two saves; and its restore from nine files."""
+"""A lookup table of a million rows, of which a hundredth changes between two saves; and its restore from nine files.
+
+Beside it a replay buffer of a million transitions, to which a thousand are added between two saves.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.apart import summary
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, open_run
+from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ReplayBuffer, open_run
 from ckpt_tasks.state.tables.rules import Adam
 from ckpt_tasks.state.tables.table_files import Chain
 
@@ -20,6 +23,7 @@ __all__ = ["measure"]
 
 _DIM = 32
 _DELTAS = 8
+_UNTIMED = 3  # The first saves make the memory of the process, and a file with all rows.
 
 
 def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") -> dict[str, Any]:
@@ -56,6 +60,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
                     stalls.setdefault(what, []).append(saved.cost_s)
                     new = directory / "run" / Path(saved.manifest).parent
                     sizes.setdefault(what, []).append(sum(path.stat().st_size for path in new.iterdir()))
+    replay = _replay(directory / "replay", count, rounds)
     restores = _restore_s(directory / "run", users, rounds)
     whole, part = "ckpt-tasks, all rows", "ckpt-tasks, 1 % of the rows"
     return {
@@ -63,15 +68,46 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
         "rounds": rounds,
         "device": device,
         "ratios": {
+            **replay.pop("ratios"),
             "1 % of the rows against all, time": median(times[part]) / median(times[whole]),
             "1 % of the rows against all, bytes": median(sizes[part]) / median(sizes[whole]),
             "1 % of the rows, milliseconds that training waited": 1000 * median(stalls[part]),
         },
         "rows": {
             "durable saves of a lookup table": {name: summary(some) for name, some in times.items()},
+            "durable saves of a replay buffer": {name: summary(some) for name, some in replay.items()},
             "restore of a base and eight deltas": {"ckpt-tasks": summary(restores)},
         },
     }
+
+
+def _replay(directory: Path, count: int, rounds: int) -> dict[str, Any]:
+    """Time durable saves of `count` transitions after a thousandth is new, as a buffer and as arrays of the state."""
+    add, vector, random = count // 1000, (torch.float32, (4,)), np.random.default_rng(0)
+    buffer = ReplayBuffer(count, x=vector, then=vector, action=torch.int64, reward=torch.float32, done=bool)
+    buffer.extend(**{name: random.random((count, *buffer.dtype[name].shape)) > 0.5 for name in buffer.columns})
+    arrays = {name: torch.from_numpy(buffer.values[name].copy()) for name in buffer.columns}
+    times: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    for what, state in (("buffer", {"replay": buffer}), ("arrays", {"replay": arrays})):
+        config = CheckpointConfig(checkpoint_dir=str(directory / what), memory_dir=None, max_num_checkpoints=None)
+        stalls, sizes, times[what] = list[float](), list[int](), list[float]()
+        with Checkpointer(config) as ckpt:
+            ckpt.restore(state)
+            for step in range(1, 1 + _UNTIMED + rounds * (32 if what == "buffer" else 1)):
+                for name, values in (rows := buffer.sample(add)).items():
+                    arrays[name][:add] = values
+                buffer.extend(**rows)
+                started = perf_counter()
+                saved = ckpt.save(step, state)
+                if step > _UNTIMED:
+                    times[what].append(perf_counter() - started)
+                    stalls.append(1000 * saved.cost_s)
+                    files = (directory / what / Path(saved.manifest).parent).iterdir()
+                    sizes.append(sum(path.stat().st_size for path in files))
+        for name, figures in (("milliseconds that training waited", stalls), ("bytes", sizes)):
+            ratios |= {f"{what}, {name}, {kind.__name__}": float(kind(figures)) for kind in (median, fmean, max)}
+    return {**times, "ratios": ratios}
 
 
 def _table() -> LookupTable:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt_tasks.state.data.shuffling import ShuffleBuffer
     from ckpt_tasks.state.groups import ByRank
     from ckpt_tasks.state.kinds.modules import Gradients
+    from ckpt_tasks.state.tables.replay import ReplayBuffer
     from ckpt_tasks.state.tables.table import LookupTable
     from ckpt_tasks.storage.locations import Location
 
@@ -48,6 +49,7 @@ __all__ = [
     "Listener",
     "Location",
     "LookupTable",
+    "ReplayBuffer",
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
@@ -72,6 +74,7 @@ _MODULES = {
     "Gradients": "ckpt_tasks.state.kinds.modules",
     "Listener": "ckpt_tasks.checkpoint.save.listening",
     "Location": "ckpt_tasks.storage.locations",
+    "ReplayBuffer": "ckpt_tasks.state.tables.replay",
     "RestoreReport": "ckpt_tasks.checkpoint.restore.restore",
     "LookupTable": "ckpt_tasks.state.tables.table",
     "ResumableLoader": "ckpt_tasks.state.data.loader",

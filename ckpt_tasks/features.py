@@ -57,4 +57,5 @@ FEATURES = [
     ),
     Feature(f"{_EXTENSIONS}.notices:SpotNotices", option="spot_notices", agent=True),
     Feature("ckpt_tasks.state.tables.table_kind:TABLE", kind="table"),
+    Feature("ckpt_tasks.state.tables.replay:REPLAY", kind="replay"),
 ]

@@ -75,6 +75,14 @@ class _Table(TypedDict):
     files: Annotated[list[Any], Meta(min_length=1)]
 
 
+@declared
+class _Replay(TypedDict):
+    capacity: Count
+    added: Count
+    columns: list[tuple[str, str, list[Count]]]
+    files: list[Any]
+
+
 def _check_streams(tree: Any) -> None:
     for generator in convert(tree, dict[str, dict[Any, Any]]).values():
         _check_generator(generator)
@@ -87,10 +95,10 @@ def _check_generator(tree: Any) -> None:
             whole(value, _POSITIONS[name])
 
 
-def _check_table(tree: Any) -> None:
-    for ref in convert(tree, _Table)["files"]:
+def _check_files(files: list[Any]) -> None:
+    for ref in files:
         if type(ref) is not TensorRef:
-            raise TypeError("a file of a table is not a tensor")
+            raise TypeError("a file of rows is not a tensor")
         whole(int(ref.key.rpartition("/")[2]))
 
 
@@ -118,6 +126,7 @@ KINDS = {
     "stateful": SavedKind(),
     "generator": SavedKind(_check_generator, exports=False),
     "plain": SavedKind(),
-    "table": SavedKind(_check_table),
+    "table": SavedKind(lambda tree: _check_files(convert(tree, _Table)["files"])),
+    "replay": SavedKind(lambda tree: _check_files(convert(tree, _Replay)["files"])),
     RNG: SavedKind(_check_streams, exports=False),
 }

@@ -17,7 +17,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "ckpt_tas
 sys.modules.update(dict.fromkeys(gone))  # From now on an import of these fails, as if they were not there.
 import ckpt_tasks
 from ckpt_tasks.features import FEATURES
-FEATURES[:] = [one for one in FEATURES if one.place != place]
+FEATURES[:] = [one for one in FEATURES if one.place != place and not one.place.startswith(f"{gone[0]}.")]
 for folder in ("checkpoint", "run", "state", "storage", "format"):
     package = importlib.import_module(f"ckpt_tasks.{folder}")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

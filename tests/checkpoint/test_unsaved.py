@@ -28,7 +28,15 @@ from torch.utils.data import (
 )
 from tqdm import tqdm
 
-from ckpt_tasks import CheckpointConfig, Checkpointer, LookupTable, ResumableLoader, ResumableSampler, resumable
+from ckpt_tasks import (
+    CheckpointConfig,
+    Checkpointer,
+    LookupTable,
+    ReplayBuffer,
+    ResumableLoader,
+    ResumableSampler,
+    resumable,
+)
 from tests.support.gang import run
 from tests.support.sweeps import quick_first
 
@@ -63,6 +71,7 @@ KINDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     "GradScaler": (lambda state: torch.amp.GradScaler("cpu", init_scale=1.0), scaled),
     "AveragedModel": (lambda state: AveragedModel(state["model"]), lambda s, one: one.update_parameters(s["model"])),
     "LookupTable": (lambda state: LookupTable(1), lambda state, one: one.step()),
+    "ReplayBuffer": (lambda state: ReplayBuffer(9, x=float), lambda state, one: one.append(x=0.5)),
     "Generator": (lambda state: torch.Generator(), lambda state, one: torch.rand(1, generator=one)),
     "numpy": (lambda state: np.random.default_rng(0), lambda state, one: one.random()),
     "RandomState": (lambda state: np.random.RandomState(0), lambda state, one: one.random_sample()),

@@ -103,6 +103,7 @@ class World:
             "Location.resolve": (Location(str(self.place)).resolve, {"run_key": None}),
             "Listener": (Listener, {}),
             "LookupTable": (ckpt_tasks.LookupTable, {"dim": 4}),
+            "ReplayBuffer": (ckpt_tasks.ReplayBuffer, {"capacity": 4, "action": torch.int64}),
             "Gradients": (lambda **given: Gradients(**given).state_dict(), {"module": model}),
             "Gradients.load_state_dict": (Gradients(model).load_state_dict, {"state": {}}),
             "ResumableLoader": (

@@ -20,6 +20,7 @@ PUBLIC = [
     "Listener",
     "Location",
     "LookupTable",
+    "ReplayBuffer",
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",

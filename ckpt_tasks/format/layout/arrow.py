@@ -17,7 +17,8 @@ FAULTS = (pa.ArrowException, OSError, ValueError, TypeError, AttributeError)
 _EXTENSION = b"ARROW:extension"  # Libraries register readers of extension types; some unpickle.
 _HERE = pa.ipc.IpcReadOptions(use_threads=False)  # A process may be at its limit of threads.
 _FOOTER_END = 10  # The footer's size (4 bytes) and the magic word end the file.
-_NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32, pa.float64(): np.float64}
+_NUMBERS = {pa.from_numpy_dtype(kind): kind for kind in (np.uint8, np.int8, np.int16, np.int32, np.int64)}
+_NUMBERS |= {pa.from_numpy_dtype(kind): kind for kind in (np.float16, np.float32, np.float64)}
 _METRICS = pa.schema([pa.field("metric", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)])
 
 
@@ -51,10 +52,15 @@ def array(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Arr
 
 
 def numbers_of(column: pa.Array) -> npt.NDArray[Any]:
-    """View an array without missing values as a NumPy array; `to_numpy` would import pandas."""
-    kind = np.dtype(_NUMBERS[column.type])
+    """View an array without missing values as a NumPy array, or copy booleans; `to_numpy` would import pandas."""
+    is_flags = pa.types.is_boolean(column.type)
+    kind = np.dtype(np.bool_ if is_flags else _NUMBERS[column.type])
     if not len(column):
         return np.empty(0, kind)
+    if is_flags:
+        bits = np.frombuffer(column.buffers()[1], np.uint8)
+        end = column.offset + len(column)
+        return np.unpackbits(bits, count=end, bitorder="little")[column.offset :].astype(kind)
     return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)
 
 

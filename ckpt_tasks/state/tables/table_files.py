@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,29 +26,39 @@ _MOST_DELTAS = 8
 class FileBytes:
     """The contents of a file: copied rows, which become bytes at the first use, in the background."""
 
-    def __init__(self, rows: TableRows, slots: Sequence[str]):
-        self._rows: TableRows | None = rows
-        self._slots = slots
+    def __init__(self, write: Callable[[], memoryview]):
+        self._write: Callable[[], memoryview] | None = write  # It holds the copied rows.
 
     @cached_property
     def bytes(self) -> memoryview:
         """The file's bytes."""
-        assert self._rows is not None
-        data, self._rows = write_rows(self._rows, self._slots), None
+        assert self._write is not None
+        data, self._write = self._write(), None
         return data
 
 
 class TableFile:
     """One file: its number, the count of its rows, and its contents until a commit has them.
 
-    `homes`: the identities of the newest checkpoints that are known to have the file.
+    `homes`: the identities of the newest checkpoints that are known to have the file. `begin`: in a replay buffer, the
+    number of its first row.
     """
 
-    def __init__(self, number: int, count: int, homes: Iterable[str] = ()):
+    def __init__(self, number: int, count: int, homes: Iterable[str] = (), begin: int = 0):
         self.number = number
         self.count = count
+        self.begin = begin
         self.contents: FileBytes | None = None
         self.homes = tuple(homes)
+
+    @property
+    def is_new(self) -> bool:
+        """True until the rows of the file are copied."""
+        return self.contents is None and not self.homes
+
+    def is_kept(self, parent: str | None) -> bool:
+        """Return True if the process or the checkpoint `parent` has the file."""
+        return self.contents is not None or parent in self.homes
 
     def committed(self, checkpoint: str) -> None:
         """Free the contents, which `checkpoint` has. Keep the previous home: the next save may still follow it."""
@@ -66,7 +76,7 @@ class Chain:
         """Return the chain for the next save, whose last file may have no contents yet; change nothing."""
         number = self.files[-1].number + 1 if self.files else 0
         base, deltas = self.files[:1], self.files[1:]
-        if not all(file.contents is not None or parent in file.homes for file in self.files):
+        if not all(file.is_kept(parent) for file in self.files):
             base = ()
         elif not store.changed and base:
             return self
@@ -78,8 +88,9 @@ class Chain:
     def take(self, store: RowStore, slots: Sequence[str]) -> None:
         """Copy the rows for the last file if this file is new."""
         file = self.files[-1]
-        if file.contents is None and not file.homes:
-            file.contents = FileBytes(store.all() if len(self.files) == 1 else store.delta(), slots)
+        if file.is_new:
+            rows = store.all() if len(self.files) == 1 else store.delta()
+            file.contents = FileBytes(partial(write_rows, rows, slots))
             store.written()
 
 

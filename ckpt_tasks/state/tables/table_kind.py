@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_tasks.errors import IntegrityError, UnsupportedStateError
-from ckpt_tasks.format.keys import group_file_name, key_of_rank
+from ckpt_tasks.format.keys import group_file_name
 from ckpt_tasks.format.tree import TensorRef
 from ckpt_tasks.state.kinds.differences import Differences
 from ckpt_tasks.state.kinds.group_parts import GroupFile, GroupKind, Guard
@@ -25,32 +26,49 @@ _MUST_FIT = ("dim", "rule", "slots")
 
 
 class TableCapture(NamedTuple):
-    """A captured lookup table and its files; the last file gets its rows in `take`."""
+    """A captured table, or another `owner` of a chain of files; `copy` copies the rows of the last file if it is new.
+
+    `bytes` returns all rows, alike for equal rows.
+    """
 
     group: str
-    table: LookupTable
+    owner: Any
     chain: Chain
+    rank: int
+    ranks: int
+    copy: Callable[[], None]
+    bytes: Callable[[], bytes]
 
     def take(self) -> list[GroupFile]:
         """Copy the changed rows into the new file, and list all files; the next save continues this chain."""
-        self.chain.take(self.table.store, self.table.rule.slots)
-        self.table.chain = self.chain
-        shards = self.table.shards
-        of_rank = f"{shards.rank:05d}/" if shards.size > 1 else ""
+        self.copy()
+        self.owner.chain = self.chain
         return [
             GroupFile(
                 self.group,
-                group_file_name(self.group, shards.rank, shards.size, file.number),
-                f"{of_rank}{file.number}",
+                group_file_name(self.group, self.rank, self.ranks, file.number),
+                self._key(file),
                 file.contents,
                 file.committed,
             )
             for file in self.chain.files
         ]
 
-    def bytes(self) -> bytes:
-        """Return all rows in the order of their ids."""
-        return self.table.store.bytes_by_id()
+    @property
+    def refs(self) -> list[TensorRef]:
+        """The references of the tree to the files."""
+        return [TensorRef(f"{self.group}/{self._key(file)}") for file in self.chain.files]
+
+    def _key(self, file: TableFile) -> str:
+        return f"{self.rank:05d}/{file.number}" if self.ranks > 1 else f"{file.number}"
+
+
+def read_file(make: Maker, ref: TensorRef) -> tuple[int, memoryview]:
+    """Return the number and the verified bytes of a file; raise IntegrityError if it is not a file of rows."""
+    data = make.source.read(ref.key)
+    if (data.dtype, data.dim()) != (torch.uint8, 1):
+        raise IntegrityError("a file of rows is a tensor of bytes", key=ref.key)
+    return int(ref.key.rpartition("/")[2]), data.numpy().data
 
 
 def _capture(table: LookupTable, group: str, scope: Scope, tensors: TensorSet, draws: bool) -> dict[str, Any]:
@@ -63,12 +81,11 @@ def _capture(table: LookupTable, group: str, scope: Scope, tensors: TensorSet, d
         here = f"rank {table.shards.rank} of {table.shards.size}"
         hint = "Make the table and the Checkpointer after init_process_group, with one process group."
         raise UnsupportedStateError(f"the table is {here}, and is saved by {world}", key=group, hint=hint)
-    captured = TableCapture(group, table, table.chain.following(table.store, scope.home))
+    chain, store, shards = table.chain.following(table.store, scope.home), table.store, table.shards
+    copy = partial(chain.take, store, table.rule.slots)
+    captured = TableCapture(group, table, chain, shards.rank, shards.size, copy, store.bytes_by_id)
     tensors.files.append(captured)
-    keys = [f"{group}/{file.number}" for file in captured.chain.files]
-    if world is not None and world.size > 1:
-        keys = [key_of_rank(key, world.rank) for key in keys]
-    return table_settings(table) | {"files": [*map(TensorRef, keys)]}
+    return table_settings(table) | {"files": captured.refs}
 
 
 class TablePart:
@@ -107,21 +124,15 @@ class TablePart:
         def is_own(ids: Ids) -> Any:
             return owners(ids, shards.size) == shards.rank
 
-        counts: list[int] = []
+        counts: list[tuple[int, int]] = []
         for tree in self._trees:
-            files = []
-            for ref in tree["files"]:
-                data = make.source.read(ref.key)
-                if (data.dtype, data.dim()) != (torch.uint8, 1):
-                    raise IntegrityError("a table's file is a tensor of bytes", key=ref.key)
-                files.append(read_rows(data.numpy().data, tree["dim"], tree["slots"], ref.key))
-            counts = [len(file.ids) for file in files]
+            numbers, data = zip(*(read_file(make, ref) for ref in tree["files"]), strict=True)
+            files = [read_rows(one, tree["dim"], tree["slots"], self._name) for one in data]
+            counts = [(number, len(file.ids)) for number, file in zip(numbers, files, strict=True)]
             parts += merged(files, is_own)
         self._store = RowStore.of(parts, self._table.dim, len(self._table.rule.slots))
         goes_on = self._home is not None and len(self._trees) == 1 and self._trees[0]["shards"] == shards.size
-        numbers = [int(ref.key.rpartition("/")[2]) for ref in self._trees[0]["files"]]
-        files_here = zip(numbers, counts, strict=True) if goes_on else ()
-        self._chain = Chain([TableFile(number, count, [str(self._home)]) for number, count in files_here])
+        self._chain = Chain([TableFile(*one, [str(self._home)]) for one in counts] if goes_on else ())
 
     def write(self) -> None:
         """Replace the table's rows by the new rows."""

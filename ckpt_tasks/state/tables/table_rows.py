@@ -1,12 +1,13 @@
 """The files of a lookup table: Arrow files of rows by id, which any Arrow reader can read.
 
-The columns are: the id; the row, and each optimizer slot (lists of `dim` numbers); the number of the table's last
+Its columns are: the id; the row, and each optimizer slot (lists of `dim` numbers); the number of the table's last
 update that changed the row; and a flag for a deleted id, whose numbers have no meaning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ _MAX_ROWS = 1 << 40
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Column = tuple[str, str, list[int]]  # Name, dtype, and the shape of a row's value; it becomes a list of fixed length.
 
 
 class TableRows(NamedTuple):
@@ -33,10 +35,21 @@ class TableRows(NamedTuple):
 
 
 def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
-    """Write rows as the bytes of an uncompressed Arrow IPC file; `slots`: the names of the arrays after the rows."""
-    schema = _schema(rows.values[0].shape[1], slots)
+    """Write rows as a file's bytes; `slots`: the names of the arrays after the rows."""
     columns: list[npt.NDArray[Any]] = [rows.ids, *rows.values, rows.steps, rows.deleted]
-    arrays = [array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+    return write_columns(_columns(rows.values[0].shape[1], slots), columns)
+
+
+def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> TableRows:
+    """Read a file's rows as views of its verified bytes; raise IntegrityError if the file is malformed."""
+    ids, *values, steps, deleted = read_columns(data, _columns(dim, slots), name)
+    return TableRows(ids, tuple(values), steps, deleted)
+
+
+def write_columns(columns: Sequence[Column], values: Sequence[npt.NDArray[Any]]) -> memoryview:
+    """Write columns as the bytes of an uncompressed Arrow IPC file."""
+    schema = _schema(columns)
+    arrays = [array(one, field.type) for one, field in zip(values, schema, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
     size = pa.MockOutputStream()
     _write(size, batch)
@@ -45,20 +58,16 @@ def write_rows(rows: TableRows, slots: Sequence[str]) -> memoryview:
     return data.data
 
 
-def read_rows(data: memoryview, dim: int, slots: Sequence[str], name: str) -> TableRows:
-    """Read a file's rows as views of its verified bytes; raise IntegrityError if the file is malformed."""
-    schema = _schema(dim, slots)
+def read_columns(data: memoryview, columns: Sequence[Column], name: str) -> list[npt.NDArray[Any]]:
+    """Read columns as views of verified bytes, each in its shape; raise IntegrityError if the file is malformed."""
+    schema = _schema(columns)
     with well_formed("a file of the table", name, FAULTS):
         table = read_arrow(data, schema, _MAX_ROWS)
-        columns = [whole_column(table.column(n), field) for n, field in enumerate(schema)]
-        ids, *values, steps, deleted = columns
-        bits = deleted.buffers()[1] if len(deleted) else b""
-        return TableRows(
-            numbers_of(ids),
-            tuple(numbers_of(column.values).reshape(-1, dim) for column in values),
-            numbers_of(steps),
-            np.unpackbits(np.frombuffer(bits, np.uint8), count=len(deleted), bitorder="little").astype(np.bool_),
-        )
+        found = [whole_column(table.column(n), field) for n, field in enumerate(schema)]
+        return [
+            numbers_of(one.values if shape else one).reshape(-1, *shape)
+            for one, (_, _, shape) in zip(found, columns, strict=True)
+        ]
 
 
 def _write(sink: pa.NativeFile, batch: pa.RecordBatch) -> None:
@@ -66,13 +75,16 @@ def _write(sink: pa.NativeFile, batch: pa.RecordBatch) -> None:
         writer.write_batch(batch)
 
 
-def _schema(dim: int, slots: Sequence[str]) -> pa.Schema:
-    numbers = pa.list_(pa.field("item", pa.float32(), nullable=False), dim)
-    kinds = {
-        "id": pa.int64(),
-        "row": numbers,
-        **dict.fromkeys(slots, numbers),
-        "step": pa.int64(),
-        "deleted": pa.bool_(),
-    }
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])
+def _columns(dim: int, slots: Sequence[str]) -> list[Column]:
+    numbers = [(name, "float32", [dim]) for name in ("row", *slots)]
+    return [("id", "int64", []), *numbers, ("step", "int64", []), ("deleted", "bool", [])]
+
+
+def _schema(columns: Sequence[Column]) -> pa.Schema:
+    fields = []
+    for name, dtype, shape in columns:
+        kind = pa.from_numpy_dtype(np.dtype(dtype))
+        if shape:
+            kind = pa.list_(pa.field("item", kind, nullable=False), prod(shape))
+        fields.append(pa.field(name, kind, nullable=False))
+    return pa.schema(fields)

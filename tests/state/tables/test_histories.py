@@ -48,7 +48,7 @@ class Told:
         self.updates = 0
 
     def copy(self) -> Told:
-        copy = Told()
+        copy = type(self)()
         copy.rows, copy.updates = dict(self.rows), self.updates
         return copy
 
@@ -68,8 +68,8 @@ class Told:
     def evict(self) -> None:
         self.delete(tuple(one for one, (_, used) in self.rows.items() if used <= self.updates - 2))
 
-    def all(self) -> Rows:
-        return {one: [row.tolist(), [used]] for one, (row, used) in self.rows.items()}
+    def all(self) -> tuple[Rows, int]:
+        return {one: [row.tolist(), [used]] for one, (row, used) in self.rows.items()}, self.updates
 
 
 class History:
@@ -79,17 +79,33 @@ class History:
     the ledger's next entry had when training last began to go on from a checkpoint.
     """
 
+    begun: type[Any] = Told
+
     def __init__(self, memory_dir: str) -> None:
         self._store, self._step = FaultyStore(MemoryStore()), 0
         self._place = CheckpointConfig(
             checkpoint_dir=located(self._store), memory_dir=memory_dir, step_interval=1, max_num_checkpoints=KEPT
         )
-        self._saved: list[tuple[int, int, Told]] = [(0, 0, Told())]
+        self._saved: list[tuple[int, int, Any]] = [(0, 0, self.begun())]
         self._begin()
+
+    @staticmethod
+    def new() -> Any:
+        return LookupTable(DIM, slots=SGD(lr=LR), spread=1.0)
+
+    @staticmethod
+    def all(live: Any) -> Any:
+        return rows_of(live), live.updates
+
+    @staticmethod
+    def check_files(users: Any) -> None:
+        assert len(users.chain.files) <= 9
+        base, *deltas = (file.count for file in users.chain.files)
+        assert 2 * sum(deltas) <= base
 
     def _begin(self) -> None:
         """Start as a new process does, and compare what it finds."""
-        self.users = LookupTable(DIM, slots=SGD(lr=LR), spread=1.0)
+        self.users = self.new()
         self.state = {"users": self.users}
         self.ckpt = Checkpointer(self._place)
         self._restored()
@@ -100,10 +116,9 @@ class History:
         entry = next((one.n for one in newest if one.step == self._step), None)
         self.told = self._told_of(self._step, entry).copy()
         self._since = self.ckpt.run.head().next_n
-        assert rows_of(self.users) == self.told.all()
-        assert self.users.updates == self.told.updates
+        assert self.all(self.users) == self.told.all()
 
-    def _told_of(self, step: int, entry: int | None) -> Told:
+    def _told_of(self, step: int, entry: int | None) -> Any:
         """Return what the table was when a step was last saved, before the entry of the ledger if that is given."""
         return [told for n, at, told in self._saved if at == step and (entry is None or n <= entry)][-1]
 
@@ -176,18 +191,16 @@ class History:
         self.ckpt.prune()
         run = open_run(located(self._store))
         for checkpoint in run.checkpoints():
-            users = LookupTable(DIM, slots=SGD(lr=LR), spread=1.0)
+            users = self.new()
             run.restore(checkpoint, {"users": users})
-            assert rows_of(users) == self._told_of(checkpoint.step, checkpoint.n).all()
-            assert len(users.chain.files) <= 9
-            base, *deltas = (file.count for file in users.chain.files)
-            assert 2 * sum(deltas) <= base
+            assert self.all(users) == self._told_of(checkpoint.step, checkpoint.n).all()
+            self.check_files(users)
 
 
 @contextmanager
-def history() -> Iterator[History]:
+def history(kind: type[History] = History) -> Iterator[History]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory_dir:
-        made = History(memory_dir)
+        made = kind(memory_dir)
         try:
             yield made
         finally:
