@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.testing import MemoryStore, located
@@ -137,7 +138,20 @@ def fetched_now_and_then(one: Program) -> None:
                 one.step()
 
 
-@pytest.mark.parametrize(("form", "said"), [(saved_behind_each_step, 1), (fetched_now_and_then, 0), (saved_behind, 0)])
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.ones(12, 2)
+
+
+def over_a_stream(one: Program) -> None:
+    one.data = one.state["data"] = ResumableLoader(Stream(), 2, replay=True)
+    saved_behind(one)
+
+
+BETWEEN = [(saved_behind_each_step, 1), (fetched_now_and_then, 0), (saved_behind, 0), (over_a_stream, 0)]
+
+
+@pytest.mark.parametrize(("form", "said"), BETWEEN)
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_save_between_two_steps_of_a_batch_is_told(
     form: Callable[[Program], None], said: int, interval: int, caplog: pytest.LogCaptureFixture

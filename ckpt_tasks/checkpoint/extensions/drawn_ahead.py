@@ -58,8 +58,9 @@ class BatchesDrawnAhead(Extension):
             return
         self._stepped_at = next(moments)
         last, self._last = self._last, None
-        loader = last and last[1]()
-        if last and loader and loader.handed and loader.handed[0] < self._saved_at and loader.is_in_for:
+        if last is None or (loader := last[1]()) is None or loader.handed is None:
+            return
+        if loader.handed[0] < self._saved_at and loader.is_in_for:
             self._has_warned = True
             _log.warning(_BETWEEN, last[0])
 
