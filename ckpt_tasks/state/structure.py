@@ -1,8 +1,8 @@
-"""The structure of a state's modules and optimizers: where it is as at the last capture, only values are read anew.
+"""Remembers the structure of a state's modules and optimizers, so that the next save need not walk them.
 
-Most of the time that training waits for a save of many small tensors would go into finding the same names, ties and
-shapes again. What a tree depends on is compared instead, one fact after the other, and the tree taken as it is. With
-many ranks, and where foreign code reads a state, each capture walks it.
+To find the names, ties and shapes of many small tensors takes longer than to copy them. So a capture compares every
+fact on which the trees depend with the last capture, and takes that one's trees if all are equal. With many ranks, and
+where foreign code reads a state, each capture walks it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Structure:
         """Return the modules and optimizers of a state, and their tensors, as they are now; None if a fact differs."""
         first = [name for name in order if kinds[name] in ("module", "optimizer")]
         now = facts_of(state, first) if self._remembers and first and order[: len(first)] == first else None
-        if now is not None and now.facts == self._facts:
+        if now is not None and now.facts == self._facts:  # No facts are remembered after a capture that failed.
             tensors, groups = TensorSet(), dict(self._groups)
             tensors.take_all({key: now.tensors[n] for key, n in self._places.items()}, self._known)
             modules = {name: state[name] for name in first if kinds[name] == "module"}
@@ -59,7 +59,8 @@ class Structure:
                 groups[name] = replace(groups[name], tree=tree)
             if len(tensors.tensors) == len(self._places):
                 return groups, tensors
-        self._now, self._frozen = now, None
+        # Forget all of it: what is remembered is of one capture.
+        self._now, self._facts, self._frozen = now, None, None
         return None
 
     def note(self, groups: Mapping[str, GroupState], tensors: TensorSet) -> None:

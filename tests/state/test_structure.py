@@ -149,6 +149,20 @@ def test_a_capture_after_a_change_is_that_of_a_walk(change: str) -> None:
         assert found(state, structure) == found(state, None)
 
 
+def test_nothing_of_an_earlier_structure_is_mixed_with_a_later_one() -> None:
+    """A loop that freezes a weight while a hook is there, and undoes both, has no frozen weight at the next save."""
+    state, structure = made(), Structure()
+    for _ in range(2):
+        assert found(state, structure)[-1] == frozenset()
+    hook = state["net"].register_state_dict_post_hook(lambda *_: None)
+    state["net"].first.weight.requires_grad_(False)  # noqa: FBT003
+    assert found(state, structure)[-1] == {"net/first.weight"}
+    hook.remove()
+    state["net"].first.weight.requires_grad_(True)  # noqa: FBT003
+    for _ in range(2):
+        assert found(state, structure) == found(state, None)
+
+
 def test_what_stays_is_not_walked_again() -> None:
     """Without a change a module's tree is the same object in each save, through steps and schedules."""
     state, structure = made(), Structure()

@@ -126,9 +126,11 @@ class TablePart:
 
         counts: list[tuple[int, int]] = []
         for tree in self._trees:
-            numbers, data = zip(*(read_file(make, ref) for ref in tree["files"]), strict=True)
-            files = [read_rows(one, tree["dim"], tree["slots"], self._name) for one in data]
-            counts = [(number, len(file.ids)) for number, file in zip(numbers, files, strict=True)]
+            counts, files = [], []
+            for ref in tree["files"]:
+                number, data = read_file(make, ref)
+                files.append(read_rows(data, tree["dim"], tree["slots"], ref.key))
+                counts.append((number, len(files[-1].ids)))
             parts += merged(files, is_own)
         self._store = RowStore.of(parts, self._table.dim, len(self._table.rule.slots))
         goes_on = self._home is not None and len(self._trees) == 1 and self._trees[0]["shards"] == shards.size
