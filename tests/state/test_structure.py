@@ -155,10 +155,10 @@ def test_nothing_of_an_earlier_structure_is_mixed_with_a_later_one() -> None:
     for _ in range(2):
         assert found(state, structure)[-1] == frozenset()
     hook = state["net"].register_state_dict_post_hook(lambda *_: None)
-    state["net"].first.weight.requires_grad_(False)  # noqa: FBT003
+    state["net"].first.weight.requires_grad_(False)
     assert found(state, structure)[-1] == {"net/first.weight"}
     hook.remove()
-    state["net"].first.weight.requires_grad_(True)  # noqa: FBT003
+    state["net"].first.weight.requires_grad_(True)
     for _ in range(2):
         assert found(state, structure) == found(state, None)
 

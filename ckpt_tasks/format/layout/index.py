@@ -188,7 +188,7 @@ class Index:
             of = self._columns
             columns = (
                 of.group.values(),
-                self._keys,
+                of.key.to_pylist(),
                 of.dtype.values(),
                 of.full.values(),
                 map(_BOX, zip(of.offset.values(), of.shape.values(), strict=True)),
@@ -244,25 +244,22 @@ class Index:
         return Index(table)
 
     @cached_property
-    def _keys(self) -> list[str]:
-        # `dictionary_encode` would import pyarrow.compute.
-        keys: list[str] = self._columns.key.to_pylist()
-        return keys
-
-    @cached_property
     def _full_keys(self) -> list[str]:
         of = self._columns
         of_group = [f"{group}/" for group in of.group.words]
-        return [of_group[code] + key for code, key in zip(of.group.codes.tolist(), self._keys, strict=True)]
+        return [of_group[code] + key for code, key in zip(of.group.codes.tolist(), of.key.to_pylist(), strict=True)]
 
     @cached_property
     def _tensor_numbers(self) -> tuple[Numbers, Numbers]:
         """The number of each row's tensor, in order of first appearance, and the first row of each tensor."""
-        number = {key: n for n, key in enumerate(dict.fromkeys(self._full_keys))}
-        numbers = np.fromiter(map(number.__getitem__, self._full_keys), np.int64, len(self))
-        firsts = np.zeros(len(number), np.int64)
-        firsts[numbers[::-1]] = np.arange(len(self))[::-1]  # Of several rows the first one is assigned last.
-        return numbers, firsts
+        keys = self._columns.key.to_pylist()  # `dictionary_encode` would import pyarrow.compute.
+        code = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+        codes = self._columns.group.codes * max(1, len(code)) + np.fromiter(map(code.__getitem__, keys), np.int64)
+        _, firsts, numbers = np.unique(codes, return_index=True, return_inverse=True)
+        rank = np.empty_like(firsts)
+        order = np.argsort(firsts)
+        rank[order] = np.arange(len(firsts))
+        return rank[numbers], firsts[order]
 
     def check(self, name: str) -> None:
         """Raise IntegrityError if a row has impossible values; `name`: the name of the index."""
