@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.comparison.experiments import RESULTS, ROOT, SAVING_MIB, STALL_MIB, TOOLS
 
 README = ROOT / "README.md"
-PAGE = ROOT / "docs" / "COMPARISON.md"
+PAGE = ROOT / "docs" / "PERFORMANCE.md"
 _PLACE = re.compile(r"(<!-- (?:comparison|results) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _WORDS = {
     "same bits": "resumes, same bits",

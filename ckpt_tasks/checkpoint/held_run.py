@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
-    " restored ones, set them after restore() (in optimizer.param_groups, in the schedule's attributes); a flow forks"
+    " restored ones, set them after the restore (in optimizer.param_groups, in the schedule's attributes); a flow forks"
     " the run: ckpt fork DIR NEW --param NAME=VALUE"
 )
 

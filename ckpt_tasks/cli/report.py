@@ -57,6 +57,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
     from ckpt_tasks.checkpoint.restore.reading import open_run
     from ckpt_tasks.run.ledger.curve import read_curve
     from ckpt_tasks.run.ledger.timeline import read_timeline
+    from ckpt_tasks.run.overview import life_of
     from ckpt_tasks.run.report.html import to_html
     from ckpt_tasks.run.report.run_report import make_report
 
@@ -70,6 +71,7 @@ def report(directory: RunArgument, *, out: OutOption = None, as_json: JsonOption
             read_timeline(run.history),
             state,
             kept,
+            life=" ".join(life_of(run.history, state)).strip(),
             read_curve=partial(read_curve, run.history),
         )
         place = out or Path(f"{re.sub(r'[^A-Za-z0-9._-]+', '-', made.run_key).strip('.-') or 'run'}-report.html")

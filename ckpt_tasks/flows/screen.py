@@ -178,9 +178,9 @@ def print_evaluation(out: Console, result: EvaluationResult, note: str = "") -> 
 
 
 def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResult]) -> None:
-    """Print the metrics that a suite measured on several checkpoints, by step, and the outcome of each."""
+    """Print the metrics that an evaluation set measured on several checkpoints, by step, and the outcome of each."""
     if not results:
-        out.print(f"Nothing to evaluate by {suite}.")
+        out.print(f"Evaluation set {suite}: nothing to evaluate.")
         return
     table = plain_table()
     metrics = sort_metrics({name for result in results for name in result.metrics})[:_MOST_METRICS]
@@ -189,7 +189,7 @@ def print_evaluations(out: Console, suite: str, results: Sequence[EvaluationResu
     for result in sorted(results, key=lambda result: result.step):
         numbers = (f"{result.metrics[name]:.4g}" if name in result.metrics else "" for name in metrics)
         table.add_row(str(result.step), *numbers, _OUTCOMES[result.outcome])
-    out.print(f"Evaluations by {suite}", style="italic")
+    out.print(f"Evaluation set {suite}", style="italic")
     out.print(table)
 
 

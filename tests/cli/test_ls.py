@@ -57,6 +57,9 @@ def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> No
         signal.signal(signal.SIGTERM, before)
     (stopped,) = ckpt("ls", run_dir.parent, "--json").data["runs"]
     assert (stopped["state"], "the next start resumes it" in stopped["why"]) == ("stopped", True)
+    out = run_dir.parent / "report.html"
+    told = " ".join(ckpt("report", run_dir, "--out", out).out.split())
+    assert "state stopped by a signal; the next start resumes it" in told
     with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
         ckpt_.restore(some_state())
         ckpt_.save(16, some_state(16))
@@ -71,6 +74,8 @@ def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> No
     ]
     said = "16 (save() or the end of training), 15 (a signal), 13 (end of a batch), 0 (first save)."
     assert f"Saved not by the interval: {said}" in " ".join(ckpt("ls", run_dir).out.split())
+    assert "state ended from" in " ".join(ckpt("report", run_dir, "--out", out).out.split())
+    assert ">ended<" in out.read_text()
 
 
 def test_ls_marks_a_line_that_was_left(run_dir: Path) -> None:

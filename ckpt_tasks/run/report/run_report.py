@@ -65,6 +65,8 @@ class Report:
     course: Course
     checkpoints: Sequence[Mapping[str, str]]
     curve: Curve = field(default_factory=Curve)
+    life: str = ""
+    """Whether it is running, ended, stopped or silent, and why; empty where nobody has looked."""
 
     @property
     def summary(self) -> str:
@@ -97,6 +99,8 @@ class Report:
         if course.placed:
             first, last = course.placed[0].moment, course.placed[-1].moment
             rows.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
+        if self.life:
+            rows.insert(0, ("state", self.life))
         steps_s = [moment.step_s for moment in commits if moment.step_s is not None]
         if steps_s:
             stalls_s = sorted(moment.stall_s for moment in commits)
@@ -188,6 +192,7 @@ def make_report(
     state: State,
     kept: Mapping[str, str] | None = None,
     *,
+    life: str = "",
     read_curve: Callable[[Course], Curve] = lambda course: Curve(),
 ) -> Report:
     """Make the report of a run; `kept` maps manifest digests to reasons, `read_curve` reads the metrics of steps."""
@@ -199,6 +204,7 @@ def make_report(
         course=course,
         checkpoints=checkpoint_rows(state, kept),
         curve=read_curve(course),
+        life=life,
     )
 
 
