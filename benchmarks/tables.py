@@ -1,14 +1,16 @@
 """A lookup table of a million rows, of which a hundredth changes between two saves; and its restore from nine files.
 
+Before that, steps of training on the table and on torch's sparse embedding, in turns, and what a row takes in memory.
 Beside it a replay buffer of a million transitions, to which a thousand are added between two saves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ __all__ = ["measure"]
 
 _DIM = 32
 _DELTAS = 8
+_BATCH = 8192  # ids, drawn from all
 _UNTIMED = 3  # The first saves make the memory of the process, and a file with all rows.
 
 
@@ -33,6 +36,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
     that of a base and eight deltas, equal to the table bit for bit.
     """
     count, users = 10_000 if tiny else 1_000_000, _table()
+    steps = _steps(count, 10 * rounds)
     state: dict[str, Any] = {"users": users}
     users(torch.arange(count))
     users.step()
@@ -69,6 +73,7 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
         "device": device,
         "ratios": {
             **replay.pop("ratios"),
+            **steps,
             "1 % of the rows against all, time": median(times[part]) / median(times[whole]),
             "1 % of the rows against all, bytes": median(sizes[part]) / median(sizes[whole]),
             "1 % of the rows, milliseconds that training waited": 1000 * median(stalls[part]),
@@ -79,6 +84,40 @@ def measure(directory: Path, *, tiny: bool, rounds: int, device: str = "cpu") ->
             "restore of a base and eight deltas": {"ckpt-tasks": summary(restores)},
         },
     }
+
+
+def _steps(count: int, steps: int) -> dict[str, float]:
+    """Train a table and an Embedding(sparse=True) with SparseAdam on the same ids, in turns, by one thread."""
+    threads, random = torch.get_num_threads(), np.random.default_rng(0)
+    torch.set_num_threads(1)
+    before_bytes, table = _resident_bytes(), _table()
+    for begin in range(0, count, _BATCH):
+        table(torch.arange(begin, min(begin + _BATCH, count)))
+    row_bytes = (_resident_bytes() - before_bytes) / count
+    embedding = torch.nn.Embedding(count, _DIM, sparse=True)
+    sparse = torch.optim.SparseAdam([*embedding.parameters()], lr=0.01)
+    took: tuple[list[float], list[float]] = [], []
+    for step in range(_UNTIMED + steps):
+        ids = torch.from_numpy(random.integers(0, count, _BATCH))
+        for (rows, optimizer), times in zip(((table, table), (embedding, sparse)), took, strict=True):
+            started = process_time()
+            rows(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= _UNTIMED:
+                times.append(process_time() - started)
+    torch.set_num_threads(threads)
+    return {
+        "a step over Embedding(sparse) and SparseAdam, processor time": median(took[0]) / median(took[1]),
+        "microseconds of processor time for a drawn id": 1e6 * median(took[0]) / _BATCH,
+        f"bytes of memory for a row, over its {12 * _DIM}": row_bytes / (12 * _DIM),
+    }
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process, without what the allocator keeps of arrays that are gone."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _replay(directory: Path, count: int, rounds: int) -> dict[str, Any]:

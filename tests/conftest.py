@@ -27,6 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.servers.s3 import BUCKETS
+from tests.support import interpreters
 
 # Servers, each started by the first test that asks for it.
 pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
@@ -138,6 +139,8 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        interpreters.share()
     if config.getoption("--keep-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Durations(), "ckpt-tasks-durations")
 
@@ -306,9 +309,7 @@ def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each `python -m …` be a fork of a process that has imported torch, which takes seconds."""
-    from tests.support.interpreters import Forked
-
-    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(subprocess, "Popen", interpreters.Forked)
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Processes of Python, forked from one that has imported torch, which takes seconds: the nursery of this process.
+"""Processes of Python, forked from one that has imported torch, which takes seconds: the nursery.
+
+The workers of a test run share one, which the first request starts (`share`); any other process has its own.
 
 `Python` and `Forked` are programs. They end as every interpreter does: threads are joined, exit functions run, errors
 that nobody caught are printed. A `Process` calls a function, and leaves that out, as multiprocessing does.
@@ -41,6 +43,7 @@ _IMPORTED = (
     *("tests.support.cli_runs", "tests.support.gang"),
 )
 _PR_SET_PDEATHSIG = 1
+_SHARED = "NURSERY_OF_TESTS"  # the address of the nursery that a test run shares
 _started = subprocess.Popen  # for which a test may put Forked
 
 
@@ -225,55 +228,110 @@ def _fork(
 
 @cache
 def _nursery(_: int) -> socket.socket:
-    """Return the line to this process's nursery, which ends with it."""
+    """Return the line to the nursery of this process, whose programs end with it."""
+    if address := os.environ.get(_SHARED):
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.connect(f"\0{address}")
+        return line
+    listening, line = _listen(""), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(listening.getsockname())
+    _start(listening)
+    return line
+
+
+def share() -> None:
+    """Let the processes that this one starts share a nursery, which the first of them that needs it starts."""
+    os.environ[_SHARED] = address = f"ckpt-tasks-nursery-{os.getpid()}"
+    listening = _listen(f"\0{address}")
+
+    def wait() -> None:
+        if select.select([listening], [], [])[0]:
+            _start(listening)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _listen(address: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(address)  # none: the kernel chooses one
+    listening.listen(64)
+    return listening
+
+
+def _start(listening: socket.socket) -> None:
+    """Start the nursery, which ends with this process."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", __name__, str(there.fileno())]
+    fds = [there.fileno(), listening.fileno()]
     null = subprocess.DEVNULL
-    process = _started(command, cwd=ROOT, pass_fds=[there.fileno()], stdin=null, stdout=null)
+    command = [sys.executable, "-m", __name__, *map(str, fds)]
+    process = _started(command, cwd=ROOT, pass_fds=fds, stdin=null, stdout=null)
     there.close()
+    listening.close()
     atexit.register(process.wait)
     atexit.register(here.close)  # which is called first, and ends it
-    return here
 
 
 # ── in the nursery ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(line: socket.socket) -> list[str] | None:
-    """Fork a program for each request and report how it ended; return its arguments in the program, None at the end."""
-    poll, living = select.poll(), dict[int, tuple[int, int]]()
-    poll.register(line, select.POLLIN)
+def serve(owner: socket.socket, listening: socket.socket) -> list[str] | None:
+    """Fork a program for each request and report how it ended; return its arguments in the program, None at the end.
+
+    A line is a process that asks; when it ends, so do its programs.
+    """
+    poll, living, lines = select.poll(), dict[int, tuple[int, int, int]](), dict[int, socket.socket]()
+    for each in (owner, listening):
+        poll.register(each, select.POLLIN)
     while True:
         for fd, _ in poll.poll():
+            if fd == owner.fileno():
+                return None  # Its programs die with this process.
+            if fd == listening.fileno():
+                line = listening.accept()[0]
+                lines[line.fileno()] = line
+                poll.register(line, select.POLLIN)
+                continue
             if fd in living:
-                pid, ends = living.pop(fd)
+                pid, ends, _ = living.pop(fd)
                 poll.unregister(fd)
                 with contextlib.suppress(BrokenPipeError):  # whom it would tell is gone
                     os.write(ends, str(os.waitpid(pid, 0)[1]).encode())
                 os.close(fd)
                 os.close(ends)
                 continue
-            data, fds, _, _ = socket.recv_fds(line, 1 << 20, 16)
+            data, fds, _, _ = socket.recv_fds(lines[fd], 1 << 20, 16)
             if not data:
-                return None
+                poll.unregister(fd)
+                lines.pop(fd).close()
+                for pid, _, asked in living.values():
+                    if asked == fd:
+                        os.kill(pid, signal.SIGKILL)
+                continue
             into, errors, ends, *passed = fds
             if (pid := os.fork()) == 0:
-                os.dup2(into, 1)
-                os.dup2(errors, 2)
                 arguments, directory, environment, numbers = json.loads(data)
-                above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in passed]
-                for held in (*fds, *living, *(ends for _, ends in living.values()), line.detach()):
-                    os.close(held)
-                for held, number in zip(above, numbers, strict=True):
-                    os.dup2(held, number)
-                    os.close(held)
+                ours = [one.detach() for one in (owner, listening, *lines.values())]
+                _take(fds, numbers, [*ours, *living, *(ends for _, ends, _ in living.values())])
                 return _begun(arguments, directory, environment)
-            line.send(str(pid).encode())
+            lines[fd].send(str(pid).encode())
             for held in (into, errors, *passed):
                 os.close(held)
             watch = os.pidfd_open(pid)
-            living[watch] = pid, ends
+            living[watch] = pid, ends, fd
             poll.register(watch, select.POLLIN)
+
+
+def _take(given: list[int], numbers: list[int], held: list[int]) -> None:
+    """Take what is given as output and errors, and what is passed under its number; close what the nursery holds."""
+    into, errors, _, *passed = given
+    os.dup2(into, 1)
+    os.dup2(errors, 2)
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in passed]
+    for fd in (*given, *held):
+        os.close(fd)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _begun(arguments: list[str], directory: str, environment: dict[str, str]) -> list[str]:
@@ -305,7 +363,7 @@ if __name__ == "__main__":
             importlib.import_module(_name)
     gc.collect()
     gc.freeze()
-    _asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    _asked = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     if _asked is not None:
         if "triton" in sys.modules:  # A CUDA build of torch: Triton 3.9 prints what Python does not free at the end.
             atexit.register(gc.unfreeze)

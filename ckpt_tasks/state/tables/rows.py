@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt_tasks.state.tables.row_index import RowIndex, mixed
 from ckpt_tasks.state.tables.table_rows import Floats, Ids, TableRows
 
 _FEWEST = 1024  # The arrays first have room for this many rows, and double when full.
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def mixed(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash 64-bit numbers by the finaliser of SplitMix64, with equal results on every machine and in every version."""
-    bits = numbers.astype(np.int64).view(np.uint64) + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
 
 
 def new_rows(ids: Ids, dim: int, seed: int, spread: float) -> Floats:
@@ -45,7 +36,7 @@ class RowStore:
         self.steps = np.empty(0, np.int64)
         self.touched = np.empty(0, np.bool_)
         self.gone: dict[int, None] = {}
-        self._at: dict[int, int] = {}
+        self._index = RowIndex()
         self._free: list[int] = []
         self._end = 0  # The index of the first row that was never used.
 
@@ -57,14 +48,14 @@ class RowStore:
         for part in parts:
             begin, end = store._end, store._end + len(part.ids)
             store._put(np.arange(begin, end), part)
-            store._at.update(zip(part.ids.tolist(), range(begin, end), strict=True))
+            store._index.add(part.ids, np.arange(begin, end), store.ids)
             store._end = end
         return store
 
     @property
     def count(self) -> int:
         """The number of ids that have a row."""
-        return len(self._at)
+        return self._index.count
 
     @property
     def changed(self) -> int:
@@ -73,12 +64,12 @@ class RowStore:
 
     @property
     def used(self) -> Ids:
-        """The indices of all rows in use."""
-        return np.fromiter(self._at.values(), np.int64, len(self._at))
+        """The indices of all rows in use, sorted."""
+        return self._index.places
 
     def find(self, ids: Ids) -> Ids:
         """Return the row index of each id; -1 for an id without a row."""
-        return np.fromiter(map(self._at.get, ids.tolist(), repeat(-1)), np.int64, len(ids))
+        return self._index.find(ids, self.ids)
 
     def add(self, ids: Ids, rows: Floats) -> Ids:
         """Add distinct new ids with these rows and empty slots; return their row indices."""
@@ -90,23 +81,20 @@ class RowStore:
         zeros = [np.zeros_like(rows) for _ in self.values[1:]]
         self._put(places, TableRows(ids, (rows, *zeros), np.zeros(len(ids), np.int64), np.empty(0, np.bool_)))
         self.touched[places] = True
-        self._at.update(zip(ids.tolist(), places.tolist(), strict=True))
+        self._index.add(ids, places, self.ids)
         for one in ids.tolist() if self.gone else ():
             self.gone.pop(one, None)
         return places
 
     def delete(self, ids: Iterable[int]) -> int:
         """Delete ids; return how many had a row."""
-        places = [place for one in ids if (place := self._delete(one)) is not None]
-        return len(places)
-
-    def _delete(self, one: int) -> int | None:
-        place = self._at.pop(one, None)
-        if place is not None:
-            self.touched[place] = False
-            self.gone[one] = None
-            self._free.append(place)
-        return place
+        asked = np.fromiter(dict.fromkeys(ids), np.int64)
+        places = self._index.remove(asked, self.ids)
+        known = places >= 0
+        self.touched[places[known]] = False
+        self.gone.update(dict.fromkeys(asked[known].tolist()))
+        self._free += places[known].tolist()
+        return int(np.count_nonzero(known))
 
     def all(self) -> TableRows:
         """Copy all rows of the table."""

@@ -124,12 +124,15 @@ class LookupTable(nn.Module):
         """Apply the gradients since the last call to the rows; with many ranks, all ranks must call it."""
         batches, self._waiting[:] = sorted(self._waiting, key=lambda batch: batch.number), []
         self.updates += 1
-        ids, sums = _summed(
-            np.concatenate([np.empty(0, np.int64), *(batch.ids for batch in batches)]),
-            np.concatenate([np.empty((0, self.dim)), *(batch.sums for batch in batches)]),
-        )
+        none = np.empty(0, np.int64), np.empty((0, self.dim))
+        if len(batches) == 1:
+            ((_, ids, sums),) = batches
+        else:
+            ids, sums = _summed(*map(np.concatenate, zip(none, *(batch[1:] for batch in batches), strict=True)))
         asked = self.shards.ask(ids)
-        ids, sums = _summed(asked.ids, self.shards.send(sums, asked))
+        ids, sums = asked.ids, self.shards.send(sums, asked)
+        if self.shards.size > 1:
+            ids, sums = _summed(ids, sums)
         places = self.store.find(ids)
         known = places >= 0  # The program may have deleted an id after the forward pass.
         places, gradient = places[known], (sums[known] / self.shards.size).astype(np.float32)
@@ -235,4 +238,4 @@ def _sums(places: Ids, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """Add up the values of each index, in their order; the indices go from 0 to the highest without a gap."""
     order = np.argsort(places, kind="stable")
     firsts = np.flatnonzero(np.diff(places[order], prepend=-1))
-    return np.add.reduceat(values[order], firsts, axis=0)
+    return values[order] if len(firsts) == len(order) else np.add.reduceat(values[order], firsts, axis=0)
