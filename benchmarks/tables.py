@@ -96,10 +96,11 @@ def _steps(count: int, steps: int) -> dict[str, float]:
     row_bytes = (_resident_bytes() - before_bytes) / count
     embedding = torch.nn.Embedding(count, _DIM, sparse=True)
     sparse = torch.optim.SparseAdam([*embedding.parameters()], lr=0.01)
+    contenders: tuple[tuple[Any, Any], ...] = (table, table), (embedding, sparse)
     took: tuple[list[float], list[float]] = [], []
     for step in range(_UNTIMED + steps):
         ids = torch.from_numpy(random.integers(0, count, _BATCH))
-        for (rows, optimizer), times in zip(((table, table), (embedding, sparse)), took, strict=True):
+        for (rows, optimizer), times in zip(contenders, took, strict=True):
             started = process_time()
             rows(ids).square().sum().backward()
             optimizer.step()
