@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
-    " restored ones, set them after the restore (in optimizer.param_groups, in the schedule's attributes); a flow forks"
-    " the run: ckpt fork DIR NEW --param NAME=VALUE"
+    " restored ones, set them after the restore (in Lightning in on_train_start), in"
+    " optimizer.param_groups or the schedule's attributes; what ckpt train trains is forked: ckpt fork DIR NEW --param"
+    " NAME=VALUE"
 )
 
 
@@ -98,7 +99,7 @@ class HeldRun:
         )
         for committed in self._extensions.at(Extension.committed):
             self._writer.listeners.add(Listener(committed=committed))
-        self._start = Start(self._history.store.url)
+        self._start = Start(self._history.store.url, in_flow=flow_run_id is not None)
         if self._ranks.first:
             self._writer.listeners.add(Listener(committed=self._start.committed))
         self._damaged: tuple[str, ...] = ()

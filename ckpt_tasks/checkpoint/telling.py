@@ -44,13 +44,14 @@ def _tell_idle() -> None:
 
 
 class Start:
-    """The lines of one start: one where training begins, one for the first commit of a new run.
+    """The lines of one start: where training begins, the first commit of a new run, and a save at a signal.
 
     It holds no Checkpointer: a saver keeps it as a listener, and a dropped Checkpointer must be collected.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, in_flow: bool):
         self._url = printable(url)
+        self._ends = not in_flow  # A flow says itself how it ended.
         self.is_told = False
         self._is_new = True
         self._warning = ""
@@ -82,6 +83,8 @@ class Start:
         if self._is_new:
             self._is_new = False
             tell(f"Step {checkpoint.step} is saved in {self._url}")
+        elif checkpoint.why == "signal" and self._ends:
+            tell(f"Step {checkpoint.step} is saved: the same command resumes it")
 
     def _tell(self, line: str) -> None:
         """Tell the line, but only log it after the first: a later restore of this process is no start."""

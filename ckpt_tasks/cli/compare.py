@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain
 from operator import itemgetter
@@ -21,7 +21,7 @@ from ckpt_tasks.cli.arguments import (
     parse_target,
 )
 from ckpt_tasks.cli.copy import parse_changes
-from ckpt_tasks.cli.output import Output, column, listing, output, reading, title
+from ckpt_tasks.cli.output import Output, column, console, listing, output, reading, title
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.run.report.words import count, number
 from ckpt_tasks.storage.port import WatchedStore
@@ -231,7 +231,8 @@ def verify_resume(
     its run. Compares the metrics of every step and the whole last checkpoint.
     """
     with output(as_json) as out:
-        proof = _proof(program, steps, params or [], ranks)
+        with console(stderr=True).status("") as shown:
+            proof = _proof(program, steps, params or [], ranks, lambda doing: shown.update(f"Training {doing} …"))
         out.answer({"good": proof.good, **asdict(proof)}, _words(proof, program))
         out.fail(proof.difference is not None)
 
@@ -255,19 +256,21 @@ def _words(proof: Proof, program: list[str]) -> Iterator[str]:
     yield f"Likely cause: {one.cause}."
 
 
-def _proof(program: list[str], steps: int | None, params: list[str], ranks: int | None) -> Proof:
+def _proof(
+    program: list[str], steps: int | None, params: list[str], ranks: int | None, say: Callable[[str], object]
+) -> Proof:
     if _is_program(program):
         from ckpt_tasks.cli.proving.proof import prove_resume
 
-        given = {"steps": steps, "ranks": ranks}
-        return prove_resume(program[0], parse_changes(params), **{k: n for k, n in given.items() if n is not None})
+        given = {k: n for k, n in (("steps", steps), ("ranks", ranks)) if n is not None}
+        return prove_resume(program[0], parse_changes(params), say=say, **given)
     if steps is not None or ranks is not None or params:
         raise ConfigError(
             "--steps, --param and --ranks are for a program", hint="Give a command its own options, after the --."
         )
     from ckpt_tasks.cli.proving.script import verify_script
 
-    return verify_script(program)
+    return verify_script(program, say)
 
 
 def _is_program(words: list[str]) -> bool:

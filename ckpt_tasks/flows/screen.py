@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rich.console import Console
@@ -26,6 +26,7 @@ from ckpt_tasks.run.report.words import clock, fine_span, plain_table, printable
 
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3
+_WINDOW_S = 10.0  # Speed and time left are those of the newest 10 to 20 s.
 _OUTCOMES = {"recorded": "recorded", "known": "recorded before", "pruned": "pruned meanwhile"}
 
 
@@ -100,6 +101,23 @@ class _Line:
             self._out.print(text(math.inf), soft_wrap=True)
 
 
+@dataclass
+class _Sums:
+    """What the steps since a moment took, with what came between them (saves, commits), and what they used."""
+
+    since_s: float
+    steps: int = 0
+    wall_s: float = 0.0
+    step_s: float = 0.0
+    amount: float = 0.0
+
+    def add(self, wall_s: float, progress: Progress) -> None:
+        self.steps += 1
+        self.wall_s += wall_s
+        self.step_s += progress.step_s
+        self.amount += progress.amount
+
+
 class LiveLine(_Line):
     """Shows the progress of flows during the block: on a terminal one line that changes, else one every 10 s."""
 
@@ -107,18 +125,18 @@ class LiveLine(_Line):
         super().__init__(out, watcher, "Preparing the first step …", stays=True)
         self._total = total_steps
         self._newest: Progress | None = None
-        self._pace_s: float | None = None
-        self._rate: float | None = None
+        self._sums: list[_Sums] = []
         self._last_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         """Show the progress of a completed step."""
         now = time.monotonic()
         wall_s, self._last_s = now - self._last_s, now
-        if self._pace_s is None:  # `wall_s` includes the time before the first step.
+        if not self._sums:  # `wall_s` includes the time before the first step.
             wall_s = progress.step_s
-        self._pace_s = _smooth(self._pace_s, wall_s)
-        self._rate = _smooth(self._rate, progress.amount / max(progress.step_s, 1e-9))
+        if not self._sums or now - self._sums[-1].since_s > _WINDOW_S:
+            self._sums = [*self._sums[-1:], _Sums(now)]
+        self._sums[-1].add(wall_s, progress)
         self._newest = progress
         if progress.step < self._total:  # `finish` shows the last step, with the commit that follows it.
             self._show(lambda width: self.text(progress, width))
@@ -138,8 +156,10 @@ class LiveLine(_Line):
         for name in sort_metrics(progress.metrics)[:1]:
             parts["metric"] = f"{printable(name)} {progress.metrics[name]:.4g}"
         if progress.amount:
-            parts["speed"] = _speed(self._rate or 0.0, progress.unit)
-        parts["left"] = f"ETA {clock((self._total - progress.step) * (self._pace_s or 0.0))}"
+            step_s = sum(one.step_s for one in self._sums)
+            parts["speed"] = _speed(sum(one.amount for one in self._sums) / max(step_s, 1e-9), progress.unit)
+        pace_s = sum(one.wall_s for one in self._sums) / max(1, sum(one.steps for one in self._sums))
+        parts["left"] = f"ETA {clock((self._total - progress.step) * pace_s)}"
         waited = ""
         if progress.commit:
             parts["commit"] = f"committed {progress.commit.step}"
@@ -211,10 +231,6 @@ def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
     yield size(checkpoint.size_bytes)
     yield fine_span(checkpoint.cost_s)
     yield checkpoint.saved_at[11:19]
-
-
-def _smooth(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + 0.05 * (value - mean)
 
 
 def _speed(rate: float, unit: str) -> str:

@@ -50,6 +50,31 @@ def set_up_again(trainer: Trainer) -> None:
         trainer.fit_loop._combined_loader = None
 
 
+def load_loaders(trainer: Trainer) -> None:
+    """Let the next setup of the data restore the positions of ResumableLoaders, of a run that has ended too.
+
+    Lightning takes a run whose last epoch is complete for one that begins, and so its loaders would begin again.
+    """
+    loop: Any = trainer.fit_loop
+    if loop.restarting:
+        return
+
+    def load() -> None:
+        del loop._load_combined_loader_states
+        stateful = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
+        for loader, state in zip(stateful, loop._combined_loader_states_to_load, strict=False):
+            if isinstance(loader, ResumableLoader):
+                loader.load_state_dict(state)
+            elif not loop.done:
+                _log.warning(
+                    "The run had ended, and trains on: %s may repeat the order of the first epochs. A ResumableLoader "
+                    "goes on with the next epoch's",
+                    type(loader).__name__,
+                )
+
+    loop._load_combined_loader_states = load
+
+
 def set_up_as_in(trainer: Trainer) -> None:
     """Let a restored trainer ask for its loaders as in the epoch in which the run has asked for them last.
 
@@ -175,6 +200,7 @@ class LightningState(Started):
         connector.restore_precision_plugin_state()
         connector.restore_loops()
         set_up_again(trainer)
+        load_loaders(trainer)
         set_up_as_in(trainer)
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}

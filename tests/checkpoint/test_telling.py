@@ -42,7 +42,10 @@ def train(run: Path, last: int = -1, number: int = 0, sets: str = "", *, memory:
 
 
 def test_each_start_says_from_which_step(run_dir: Path, tmp_path: Path) -> None:
-    """A start without logging has one line on stderr: the step, the time, the source and the number of lost steps."""
+    """A start without logging has one line on stderr: the step, the time, the source and the number of lost steps.
+
+    A stop by a signal has one too.
+    """
     memory = tmp_path / "memory"
     memory.mkdir()
     new = f"ckpt: Training begins at step 0: {run_dir} has no checkpoint\nckpt: Step 10 is saved in {run_dir}\n"
@@ -53,7 +56,9 @@ def test_each_start_says_from_which_step(run_dir: Path, tmp_path: Path) -> None:
         (13, -1, 0, "no step is lost"),
     ):
         _, said = train(run_dir, last, number, memory=memory)
-        assert re.fullmatch(f"ckpt: Resumed from step {resumed} of {run_dir}, {SAVED} memory; {lost}\n", said), said
+        line = f"ckpt: Resumed from step {resumed} of {run_dir}, {SAVED} memory; {lost}\n"
+        ends = "ckpt: Step 13 is saved: the same command resumes it\n" * (number == signal.SIGTERM)
+        assert re.fullmatch(line + ends, said), said
     ended = f"ckpt: Resumed from step 30 of {run_dir}, {SAVED} storage\nNothing was left.*\n"
     assert re.fullmatch(ended, train(run_dir)[1])
 

@@ -73,9 +73,9 @@ def test_a_training_on_a_device_killed_thrice_ends_as_if_nothing_had_happened(
 def test_the_example_program_is_proved_on_a_device() -> None:
     """P74: `ckpt verify-resume` finds every step of the byte-level model equal, and it was trained on the device."""
     small = {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_bytes": 1 << 18, "dropout": 0.1}
-    proof = prove_resume("ckpt_tasks.programs.byte_lm:ByteLM", small, steps=8)
+    proof = prove_resume("ckpt_tasks.flows.programs.byte_lm:ByteLM", small, steps=8)
     assert proof.good, proof.difference
-    assert prove_resume("ckpt_tasks.programs.byte_lm:ByteLM", {**small, "device": "cpu"}, steps=8).good
+    assert prove_resume("ckpt_tasks.flows.programs.byte_lm:ByteLM", {**small, "device": "cpu"}, steps=8).good
 
 
 def test_ranks_under_torchrun_go_on_with_nccl(tmp_path: Path) -> None:

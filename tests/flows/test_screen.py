@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -29,6 +30,19 @@ def test_the_line_says_where_training_is() -> None:
     line(first)
     line(second)
     assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
+
+
+def test_one_long_wait_does_not_stretch_the_time_left() -> None:
+    """The time left is that of the newest seconds: a commit that was waited for is one step among hundreds."""
+    line = LiveLine(Screen(file=io.StringIO(), width=200, color_system=None), 20_000)
+    steps = [Progress(step=n, step_s=1e-3, metrics={}, amount=0, unit="samples", commit=None) for n in range(1, 401)]
+    began_s = time.monotonic()
+    for step in steps:
+        time.sleep(0.4 * (step.step == 400))
+        line(step)
+    left_s = (time.monotonic() - began_s) / 400 * 19_600
+    minutes, seconds = line.text(steps[-1]).rpartition("ETA ")[2].split(":")
+    assert left_s / 2 < 60 * int(minutes) + int(seconds) < 2 * left_s
 
 
 def test_a_narrow_line_cuts_no_number() -> None:

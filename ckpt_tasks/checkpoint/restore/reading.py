@@ -238,7 +238,7 @@ class Run:
             known = ", ".join(sorted(state.metric_names)) or "none yet"
             raise ConfigError(
                 "the run does not say by which metric a checkpoint is the best",
-                hint=f"Name one (or set best_metric): the run has {known}.",
+                hint=f"Train with best_metric, of {known}; or take a step that `ckpt ls --metrics NAME` shows.",
             )
         mode = mode or state.best_mode
         policy = RetentionPolicy(keep_best=1, best_metric=wanted, best_mode=mode)

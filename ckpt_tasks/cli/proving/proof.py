@@ -8,13 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_tasks.errors import ConfigError, ProgramError
 
+# What one training after the other does, for a person who waits.
+DOING = (
+    "1 of 4: without a kill",
+    "2 of 4: until the first kill",
+    "3 of 4: resumed, until the second kill",
+    "4 of 4: resumed, to the end",
+)
 _LEAST_STEPS = 6
 CAUSES = {
     "streams": "more or fewer numbers were drawn from a global random stream: by a loader that is not in the state, by "
@@ -62,14 +69,21 @@ class Proof:
         return self.difference is None
 
 
-def prove_resume(program: str, params: Mapping[str, Any] | None = None, *, steps: int = 12, ranks: int = 1) -> Proof:
+def prove_resume(
+    program: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 12,
+    ranks: int = 1,
+    say: Callable[[str], object] = lambda doing: None,
+) -> Proof:
     """Train "module:Program" twice in new processes, once with two kills, and compare the two.
 
     Every value of the state, every metric and the random streams are compared after every step; at the end also the
     evaluation "quick", if the program has it, and what the program holds outside its state. Each process has its own
     hash seed, unless PYTHONHASHSEED is set. With `ranks`, each is compared with the same rank of the other training,
-    and all are killed at once. Raises ConfigError for fewer than 6 steps or 1 rank, and ProgramError if the program
-    cannot be built or fails.
+    and all are killed at once. `say` is told which training goes on. Raises ConfigError for fewer than 6 steps or 1
+    rank, and ProgramError if the program cannot be built or fails.
     """
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r}", key="ranks")
@@ -93,7 +107,7 @@ def prove_resume(program: str, params: Mapping[str, Any] | None = None, *, steps
             }
             for n, (run, within, begin) in enumerate(legs)
         ]
-        of_ranks = _train(program, orders)
+        of_ranks = _train(program, orders, say)
     values = sum(max(len(line["values"]) + len(line["metrics"]) for line in twin[1:-1]) for twin, *_ in of_ranks)
     by_rank = [(rank, _difference(twin, killed)) for rank, (twin, *killed) in enumerate(of_ranks)]
     differences = [_in_rank(one, rank, ranks) for rank, one in by_rank if one is not None]
@@ -115,11 +129,14 @@ def _in_rank(one: FirstDifference, rank: int, ranks: int) -> FirstDifference:
     return replace(one, what=tuple(f"{name} of rank {rank}" for name in one.what)) if ranks > 1 else one
 
 
-def _train(program: str, orders: list[dict[str, Any]]) -> list[list[list[dict[str, Any]]]]:
+def _train(
+    program: str, orders: list[dict[str, Any]], say: Callable[[str], object]
+) -> list[list[list[dict[str, Any]]]]:
     """Carry out the orders in processes, one after the other; return for each rank the records of each process."""
     # The child can import whatever this process can import.
     places = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
-    for seed, order in enumerate(orders):
+    for seed, (order, doing) in enumerate(zip(orders, DOING, strict=True)):
+        say(doing)
         done = subprocess.run(
             [sys.executable, "-m", "ckpt_tasks.cli.proving.child", json.dumps(order)],
             env={"PYTHONHASHSEED": str(seed), **os.environ, "PYTHONPATH": places},

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from statistics import median
 
 from ckpt_tasks.checkpoint.restore.reading import Run, open_run
 from ckpt_tasks.checkpoint.transfer.comparison import compare_checkpoints
-from ckpt_tasks.cli.proving.proof import CAUSES, FirstDifference, Proof
+from ckpt_tasks.cli.proving.proof import CAUSES, DOING, FirstDifference, Proof
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, ProgramError
 from ckpt_tasks.run.ledger.curve import CurveStep
 from ckpt_tasks.run.ledger.timeline import Moment, read_timeline
@@ -45,18 +45,23 @@ def may_differ(place: str) -> bool:
     return _MAY_DIFFER.match(place) is not None
 
 
-def verify_script(command: Sequence[str]) -> Proof:
+def verify_script(command: Sequence[str], say: Callable[[str], object] = lambda doing: None) -> Proof:
     """Run a command twice, once with two kills; return the comparison of the two runs.
 
-    Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Raises
-    ConfigError if the command makes no run in the given directory, or saves too seldom to be killed in between, and
-    ProgramError if it fails.
+    Metrics of every step, every value of the last checkpoint and torch's random streams are compared. `say` is told
+    which of them runs. Raises ConfigError if the command makes no run in the given directory, or saves too seldom to be
+    killed in between, and ProgramError if it fails.
     """
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         twin, other = (Script(command, Path(folder, name)) for name in ("twin", "killed"))
+        doing = iter(DOING)
+        say(next(doing))
         commits, gap_s = twin.trained()
-        last = len(commits) - 1
-        kills = [other.killed_after(commits[last * k // 3].step or 0, gap_s) for k in (1, 2)]
+        last, kills = len(commits) - 1, []
+        for k in (1, 2):
+            say(next(doing))
+            kills.append(other.killed_after(commits[last * k // 3].step or 0, gap_s))
+        say(next(doing))
         other.end()
         return compared_runs(twin.run(), other.run(), kills)
 

@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import httpx
+import prefect
 from prefect.context import refresh_global_settings_context
 from prefect.settings import Settings, get_current_settings
 
@@ -140,9 +141,20 @@ def start_embedded_server() -> None:
         ended = _started[-1].poll() is not None
         if ended or time.monotonic() > deadline_s or not isinstance(error, httpx.NetworkError | httpx.ProtocolError):
             status = f"it ended with status {_started[-1].returncode}" if ended else str(error)
-            hint = f"Its log is {settings.home / _LOG}."
+            hint = _hint(settings.home)
             raise SiteError(f"Prefect's embedded server does not start: {status}", hint=hint) from error
         time.sleep(_LOOK_S)
+
+
+def _hint(home: Path) -> str:
+    """Say what to do about a server that does not start."""
+    log = home / _LOG
+    if b"locate revision" not in log.read_bytes():
+        return f"Its log is {log}."
+    return (
+        f"A newer Prefect has used the database {home / 'prefect.db'}: take that Prefect here too, or another home, as "
+        f"in PREFECT_HOME={home}-{prefect.__version__}."
+    )
 
 
 def _first_error(url: str) -> httpx.HTTPError | None:

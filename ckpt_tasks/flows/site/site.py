@@ -41,6 +41,7 @@ from ckpt_tasks.flows.site.prefect_server import (
     start_server,
 )
 from ckpt_tasks.flows.site.site_parts import Site, SiteProcess, end_all, read_site, site_processes, write_site
+from ckpt_tasks.run.report.words import printable
 
 POOL = "ckpt-tasks"
 _HERE = Path(__file__).parent
@@ -188,11 +189,12 @@ def end_workers(home: Path, site: Site) -> str:
         return ""
     try:
         with client_of(site) as client:
-            again = sum(schedule_again(client, UUID(run.flow_run_id)) for run in runs)
+            asked = [UUID(run.flow_run_id) for run in runs]
+            again = [client.read_flow_run(one).name for one in asked if schedule_again(client, one)]
     except (SiteError, httpx.HTTPError, PrefectException) as error:
         return f"; flow runs ended: {len(runs)}; Prefect's server does not take that they continue: {error}"
-    number = str(again) if again == len(runs) else f"{again} of {len(runs)}"
-    return f"; flow runs that the next worker resumes: {number}"
+    number = "" if len(again) == len(runs) else f" ({len(again)} of {len(runs)})"
+    return f"; flow runs that the next worker resumes{number}: {', '.join(map(printable, again)) or 'none'}"
 
 
 def schedule_again(client: SyncPrefectClient, flow_run_id: UUID) -> bool:

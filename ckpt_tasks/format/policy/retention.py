@@ -153,8 +153,9 @@ def _saved_again(newest_first: Sequence[Candidate]) -> set[str]:
 def rank_best(
     newest_first: Sequence[Candidate], policy: RetentionPolicy, metrics: Mapping[str, Mapping[str, float]]
 ) -> list[Candidate]:
-    """Return the best `keep_best` checkpoints, best first; ties go to the newer.
+    """Return the best `keep_best` checkpoints, best first; of equal ones the oldest.
 
+    A metric may come again with later steps until it is measured anew: it was measured at the first.
     A checkpoint without a finite value, or with any metric that is not finite, is never among them.
     """
     if not policy.keep_best or policy.best_metric is None:
@@ -164,6 +165,6 @@ def rank_best(
     for place, candidate in enumerate(newest_first):
         value = {**candidate.metrics, **metrics.get(candidate.manifest_digest, {})}.get(policy.best_metric)
         if value is not None and all(map(math.isfinite, (value, *candidate.metrics.values()))):
-            scored.append((sign * value, place, candidate))
+            scored.append((sign * value, -place, candidate))
     scored.sort(key=lambda item: item[:2])
     return [candidate for _, _, candidate in scored[: policy.keep_best]]

@@ -45,7 +45,7 @@ _SAID = {
 # Headings for the parts in RETURNED.
 _RETURNED_SAID = {name: name.rpartition("_")[0] for name in RETURNED} | {
     "step_s": "first step",
-    "noticed_s": "detection",
+    "noticed_s": "since its last entry",
 }
 _HAPPENINGS_SHOWN = 40
 _CHECKPOINTS_SHOWN = 200

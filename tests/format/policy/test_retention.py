@@ -97,8 +97,8 @@ def test_what_no_rule_wants_goes(facts: list[Fact], policy: RetentionPolicy) -> 
 
 
 @given(facts_of_runs, policies)
-def test_nan_is_never_best_and_ties_go_to_the_newer(facts: list[Fact], policy: RetentionPolicy) -> None:
-    """P62: the best are the k best finite numbers; ties go to the newer."""
+def test_nan_is_never_best_and_ties_go_to_the_older(facts: list[Fact], policy: RetentionPolicy) -> None:
+    """P62: the best are the k best finite numbers; of equal ones the older: there it was measured."""
     ranked = rank_best(facts, policy, {})
     if policy.best_metric is None:
         assert ranked == []
@@ -106,12 +106,12 @@ def test_nan_is_never_best_and_ties_go_to_the_newer(facts: list[Fact], policy: R
     assert all(math.isfinite(fact.metrics["loss"]) for fact in ranked)
     sign = 1 if policy.best_mode == "min" else -1
     numbers = [
-        (sign * fact.metrics["loss"], place)
+        (sign * fact.metrics["loss"], -place)
         for place, fact in enumerate(facts)
         if "loss" in fact.metrics and math.isfinite(fact.metrics["loss"])
     ]
     assert [[fact.manifest_digest for fact in facts].index(fact.manifest_digest) for fact in ranked] == [
-        place for _, place in sorted(numbers)[: policy.keep_best]
+        -place for _, place in sorted(numbers)[: policy.keep_best]
     ]
 
 
