@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,19 @@ def test_a_reset_connection_is_no_end(does: str, says: str, tmp_path: Path) -> N
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300
     )
     assert says in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_the_database_of_a_newer_prefect_is_named(tmp_path: Path) -> None:
+    """A server that does not know its database's revision is an error that says so, and which home to take."""
+    with closing(sqlite3.connect(tmp_path / "prefect.db")) as newer:
+        newer.executescript("create table alembic_version (version_num); insert into alembic_version values ('f' || 1)")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment |= {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert f"A newer Prefect has used the database {tmp_path / 'prefect.db'}" in ran.stdout, ran.stdout + ran.stderr
+    assert f"PREFECT_HOME={tmp_path}-" in ran.stdout
 
 
 @pytest.mark.slow
