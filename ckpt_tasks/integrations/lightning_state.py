@@ -270,8 +270,10 @@ class LightningState(Started):
         if effect or in_a_step[0] != in_a_step[1]:
             effect = effect or "The epoch continues behind the samples trained."
             only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
-            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", in_a_step)
-            noting.change(name, before, now, effect)
+            if only_ranks:
+                noting.change("ranks", *ranks, effect)
+            else:
+                noting.change("samples in a step", *(one[0] if len(one) == 1 else one for one in in_a_step), effect)
 
     def at_first_batch(self) -> None:
         """Restore the counters that Lightning resets when training begins; call this at the first batch."""
