@@ -30,7 +30,7 @@ from ckpt_tasks.run.ledger.config import CheckpointConfig, config_of
 from ckpt_tasks.state.kinds.modules import Gradients
 from ckpt_tasks.state.tensors.random_streams import current_streams, set_streams
 
-_OF_THE_CLOCK = ("runtime", "per_second", "epoch")
+OF_THE_CLOCK = ("runtime", "per_second", "preparation_time", "epoch")
 __all__ = ["AdaLoraRanks", "AdapterConfigs", "CkptMixin", "CkptTrainer", "state_of", "without_base"]
 _OURS = "the run"  # Trainer gets this as its checkpoint; we override all methods that would read it.
 
@@ -39,10 +39,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     """Save the steps of a Trainer's `train` into a run, and resume there when `train` is called again.
 
     For a Trainer of your own: ``class MyTrainer(CkptMixin, Seq2SeqTrainer)``. `checkpoint` is a directory, a URL or a
-    CheckpointConfig; `state` names objects of your own that are saved too; `base` is the name of a frozen base, whose
-    tensors are then not stored (see `without_base`). `train(resume_from_checkpoint=…)` is used only until the run has a
-    checkpoint; from then on Trainer's own checkpoints are not read. SIGTERM and Ctrl-C end the training after the
-    current step, with a commit. What Trainer logs becomes the metrics of the step.
+    CheckpointConfig; leave it out for TrainerProgram. `state` names objects of your own that are saved too; `base` is
+    the name of a frozen base, whose tensors are then not stored (see `without_base`).
+    `train(resume_from_checkpoint=…)` is used only until the run has a checkpoint; from then on Trainer's own
+    checkpoints are not read. SIGTERM and Ctrl-C end the training after the current step, with a commit. What Trainer
+    logs becomes the metrics of the step.
 
     Raises ConfigError for FSDP, DeepSpeed and `ignore_data_skip`, and what Checkpointer's `restore` and `step` raise.
     """
@@ -50,7 +51,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def __init__(
         self,
         *args: Any,
-        checkpoint: str | os.PathLike[str] | CheckpointConfig,
+        checkpoint: str | os.PathLike[str] | CheckpointConfig | None = None,
         state: Mapping[str, Any] | None = None,
         base: str | None = None,
         **kwargs: Any,
@@ -58,7 +59,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         super().__init__(*args, **kwargs)
         _refuse(self)
         self._base_source = base
-        self.ckpt = Checkpointer(config_of(checkpoint))
+        self.ckpt: Any = None if checkpoint is None else Checkpointer(config_of(checkpoint))
         self._own_state = state
         self._ckpt_state: dict[str, Any] = {}
         self._progress = TrainerProgress(self)
@@ -71,8 +72,11 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue the run; if it has no checkpoint, do what Trainer does with `resume_from_checkpoint`.
 
-        Raises ConfigError for True if neither the run nor Trainer's output directory has a checkpoint.
+        Raises ConfigError if CkptTrainer was made without `checkpoint`, and for True if neither the run nor Trainer's
+        output directory has a checkpoint.
         """
+        if self.ckpt is None:
+            raise ConfigError("CkptTrainer has no run to save in", hint='Name its place: checkpoint="runs/first".')
         self._theirs = resume_from_checkpoint or None
         return super().train(None, *args, **kwargs)
 
@@ -112,7 +116,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             state["ref_model"] = self.accelerator.unwrap_model(self.ref_model)
         self._ckpt_state = with_extra(state, self._own_state)
         self.ckpt.restore(self._ckpt_state)
-        self._resumed = self.ckpt.last_restore is not None
+        self._resumed = self._progress.restored_step > 0  # A flow saves step 0, where training begins.
         if self._resumed:
             self._theirs = None
             self._streams = current_streams()
@@ -141,8 +145,8 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
             prepared = super()._prepare_for_training(max_steps, train_dataloader, self._theirs)
         finally:
             self.accelerator.__dict__.pop("prepare", None)
+        self._schedule.apply()
         if self._resumed:
-            self._schedule.apply()
             # Making a schedule sets the optimizer to the schedule's first learning rate: undo this.
             for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
                 group.update(options)
@@ -188,7 +192,7 @@ class CkptMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]  # 
         With fp16 a non-finite norm of gradients is omitted: the scaler skips such a step.
         """
         super().log(logs, *args, **kwargs)
-        self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(_OF_THE_CLOCK)}
+        self._progress.logged |= {name: value for name, value in logs.items() if not name.endswith(OF_THE_CLOCK)}
         if self.accelerator.scaler is not None and not math.isfinite(logs.get("grad_norm", 0.0)):
             # `optimizer_step_was_skipped` does not show this: a fused optimizer is called, and skips the step itself.
             del self._progress.logged["grad_norm"]

@@ -142,8 +142,14 @@ class TrainerProgress(Started):
             of_ranks = [{**one, "files": files[rank]} for rank, one in enumerate(of_ranks)]
         return {"of_ranks": of_ranks, "started": self._started, **self._adapters.state_dict()}
 
+    @property
+    def restored_step(self) -> int:
+        """The step that was restored and is not applied yet; 0 if training begins."""
+        return self._given["of_ranks"][0]["progress"]["global_step"] if self._given else 0
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._given = state
+        # Step 0 has nothing to apply: the order of the first epoch is not drawn there.
+        self._given = state if state["of_ranks"][0]["progress"]["global_step"] else None
 
     def apply(self) -> tuple[int, int]:
         """Restore Trainer's counters; return the epoch to begin with, and the number of its batches already trained.
@@ -171,8 +177,7 @@ class TrainerProgress(Started):
         if not given["stopped"] and state.global_step < state.max_steps and epoch < state.num_train_epochs:
             return epoch, steps * trainer.args.gradient_accumulation_steps
         if given["stopped"]:
-            run = trainer.ckpt.config.checkpoint_dir
-            _log.warning("The run in %s has stopped early at step %d", run, state.global_step)
+            _log.warning("The run has stopped early at step %d", state.global_step)
         return sys.maxsize, 0
 
     def _fitted(self, steps: int) -> int:

@@ -30,7 +30,7 @@ DIRECT = [*RUNTIME, *BUILD, *(requirement for extra in EXTRAS.values() for requi
 ADAPTERS = {
     "lightning": {"lightning", "torchmetrics"},
     "hub": {"huggingface-hub"},
-    "huggingface": {"accelerate", "transformers"},
+    "huggingface": {"accelerate", "greenlet", "transformers"},
     "jax": {"jax"},
     "keras": {"keras"},
     "otel": {"opentelemetry-exporter-otlp-proto-http"},

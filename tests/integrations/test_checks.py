@@ -21,6 +21,7 @@ FILES = [
     ("optimizers", "finetuning", ""),
     ("huggingface", "huggingface", ""),
     ("huggingface_second_starts", "huggingface", ""),
+    ("huggingface_program", "huggingface", ""),
     ("lightning", "lightning", ""),
     ("jax", "jax", ""),
     ("keras", "keras", "jax"),

@@ -61,6 +61,7 @@ class Leg:
     """
 
     def __init__(self, folder: Path, log: Path, options: Mapping[str, Any], moment: Moment | None, number: int):
+        self.about = [str(folder), str(log), {**options}, moment, number]  # makes it again in another process
         self.folder = folder
         self.options = options
         self.label = ""  # ends the names of what is recorded, where several record alike

@@ -5,8 +5,13 @@ Recorded are the samples of each rank, and a digest of model and optimizer after
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import warnings
 from collections import defaultdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from ckpt_tasks import CheckpointConfig, Checkpointer, ResumableLoader
 from ckpt_tasks.integrations.huggingface import CkptTrainer, state_of
+from ckpt_tasks.integrations.huggingface_program import TrainerProgram
 from tests.integrations.huggingface_job import scale
 from tests.integrations.ranks.launching import IN_A_STEP, SAMPLES, digest, launched, refusing
 from tests.support.legs import Leg
@@ -47,6 +53,8 @@ class Recording(TrainerCallback):
         self.held("begin state", state.global_step, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.leg.options.get("program") and ("train_loss" in logs or not state.global_step):
+            return  # A flow stops before Trainer sums up, and evaluates a checkpoint in a fresh program.
         for name in logs.keys() & {"loss", "grad_norm", "learning_rate", "eval_loss", "train_loss"}:
             self.leg.record(name, state.global_step, float(logs[name]))
 
@@ -85,8 +93,8 @@ class Sharded(CkptTrainer):
         return loss
 
 
-def train(leg: Leg, size: int) -> None:
-    """Train 3 epochs of a small Llama with random weights."""
+def trainer_of(leg: Leg, size: int, **more: Any) -> Sharded:
+    """Make the Trainer of a small Llama with random weights, for 3 epochs."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     options = leg.options
@@ -110,29 +118,37 @@ def train(leg: Leg, size: int) -> None:
         learning_rate=0 if options.get("frozen") else 0.01,
         per_device_train_batch_size=options.get("each") or IN_A_STEP // size // options.get("accumulates", 1),
         gradient_accumulation_steps=options.get("accumulates", 1),
-        **options.get("args", {}),
+        **(options.get("args", {}) if "RANK" in os.environ else {}),  # A process without ranks cannot shard.
     )
+    trainer = Sharded(
+        model=model,
+        args=args,
+        train_dataset=stream or data,
+        eval_dataset=data.select(range(12)),
+        callbacks=[Recording(leg)],
+        base=options.get("base"),
+        **more,
+    )
+    trainer.leg = leg
+    if options.get("sums"):
+        trainer.own_sums = defaultdict(float)
+    return trainer
+
+
+def train(leg: Leg, size: int) -> None:
+    """Train 3 epochs in a script."""
     with refusing(leg):
-        trainer = Sharded(
-            model=model,
-            args=args,
-            train_dataset=stream or data,
-            eval_dataset=data.select(range(12)),
-            callbacks=[Recording(leg)],
-            base=options.get("base"),
-            checkpoint=CheckpointConfig(
-                checkpoint_dir=leg.folder / "run",
-                step_interval=1,
-                memory_dir=leg.folder / "memory",
-                on_non_finite="stop",
-            ),
+        config = CheckpointConfig(
+            checkpoint_dir=leg.folder / "run",
+            step_interval=1,
+            memory_dir=leg.folder / "memory",
+            on_non_finite="stop",
         )
-        trainer.leg = leg
+        trainer = trainer_of(leg, size, checkpoint=config)
         leg.settle = trainer.ckpt.wait
-        if options.get("sums"):
-            trainer.own_sums = defaultdict(float)
         trainer.train()
-        leg.end(trainer.state.global_step, [])
+        if not leg.options.get("program"):
+            leg.end(trainer.state.global_step, [])
 
 
 def loop(leg: Leg, size: int) -> None:
@@ -168,6 +184,32 @@ def loop(leg: Leg, size: int) -> None:
                 leg.record("state", step, digest(model, optimizer.optimizer))
                 ckpt.step(step, state)
     leg.end(step, [])
+
+
+class Flow(Leg):
+    """A leg in a rank of a flow: its last rank is killed once in the step `lost`, and with the flow at the moment."""
+
+    is_killed = True
+
+    def within(self, step: int) -> None:
+        lost = self.folder / "lost"
+        if self.is_killed and step == self.options.get("lost") and not lost.exists():
+            lost.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().within(step)
+
+
+def training() -> TrainerProgram:
+    """Make the Trainer of a leg of `huggingface_program_job`, as a program."""
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    folder, log, *about, flow = json.loads(os.environ["LEG"])
+    leg = Flow(Path(folder), Path(log), *about)
+    leg.label = f" of rank {rank}" if rank else ""
+    leg.settle = partial(os.kill, flow, signal.SIGKILL)
+    leg.is_killed = rank == size - 1
+    if not leg.is_killed:
+        leg.spare()
+    return TrainerProgram(trainer_of(leg, size))
 
 
 def ranks(leg: Leg) -> None:
