@@ -114,7 +114,8 @@ class TrainerProgress(Started):
         self._epoch, self._first_step = epoch, self._trainer.state.global_step - skipped
         live = self._drawn_from()
         set_streams({name: (live[name][0], state) for name, state in self._to_begin.items() if name in live})
-        self._to_begin, self._begun = {}, self._states()
+        # accelerate's sampler makes its generator when it draws: keep its restored state until then.
+        self._to_begin, self._begun = {}, {**self._to_begin, **self._states()}
 
     def state_dict(self) -> dict[str, Any]:
         if self._given is not None:  # Until the first step, return the restored state.

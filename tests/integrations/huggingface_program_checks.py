@@ -19,6 +19,7 @@ from ckpt_tasks.flows.session.local_session import LocalSession
 from ckpt_tasks.integrations.huggingface import CkptTrainer
 from ckpt_tasks.integrations.huggingface_program import TrainerProgram
 from tests.integrations.huggingface_second_starts_checks import Net, rows
+from tests.support.cli_runs import ckpt
 from tests.support.forks import config, fork
 
 PROGRAM = f"{__name__}:training"
@@ -57,6 +58,15 @@ def test_a_trainer_that_has_ended_says_at_which_step(run_dir: Path) -> None:
             trained(run_dir, 10)
         trained(run_dir, 9)
     assert len(trained(run_dir, 12, max_steps=12)) == 12
+
+
+def test_a_run_in_pieces_has_every_bit_of_a_whole_one(run_dir: Path, tmp_path: Path) -> None:
+    """P73: `ckpt diff` finds nothing, also where a piece begins within a later epoch, whose sampler is new."""
+    for until in (3, 8, 9):
+        trained(run_dir, until)
+    trained(tmp_path / "whole", 9)
+    found = ckpt("diff", f"{run_dir}@latest", f"{tmp_path / 'whole'}@latest")
+    assert found.status == 0, found.out
 
 
 @pytest.mark.parametrize(
