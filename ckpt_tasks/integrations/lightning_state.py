@@ -23,6 +23,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_mi
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks
+from ckpt_tasks.integrations.lightning_setup import place_loaders, set_up_again, set_up_as_in
 from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.kinds.differences import Differences
@@ -37,58 +38,6 @@ _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 def logged_values(trainer: Trainer) -> dict[str, Any]:
     """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
-
-
-def set_up_again(trainer: Trainer) -> None:
-    """Let a restored trainer set up its data again, if some code had set it up before the restore.
-
-    `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
-    a restored position only when it sets the data up.
-    """
-    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
-        fetcher.teardown()
-        trainer.fit_loop._combined_loader = None
-
-
-def load_loaders(trainer: Trainer) -> None:
-    """Let the next setup of the data restore the positions of ResumableLoaders, of a run that has ended too.
-
-    Lightning takes a run whose last epoch is complete for one that begins, and so its loaders would begin again.
-    """
-    loop: Any = trainer.fit_loop
-    if loop.restarting:
-        return
-
-    def load() -> None:
-        del loop._load_combined_loader_states
-        stateful = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
-        for loader, state in zip(stateful, loop._combined_loader_states_to_load, strict=False):
-            if isinstance(loader, ResumableLoader):
-                loader.load_state_dict(state)
-            elif not loop.done:
-                _log.warning(
-                    "The run had ended, and trains on: %s may repeat the order of the first epochs. A ResumableLoader "
-                    "goes on with the next epoch's",
-                    type(loader).__name__,
-                )
-
-    loop._load_combined_loader_states = load
-
-
-def set_up_as_in(trainer: Trainer) -> None:
-    """Let a restored trainer ask for its loaders as in the epoch in which the run has asked for them last.
-
-    With `reload_dataloaders_every_n_epochs`, Lightning asks every n epochs, and would count them from the restored one.
-    """
-    every = getattr(trainer, "reload_dataloaders_every_n_epochs")  # noqa: B009 (Lightning does not declare it)
-    progress = trainer.fit_loop.epoch_progress.current
-    epoch = progress.completed
-    if every and epoch % every:
-        progress.completed -= epoch % every
-        try:
-            trainer.fit_loop.setup_data()
-        finally:
-            progress.completed = epoch
 
 
 class LightningState(Started):
@@ -200,7 +149,7 @@ class LightningState(Started):
         connector.restore_precision_plugin_state()
         connector.restore_loops()
         set_up_again(trainer)
-        load_loaders(trainer)
+        place_loaders(trainer)
         set_up_as_in(trainer)
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
