@@ -23,7 +23,6 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_mi
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks
-from ckpt_tasks.integrations.lightning_setup import place_loaders, set_up_again, set_up_as_in
 from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.kinds.differences import Differences
@@ -38,6 +37,51 @@ _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 def logged_values(trainer: Trainer) -> dict[str, Any]:
     """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
+
+
+def set_up_again(trainer: Trainer) -> None:
+    """Let a restored trainer set up its data again, if some code had set it up before the restore.
+
+    `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
+    a restored position only when it sets the data up.
+    """
+    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
+        fetcher.teardown()
+        trainer.fit_loop._combined_loader = None
+
+
+def place_loaders(trainer: Trainer) -> None:
+    """Let the next setup of the data restore the positions of ResumableLoaders, of a run that has ended too.
+
+    Lightning takes a run whose last epoch is complete for one that begins, and so its loaders would begin again.
+    """
+    loop: Any = trainer.fit_loop
+
+    def place() -> None:
+        del loop._load_combined_loader_states
+        stateful = [one for one in loop._combined_loader.flattened if hasattr(one, "load_state_dict")]
+        for loader, state in zip(stateful, loop._combined_loader_states_to_load, strict=False):
+            if isinstance(loader, ResumableLoader):
+                loader.load_state_dict(state)
+            elif not loop.done:
+                kind = type(loader).__name__
+                _log.warning("The run had ended: %s may repeat its first epochs, a ResumableLoader would not", kind)
+
+    if not loop.restarting:
+        loop._load_combined_loader_states = place
+
+
+def set_up_as_in(trainer: Trainer) -> None:
+    """Let Lightning ask for its loaders every n epochs of the run, and not from the restored epoch on."""
+    every = getattr(trainer, "reload_dataloaders_every_n_epochs")  # noqa: B009 (Lightning does not declare it)
+    progress = trainer.fit_loop.epoch_progress.current
+    epoch = progress.completed
+    if every and epoch % every:
+        progress.completed -= epoch % every
+        try:
+            trainer.fit_loop.setup_data()
+        finally:
+            progress.completed = epoch
 
 
 class LightningState(Started):
@@ -186,10 +230,8 @@ class LightningState(Started):
         if "batch_sizes" in (was := self._given.get("started", {})):
             self._fit_batches(was, own, noting)
         if noting.replaced:
-            lines = "\n  ".join(noting.replaced)
-            _log.warning(
-                "The data differ from the run's at step %d (was → is):\n  %s", self._trainer.global_step, lines
-            )
+            step, lines = self._trainer.global_step, "\n  ".join(noting.replaced)
+            _log.warning("The data differ from the run's at step %d (was → is):\n  %s", step, lines)
 
     def _fit_batches(self, was: dict[str, Any], own: dict[str, Any], noting: Differences) -> None:
         """Convert the completed batches to the current batch size; record the effects of another size."""
@@ -219,10 +261,9 @@ class LightningState(Started):
         if effect or in_a_step[0] != in_a_step[1]:
             effect = effect or "The epoch continues behind the samples trained."
             only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
-            if only_ranks:
-                noting.change("ranks", *ranks, effect)
-            else:
-                noting.change("samples in a step", *(one[0] if len(one) == 1 else one for one in in_a_step), effect)
+            samples = [one[0] if len(one) == 1 else one for one in in_a_step]
+            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", samples)
+            noting.change(name, before, now, effect)
 
     def at_first_batch(self) -> None:
         """Restore the counters that Lightning resets when training begins; call this at the first batch."""
