@@ -261,8 +261,7 @@ class LightningState(Started):
         if effect or in_a_step[0] != in_a_step[1]:
             effect = effect or "The epoch continues behind the samples trained."
             only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
-            samples = [one[0] if len(one) == 1 else one for one in in_a_step]
-            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", samples)
+            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", in_a_step)
             noting.change(name, before, now, effect)
 
     def at_first_batch(self) -> None:
