@@ -56,7 +56,7 @@ class CheckpointConfig:
     keep_every_n_steps: int | None = None
     """Also keep the checkpoints whose step is a multiple of this."""
     keep_best: int = 0
-    """Also keep this many of the best checkpoints by `best_metric`."""
+    """Also keep this many of the best checkpoints by `best_metric`; of equal ones the oldest."""
     best_metric: str | None = None
     """A metric of saves or evaluations. It says what `best` means everywhere."""
     best_mode: BestMode = "min"
