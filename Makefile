@@ -41,9 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "ckpt-tasks needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "1/4 .venv, of $$($(PYTHON) --version)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	@echo "2/4 torch, the build for the CPU where the index has one: some 800 MB, a minute or two without a word"
+	@echo "2/4 torch: some 800 MB, a minute or two without a word"
 	@$(PIP) torch
-	@echo "3/4 ckpt-tasks, and what it needs: some 500 MB, as long"
+	@echo "3/4 ckpt-tasks, and what it needs: some 500 MB, another minute or two"
 	@$(PIP) --editable .
 	@echo "4/4 what tests and checks need: some 400 MB"
 	@$(PIP) --editable '.[dev]'
@@ -93,7 +93,7 @@ train: install ## train the byte-level model; the same command again continues (
 check: install ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@echo "types: some 2 minutes at the first time, without a word"
+	@echo "types: some 2 minutes the first time, without a word"
 	$(BIN)/mypy $(if $(wildcard $(FRAMEWORKS_STAMP)),,--exclude $(FOREIGN))
 
 format: install ## rewrite the sources as `check` wants them

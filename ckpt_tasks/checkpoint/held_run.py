@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
-    " restored ones, set them after the restore (in Lightning in on_train_start), in"
-    " optimizer.param_groups or the schedule's attributes; what ckpt train trains is forked: ckpt fork DIR NEW --param"
-    " NAME=VALUE"
+    " restored ones, set them after the restore (in Lightning in on_train_start), in optimizer.param_groups or the"
+    " schedule's attributes. To change what ckpt train trains, fork the run: ckpt fork DIR NEW --param NAME=VALUE"
 )
 
 

@@ -125,7 +125,7 @@ def test_a_fork_has_another_learning_rate(step: int, run_dir: Path, tmp_path: Pa
 
 
 def test_a_program_that_is_dropped_leaves_nothing(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A retry builds the program anew: the old model is gone at once, and the Trainer that stood still says nothing."""
+    """A retry builds the program anew: Python frees the old model at once, and the paused Trainer prints nothing."""
     with Checkpointer(config(run_dir)) as ckpt:
         session = LocalSession(ckpt, PROGRAM, {})
         session.restore()

@@ -1,6 +1,6 @@
 """Processes of Python, forked from one that has imported torch, which takes seconds: the nursery.
 
-The workers of a test run share one, which the first request starts (`share`); any other process has its own.
+A process and those that it starts share one, which begins at the first request: so do the workers of a test run.
 
 `Python` and `Forked` are programs. They end as every interpreter does: threads are joined, exit functions run, errors
 that nobody caught are printed. A `Process` calls a function, and leaves that out, as multiprocessing does.
@@ -229,33 +229,25 @@ def _fork(
 @cache
 def _nursery(_: int) -> socket.socket:
     """Return the line to the nursery of this process, whose programs end with it."""
-    if address := os.environ.get(_SHARED):
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.connect(f"\0{address}")
-        return line
-    listening, line = _listen(""), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.connect(listening.getsockname())
-    _start(listening)
+    if _SHARED not in os.environ:
+        share()
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(f"\0{os.environ[_SHARED]}")
     return line
 
 
 def share() -> None:
-    """Let the processes that this one starts share a nursery, which the first of them that needs it starts."""
+    """Let this process and those that it starts share a nursery, which begins at the first request."""
     os.environ[_SHARED] = address = f"ckpt-tasks-nursery-{os.getpid()}"
-    listening = _listen(f"\0{address}")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"\0{address}")
+    listening.listen(64)
 
     def wait() -> None:
         if select.select([listening], [], [])[0]:
             _start(listening)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _listen(address: str) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind(address)  # none: the kernel chooses one
-    listening.listen(64)
-    return listening
 
 
 def _start(listening: socket.socket) -> None:

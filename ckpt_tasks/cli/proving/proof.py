@@ -82,8 +82,8 @@ def prove_resume(
     Every value of the state, every metric and the random streams are compared after every step; at the end also the
     evaluation "quick", if the program has it, and what the program holds outside its state. Each process has its own
     hash seed, unless PYTHONHASHSEED is set. With `ranks`, each is compared with the same rank of the other training,
-    and all are killed at once. `say` is told which training goes on. Raises ConfigError for fewer than 6 steps or 1
-    rank, and ProgramError if the program cannot be built or fails.
+    and all are killed at once. Calls `say` with each of DOING as it begins. Raises ConfigError for fewer than 6
+    steps or 1 rank, and ProgramError if the program cannot be built or fails.
     """
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(f"ranks must be a whole number from 1 on, not {ranks!r}", key="ranks")

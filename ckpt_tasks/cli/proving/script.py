@@ -48,20 +48,20 @@ def may_differ(place: str) -> bool:
 def verify_script(command: Sequence[str], say: Callable[[str], object] = lambda doing: None) -> Proof:
     """Run a command twice, once with two kills; return the comparison of the two runs.
 
-    Metrics of every step, every value of the last checkpoint and torch's random streams are compared. `say` is told
-    which of them runs. Raises ConfigError if the command makes no run in the given directory, or saves too seldom to be
-    killed in between, and ProgramError if it fails.
+    Metrics of every step, every value of the last checkpoint and torch's random streams are compared. Calls
+    `say` with each of DOING as it begins. Raises ConfigError if the command makes no run in the given directory, or
+    saves too seldom to be killed in between, and ProgramError if it fails.
     """
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         twin, other = (Script(command, Path(folder, name)) for name in ("twin", "killed"))
-        doing = iter(DOING)
-        say(next(doing))
+        whole, *killed, rest = DOING
+        say(whole)
         commits, gap_s = twin.trained()
         last, kills = len(commits) - 1, []
-        for k in (1, 2):
-            say(next(doing))
+        for k, doing in enumerate(killed, 1):
+            say(doing)
             kills.append(other.killed_after(commits[last * k // 3].step or 0, gap_s))
-        say(next(doing))
+        say(rest)
         other.end()
         return compared_runs(twin.run(), other.run(), kills)
 

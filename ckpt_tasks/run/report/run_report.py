@@ -66,7 +66,7 @@ class Report:
     checkpoints: Sequence[Mapping[str, str]]
     curve: Curve = field(default_factory=Curve)
     life: str = ""
-    """Whether it is running, ended, stopped or silent, and why; empty where nobody has looked."""
+    """The run's state and the reason, as `life_of` returns them; empty if the caller has not asked."""
 
     @property
     def summary(self) -> str:

@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt_tasks.state.splitmix import finalised
+
 ORDER_VERSION = 1  # Raise it with any change to Permutation, so that a resume notices the change.
 _ROUNDS = 12
 
@@ -37,11 +39,5 @@ class Permutation:
     def _map(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values >> self._half_bits, values & self._low_bits
         for key in self._round_keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._low_bits)
+            left, right = right, left ^ (finalised(right ^ key) & self._low_bits)
         return (left << self._half_bits) | right
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -7,23 +7,12 @@ takes a few calls of NumPy: a dict takes one call, and a hundred bytes, for each
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from ckpt_tasks.state.splitmix import mixed
 from ckpt_tasks.state.tables.table_rows import Ids
 
 _EMPTY, _DELETED = -1, -2
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def mixed(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Hash 64-bit numbers by the finaliser of SplitMix64, with equal results on every machine and in every version."""
-    bits = numbers.astype(np.int64).view(np.uint64) + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
-    bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
-    return bits ^ (bits >> np.uint64(31))
 
 
 class RowIndex:

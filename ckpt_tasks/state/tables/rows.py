@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt_tasks.state.tables.row_index import RowIndex, mixed
+from ckpt_tasks.state.splitmix import mixed
+from ckpt_tasks.state.tables.row_index import RowIndex
 from ckpt_tasks.state.tables.table_rows import Floats, Ids, TableRows
 
 _FEWEST = 1024  # The arrays first have room for this many rows, and double when full.

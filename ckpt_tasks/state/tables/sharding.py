@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ckpt_tasks.state.tables.row_index import mixed
+from ckpt_tasks.state.splitmix import mixed
 from ckpt_tasks.state.tables.table_rows import Floats, Ids
 
 
@@ -33,7 +33,7 @@ class Shards:
     def ask(self, ids: Ids) -> Asked:
         """Send each id to the rank that holds it; every rank must call this method."""
         if self.size == 1:
-            return Asked(ids, ids, ids, ids)
+            return Asked(ids, slice(None), None, None)
         owner = owners(ids, self.size)
         order = np.argsort(owner, kind="stable")
         sent = np.bincount(owner, minlength=self.size)
@@ -42,18 +42,18 @@ class Shards:
 
     def send(self, values: npt.NDArray[np.float64], asked: Asked) -> npt.NDArray[np.float64]:
         """Send values of the requested ids to the ranks that hold them; return the values for `asked.ids`, in order."""
-        return values if self.size == 1 else self._exchange(values[asked.order], asked.sent, asked.got)
+        return self._exchange(values[asked.order], asked.sent, asked.got)
 
     def answer(self, rows: Floats, asked: Asked) -> Floats:
         """Send the rows of `asked.ids` back; return the rows that this rank requested, in the order of its request."""
-        if self.size == 1:
-            return rows
         came = self._exchange(rows, asked.got, asked.sent)
         answered = np.empty_like(came)
         answered[asked.order] = came
         return answered
 
     def _exchange(self, values: npt.NDArray[Any], sent: Ids | None, got: Ids | None) -> npt.NDArray[Any]:
+        if self.size == 1:
+            return values
         shape = values.shape if got is None else (int(got.sum()), *values.shape[1:])
         into = torch.empty(shape, dtype=torch.from_numpy(values[:0]).dtype)
         got_sizes, sent_sizes = (None if counts is None else counts.tolist() for counts in (got, sent))
@@ -65,10 +65,10 @@ class Shards:
 class Asked(NamedTuple):
     """The ids that ranks request from this rank, rank after rank, and order and counts of its own requests.
 
-    One process sends nothing: it asks itself, in the order of its request.
+    One process asks itself: all ids as they are, without counts.
     """
 
     ids: Ids
-    order: Ids
-    sent: Ids
-    got: Ids
+    order: Ids | slice
+    sent: Ids | None
+    got: Ids | None

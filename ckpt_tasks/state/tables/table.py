@@ -124,15 +124,12 @@ class LookupTable(nn.Module):
         """Apply the gradients since the last call to the rows; with many ranks, all ranks must call it."""
         batches, self._waiting[:] = sorted(self._waiting, key=lambda batch: batch.number), []
         self.updates += 1
-        none = np.empty(0, np.int64), np.empty((0, self.dim))
-        if len(batches) == 1:
-            ((_, ids, sums),) = batches
-        else:
-            ids, sums = _summed(*map(np.concatenate, zip(none, *(batch[1:] for batch in batches), strict=True)))
+        ids, sums = _summed(
+            np.concatenate([np.empty(0, np.int64), *(batch.ids for batch in batches)]),
+            np.concatenate([np.empty((0, self.dim)), *(batch.sums for batch in batches)]),
+        )
         asked = self.shards.ask(ids)
-        ids, sums = asked.ids, self.shards.send(sums, asked)
-        if self.shards.size > 1:
-            ids, sums = _summed(ids, sums)
+        ids, sums = _summed(asked.ids, self.shards.send(sums, asked))
         places = self.store.find(ids)
         known = places >= 0  # The program may have deleted an id after the forward pass.
         places, gradient = places[known], (sums[known] / self.shards.size).astype(np.float32)
@@ -230,6 +227,8 @@ class _Taken(torch.autograd.Function):
 
 def _summed(ids: Ids, values: npt.NDArray[np.float64]) -> tuple[Ids, npt.NDArray[np.float64]]:
     """Return the distinct ids, and the sum of the values of each id."""
+    if (ids[1:] > ids[:-1]).all():
+        return ids, values  # They are distinct and sorted, as those of one pass of one process.
     once, places = np.unique(ids, return_inverse=True)
     return once, _sums(places.reshape(-1), values)
 
