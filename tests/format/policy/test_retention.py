@@ -118,6 +118,7 @@ def test_nan_is_never_best_and_ties_go_to_the_older(facts: list[Fact], policy: R
 def test_the_best_does_not_push_the_newest_out() -> None:
     """P61, P62: an older and better one stays beside the newest; an evaluation stands above the metric of the save."""
     policy = RetentionPolicy(max_num_checkpoints=1, keep_best=1, best_metric="loss")
+    assert [fact.step for fact in rank_best(line(30, 20, 10, s30=1.0, s20=1.0, s10=2.0), policy, {})] == [20]
     facts = line(30, 20, 10, s30=3.0, s20=1.0, s10=2.0)
     verdicts = plan(facts, policy)
     assert [verdict.reasons for verdict in verdicts if verdict.keep] == [
