@@ -22,18 +22,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import certifi
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.servers.s3 import BUCKETS
-from tests.support import interpreters
+from tests.support import interpreters, workers
 
 # Servers, each started by the first test that asks for it.
 pytest_plugins = ["tests.servers.fixtures", "tests.servers.prefect"]
 
 # A home of its own: a test never sees, writes or upgrades the developer's Prefect profile and database.
 _PREFECT_HOME = tempfile.TemporaryDirectory(prefix="ckpt-tasks-prefect-")
+
+# One authority that nothing here asks for: to read all of certifi's takes 30 ms for each client of Prefect or S3.
+_AUTHORITY = Path(_PREFECT_HOME.name, "authority.pem")
+_END = "-----END CERTIFICATE-----\n"
+_AUTHORITY.write_text(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END, encoding="utf-8")
 
 for _name in [name for name in os.environ if name.startswith(("PREFECT_", "CKPT_", "AWS_", "FSSPEC_"))]:
     del os.environ[_name]
@@ -52,6 +58,7 @@ os.environ |= {
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_EC2_METADATA_DISABLED": "true",
+    **dict.fromkeys(("PREFECT_API_SSL_CERT_FILE", "SSL_CERT_FILE", "AWS_CA_BUNDLE"), str(_AUTHORITY)),
     "FSSPEC_CONFIG_DIR": os.devnull,
     # Read when gcsfs is imported, by whichever test is first; else it asks for layouts, of which the emulator knows
     # nothing, for 110 s each time.
@@ -141,6 +148,7 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         interpreters.share()
+        config.option.tx = [workers.COMMAND if spec == "popen" else spec for spec in config.option.tx]
     if config.getoption("--keep-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Durations(), "ckpt-tasks-durations")
 

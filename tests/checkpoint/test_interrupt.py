@@ -55,7 +55,7 @@ def trained(
     `until`: kill it after it has printed this and two more steps.
     """
     said: list[str] = []
-    with Python("-c", LOOP, own, thread, run) as process:
+    with Python("-c", LOOP, own, thread, run, whole_end=True) as process:
         for line in process.stdout:
             said.append(line)
             if line == "step 3\n":

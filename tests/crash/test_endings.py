@@ -71,7 +71,7 @@ def ended(case: Case, way: str, style: str) -> tuple[int, int, str]:
     """Run a process to its end; return its status, the last step that it has reported, and what it said on stderr."""
     case_json = json.dumps(vars(case.location)), json.dumps(case.config)
     said: list[str] = []
-    with Python("-m", "tests.crash.ender", *case_json, way, style) as process:
+    with Python("-m", "tests.crash.ender", *case_json, way, style, whole_end=True) as process:
         if way in SIGNALS:
             for line in process.stdout:
                 said.append(line)

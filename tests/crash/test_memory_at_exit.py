@@ -54,7 +54,7 @@ def test_no_thread_makes_memory_at_the_end_of_the_interpreter(run_dir: Path, int
     """Also if Ctrl-C ends Python's own wait for it: the exit waits for the piece under way, and for no other one."""
     with Checkpointer(CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)) as ckpt:
         ckpt.save(1, {"weights": [torch.zeros(1 << 20) for _ in range(16)]})
-    done = python("-c", _ENDS, run_dir, "Ctrl-C" if interrupted else "")
+    done = python("-c", _ENDS, run_dir, "Ctrl-C" if interrupted else "", whole_end=True)
     assert ("KeyboardInterrupt" in done.stderr) == interrupted
     touched, _, threads = done.stdout.strip().partition(" ")
     assert (done.returncode, threads) == (0, "[]"), done.stderr

@@ -207,9 +207,15 @@ class Site:
 
     def states(self, flow_run: UUID) -> list[str]:
         """List the names of all states that a flow run has had."""
+        return [state["name"] for state in self.history(flow_run)]
+
+    def history(self, flow_run: UUID) -> list[dict[str, Any]]:
+        """List all states that a flow run has had."""
         with self.client() as client:
-            response = client.request("GET", "/flow_run_states/", params={"flow_run_id": str(flow_run)})
-            return [one["name"] for one in response.json()]
+            states: list[dict[str, Any]] = client.request(
+                "GET", "/flow_run_states/", params={"flow_run_id": str(flow_run)}
+            ).json()
+        return states
 
     def logs(self, flow_run: UUID) -> str:
         """Return all that a flow run has logged."""

@@ -28,7 +28,7 @@ AT_THE_END = """
 def test_blocking_calls_run_after_python_has_shut_its_executors_down() -> None:
     """P72: host names can be looked up in an atexit function, where asyncio's own executor refuses."""
     code = textwrap.dedent(AT_THE_END).format(start="io_loop()")
-    done = python("-c", code)
+    done = python("-c", code, whole_end=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(True, 4)\n", "")
 
 

@@ -2,8 +2,10 @@
 
 A process and those that it starts share one, which begins at the first request: so do the workers of a test run.
 
-`Python` and `Forked` are programs. They end as every interpreter does: threads are joined, exit functions run, errors
-that nobody caught are printed. A `Process` calls a function, and leaves that out, as multiprocessing does.
+`Python` and `Forked` are programs. They end as every interpreter does: errors that nobody caught are printed, threads
+are joined, exit functions run, what the main module holds is freed. An interpreter then takes its modules apart, which
+costs 0.6 s of processor time in a fork: tests of the very end ask for it (`whole_end`). A `Process` calls a function,
+and leaves all of that out, as multiprocessing does.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import connection, context, popen_spawn_posix, reduction
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import TracebackType
 from typing import IO, Any, Self
+
+from tests.support.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child. pandas comes
@@ -59,13 +63,14 @@ class Python:
         environment: Mapping[str, str] | None = None,
         said: IO[Any] | None = None,
         pass_fds: Sequence[int] = (),
+        whole_end: bool = False,
     ):
         out, into = os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the block)
         self.returncode: int | None = None
         given = (into, self._stderr.fileno()) if said is None else (said.fileno(), said.fileno())
-        self.pid, self.ended = _fork(arguments, given, environment, pass_fds)
+        self.pid, self.ended = fork(arguments, given, environment, pass_fds, whole_end)
         os.close(into)
 
     def __enter__(self) -> Self:
@@ -121,7 +126,7 @@ class Process:
                 context.set_spawning_popen(None)
             call.seek(0)
             code, number = f"from {__name__} import called; called()", call.fileno()
-            self.pid, self._ended = _fork(["-c", code, number], (1, 2), None, [number, *self._passed])
+            self.pid, self._ended = fork(["-c", code, number], (1, 2), None, [number, *self._passed], False)
 
     def duplicate_for_child(self, descriptor: int) -> int:
         """Let the child have a descriptor, under the same number."""
@@ -161,9 +166,9 @@ def called() -> None:
     os._exit(status)
 
 
-def python(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
-    with Python(*arguments, environment=environment) as program:
+    with Python(*arguments, **options) as program:
         return program.ends()
 
 
@@ -211,15 +216,16 @@ class Forked(subprocess.Popen[Any]):
             return "", self._said.read()
 
 
-def _fork(
+def fork(
     arguments: Sequence[object],
     outputs: tuple[int, int],
     environment: Mapping[str, str] | None,
     pass_fds: Sequence[int],
+    whole_end: bool,
 ) -> tuple[int, int]:
     """Have the nursery fork a program; return its id, and a descriptor that has its status when it has ended."""
     ended, ends = os.pipe()
-    asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds]]
+    asked = [[str(word) for word in arguments], os.getcwd(), dict(environment or os.environ), [*pass_fds], whole_end]
     line = _nursery(os.getpid())
     socket.send_fds(line, [json.dumps(asked).encode()], [*outputs, ends, *pass_fds])
     os.close(ends)
@@ -266,8 +272,8 @@ def _start(listening: socket.socket) -> None:
 # ── in the nursery ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def serve(owner: socket.socket, listening: socket.socket) -> list[str] | None:
-    """Fork a program for each request and report how it ended; return its arguments in the program, None at the end.
+def serve(owner: socket.socket, listening: socket.socket) -> tuple[list[str], bool] | None:
+    """Fork a program for each request and report how it ended; return in the program what is asked, None at the end.
 
     A line is a process that asks; when it ends, so do its programs.
     """
@@ -301,10 +307,11 @@ def serve(owner: socket.socket, listening: socket.socket) -> list[str] | None:
                 continue
             into, errors, ends, *passed = fds
             if (pid := os.fork()) == 0:
-                arguments, directory, environment, numbers = json.loads(data)
+                arguments, directory, environment, numbers, whole_end = json.loads(data)
                 ours = [one.detach() for one in (owner, listening, *lines.values())]
                 _take(fds, numbers, [*ours, *living, *(ends for _, ends, _ in living.values())])
-                return _begun(arguments, directory, environment)
+                _begun(directory, environment)
+                return arguments, whole_end
             lines[fd].send(str(pid).encode())
             for held in (into, errors, *passed):
                 os.close(held)
@@ -326,27 +333,12 @@ def _take(given: list[int], numbers: list[int], held: list[int]) -> None:
         os.close(fd)
 
 
-def _begun(arguments: list[str], directory: str, environment: dict[str, str]) -> list[str]:
+def _begun(directory: str, environment: dict[str, str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    return arguments
-
-
-def code_of(arguments: list[str]) -> tuple[CodeType, dict[str, Any]]:
-    """Return what Python runs for these arguments, and the names of its main module; sets sys.argv."""
-    kind, what, *rest = arguments
-    sys.modules["__main__"] = main = ModuleType("__main__")
-    sys.argv[:] = [kind, *rest]
-    if kind == "-c":
-        return compile(what, "<string>", "exec"), vars(main)
-    spec = importlib.util.find_spec(what)
-    assert spec is not None
-    assert spec.origin is not None
-    main.__spec__, main.__file__, sys.argv[0] = spec, spec.origin, spec.origin
-    return compile(Path(spec.origin).read_text(encoding="utf-8"), spec.origin, "exec"), vars(main)
 
 
 if __name__ == "__main__":
@@ -357,7 +349,4 @@ if __name__ == "__main__":
     gc.freeze()
     _asked = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     if _asked is not None:
-        if "triton" in sys.modules:  # A CUDA build of torch: Triton 3.9 prints what Python does not free at the end.
-            atexit.register(gc.unfreeze)
-        _code, _names = code_of(_asked)
-        exec(_code, _names)
+        run(*_asked)

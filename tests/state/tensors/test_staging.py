@@ -168,6 +168,8 @@ def test_a_damaged_checkpoint_changes_nothing_on_a_device(
     with opened(run_dir, memory) as ckpt:
         ckpt.save(1, trained(torch.Tensor, 1))
         for file in tmp_path.rglob("*.safetensors*"):
+            if not file.stat().st_size:
+                continue  # of memory that is made for the next save
             with file.open("r+b") as data:
                 data.seek(file.stat().st_size // 2)
                 (byte,) = data.read(1)
