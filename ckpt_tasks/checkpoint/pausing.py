@@ -54,6 +54,16 @@ def hold_within(ckpt: Checkpointer, loop: CodeType) -> None:
     ckpt._interrupt.within = loop
 
 
+def say_nothing(ckpt: Checkpointer) -> None:
+    """Do not tell of starts and commits: this Checkpointer is no training's own."""
+    ckpt._start.mute()
+
+
+def note_step(ckpt: Checkpointer, step: int) -> None:
+    """Note that a step is complete whose report comes later: if the process dies before, it is trained again."""
+    ckpt._cache.note_step(step)
+
+
 def is_told_to_end(ckpt: Checkpointer) -> bool:
     """Return True if SIGTERM or Ctrl-C is held back."""
     return ckpt._interrupt.pending is not None

@@ -13,8 +13,8 @@ from ckpt_tasks.run.report.words import age, printable, when
 
 _log = logging.getLogger("ckpt_tasks")
 _NOTHING_LEFT = (
-    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps. Another "
-    "training (another fold or seed) needs a directory of its own"
+    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps, "
+    "unless a callback stopped it early. Another training (another fold or seed) needs a directory of its own"
 )
 _trained: set[str] = set()  # The runs that this process has trained.
 _idle: dict[str, int] = {}  # The runs that were ended at their start, with their steps; not told so far.
@@ -55,6 +55,10 @@ class Start:
         self.is_told = False
         self._is_new = True
         self._warning = ""
+
+    def mute(self) -> None:
+        """Tell nothing."""
+        self.is_told, self._is_new, self._ends = True, False, False
 
     def begun(self, reached: int | None) -> None:
         """Tell that the run has no checkpoint; an earlier process had completed `reached` steps (None: unknown)."""

@@ -316,7 +316,7 @@ def down(*, as_json: JsonOption = False) -> None:
         with importing_prefect():
             from ckpt_tasks.flows.site.site import take_down
 
-        parts = take_down()
+        parts = take_down(out.print)
         shown: Any = listing(_PARTS, parts) if parts else "Nothing of ckpt up is there to end."
         out.answer({"parts": [asdict(part) for part in parts]}, [shown])
         ours = [name for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING") if name in os.environ]

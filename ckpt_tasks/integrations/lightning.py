@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.pausing import note_step
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import numbers, with_extra
 from ckpt_tasks.integrations.lightning_state import (
@@ -131,6 +132,11 @@ class CkptCallback(Callback):
             self.ckpt.step(trainer.global_step, self._state, metrics=metrics, epoch=trainer.current_epoch)
             if trainer.received_sigterm:  # Lightning's own handler has received the signal.
                 raise SIGTERMException
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the step before a validation in the middle of training, which is reported after it."""
+        if self.ckpt is not None and trainer.global_step > self.ckpt.position:
+            note_step(self.ckpt, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

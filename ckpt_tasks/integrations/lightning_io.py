@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import distributed
 
 from ckpt_tasks.checkpoint.checkpointer import Checkpointer
+from ckpt_tasks.checkpoint.pausing import say_nothing
 from ckpt_tasks.checkpoint.restore.reading import Run, open_run
 from ckpt_tasks.checkpoint.restore.values import Values, read_values
 from ckpt_tasks.checkpoint.transfer.publishing import new_directory
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
-from ckpt_tasks.format.keys import LEDGER_PREFIX
+from ckpt_tasks.format.keys import LEDGER_PREFIX, is_run_key
 from ckpt_tasks.integrations.lightning_state import set_up_again
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.targets import split_target
@@ -60,9 +62,10 @@ class CkptCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise ConfigError("storage_options are not taken", hint="Give the store's credentials by the environment.")
         step = int(checkpoint.get("global_step", 0))
-        with self._lock, _alone() as group, _place_of(path) as directory:
-            config = CheckpointConfig(checkpoint_dir=directory, max_num_checkpoints=1, memory_dir=None)
+        with self._lock, _alone() as group, _place_of(path) as (directory, key):
+            config = CheckpointConfig(checkpoint_dir=directory, run_key=key, max_num_checkpoints=1, memory_dir=None)
             ckpt = Checkpointer(config, process_group=group)
+            say_nothing(ckpt)  # It writes a file in the middle of a training.
             try:
                 # A save must know which checkpoint it follows.
                 newest_step = ckpt.restore({_REST: _Group({})}, only=[_REST])
@@ -127,17 +130,18 @@ def _set_up_after_restore() -> None:
 
 
 @contextmanager
-def _place_of(path: str | Path) -> Iterator[str | Path]:
-    """Yield the directory to save in: a new path has another name until its checkpoint is committed.
+def _place_of(path: str | Path) -> Iterator[tuple[str | Path, str | None]]:
+    """Yield the directory to save in, and its name: a new path has another one until its checkpoint is committed.
 
     Lightning resumes from any path that exists. On an object store a kill may leave a path without a checkpoint.
     """
     if "://" in str(path) or os.path.lexists(path):
-        yield path
+        yield path, None
     else:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).name)
         with new_directory(Path(path)) as directory:
-            yield directory
+            yield directory, name if is_run_key(name) else None
 
 
 @contextmanager

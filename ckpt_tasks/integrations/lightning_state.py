@@ -89,7 +89,9 @@ class LightningState(Started):
 
     effects: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("max_epochs", "max_steps"), "Training ends there, and a schedule that depends on it jumps at this step."
+            ("max_epochs", "max_steps"),
+            "Training ends there. OneCycleLR keeps its length and raises at its end, CosineAnnealingLR rises again, a "
+            "LambdaLR that reads the number jumps at this step: make a new schedule in on_train_start.",
         ),
         "lr_schedulers": "A new one continues at the run's step, and the rate may jump.",
         "seed": "The run's random streams are restored.",
@@ -198,6 +200,7 @@ class LightningState(Started):
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         trainer.should_stop = own["should_stop"]
+        trainer.num_sanity_val_steps = 0  # It would take the metrics away that are restored below.
         for callback in _callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
                 # Otherwise the callback would restore the options with which the optimizers began.

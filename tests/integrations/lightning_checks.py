@@ -13,11 +13,12 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ckpt_tasks import CheckpointConfig, ResumableLoader
+from ckpt_tasks import CheckpointConfig, ResumableLoader, open_run
 from ckpt_tasks.integrations.lightning import CkptCallback
+from ckpt_tasks.integrations.lightning_io import CkptCheckpointIO
 
 SAMPLES = 24
 
@@ -213,6 +214,60 @@ def test_an_ended_run_trains_on_with_the_next_epochs(tmp_path: Path, caplog: pyt
         assert "may repeat its first epochs" not in caplog.text
         fit(tmp_path / "others", None, loader=StatefulDataLoader, epochs=epochs)
     assert "StatefulDataLoader may repeat its first epochs" in caplog.text
+
+
+class Validated(Ids):
+    """Validates, and may be stopped there as by a kill."""
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        if self.stop is not None and self.global_step >= -self.stop:
+            raise Stop
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+
+def validated(folder: Path, stop: int | None = None, epochs: int = 2) -> lightning.Trainer:
+    """Train epochs of six steps, each with a validation; a save is due at every fourth step."""
+    lightning.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.arange(float(SAMPLES))[:, None])
+    config = CheckpointConfig(checkpoint_dir=folder / "run", step_interval=4, memory_dir=folder)
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False
+    )
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[CkptCallback(config)], **quiet)
+    with suppress(Stop), warnings.catch_warnings(action="ignore"):  # Lightning's own
+        trainer.fit(Validated(stop, "ConstantLR"), ResumableLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    return trainer
+
+
+def test_an_ended_run_has_the_metrics_with_which_it_ended(tmp_path: Path) -> None:
+    """Started again, it trains nothing, and who reads its metrics finds them; an added epoch goes on with them."""
+    ended = validated(tmp_path).callback_metrics
+    assert "val_loss" in ended
+    assert validated(tmp_path).callback_metrics == ended
+    validated(tmp_path, epochs=3)
+    before = {one.step: one.metrics.get("val_loss") for one in open_run(tmp_path / "run").checkpoints()}
+    assert before[16] == before[12] == pytest.approx(float(ended["val_loss"]))
+
+
+def test_a_step_is_counted_before_its_validation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed in the validation after step 6, two steps after the save of step 4 are trained again."""
+    validated(tmp_path, stop=-1)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "ckpt_tasks"):
+        validated(tmp_path)
+    assert "Resumed from step 4" in caplog.text
+    assert "the 2 steps after it are trained again" in caplog.text
+
+
+def test_a_checkpoint_of_lightnings_own_is_a_file_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ModelCheckpoint's saves through CkptCheckpointIO tell of no training that begins, and have their path's name."""
+    io = CkptCheckpointIO()
+    with caplog.at_level(logging.INFO):
+        for step in (8, 9):
+            io.save_checkpoint({"global_step": step, "state_dict": {"w": torch.ones(2)}}, tmp_path / "epoch=0.ckpt")
+    assert [one.getMessage() for one in caplog.records if one.name == "ckpt_tasks.told"] == []
+    run = open_run(tmp_path / "epoch=0.ckpt")
+    assert (run.run_key, run.find("latest").step) == ("epoch-0.ckpt", 9)
 
 
 class Forgetful(Ids):

@@ -111,7 +111,7 @@ class UnsavedObjects(Extension):
             _warn_of_ranks(state, saved)
             _warn_of_parameters(state)
             if not by_trainer:  # A trainer has its own position in the data.
-                _warn_of_begun_again(state, iterators, step, self._restored_step)
+                _warn_of_begun_again(iterators, step, self._restored_step)
             with suppress(Exception):  # A foreign object in a variable must not make a save fail.
                 self._watched = [*_in_variables(state, parts, loaders)]
         _warn_of_empty(state)
@@ -250,10 +250,8 @@ def _warn_of_parameters(state: Groups) -> None:
                 )
 
 
-def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restored_step: int) -> None:
+def _warn_of_begun_again(iterators: list[Any], step: int, restored_step: int) -> None:
     """Warn of a plain loader that begins an epoch again after a restore in the middle of that epoch."""
-    if any(isinstance(value, samplers.Sampler) or hasattr(value, "sampler") for value in objects_of(state)):
-        return
     for value in iterators:
         batches = value._index_sampler
         in_order = type(batches) is samplers.BatchSampler and is_whole(batches.sampler, value._dataset)
@@ -263,7 +261,8 @@ def _warn_of_begun_again(state: Groups, iterators: list[Any], step: int, restore
         if value._num_yielded == (step - restored_step) % len(batches) != 0 != restored_step % len(batches):
             _log.warning(
                 "A DataLoader keeps no position: after the restore of step %d, in the middle of an epoch, the loop "
-                "has begun that epoch again, and samples come twice. Use ResumableLoader, and put it into the state",
+                "has begun that epoch again, and samples come twice (no matter for an evaluation). Use "
+                "ResumableLoader, and put it into the state",
                 restored_step,
             )
 
@@ -343,7 +342,7 @@ def _warn_of_drawing(loaders: list[Any], *, nested: bool) -> None:
         one = drawing[new[0]]
         _log.warning(
             "A DataLoader with %s keeps no position: after a resume in the middle of an epoch it continues "
-            "with other batches. Use ResumableSampler, or a StatefulDataLoader in the state",
+            "with other batches. Use ResumableLoader, ResumableSampler, or a StatefulDataLoader in the state",
             "shuffle=True" if isinstance(one, samplers.RandomSampler) else type(one).__name__,
         )
 

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx
@@ -187,7 +188,8 @@ class RunPages:
         self._put("report", "markdown", to_markdown(report), f"{name}: {report.summary} · {_as_of()}")
         ui_url = get_current_settings().ui_url
         report_url = f"{ui_url.rstrip('/')}/artifacts/artifact/{self._ids['report']}" if ui_url else None
-        link = f" [The run's report]({report_url})" if report_url else ""
+        # Without the host: a later server of the same database has another port.
+        link = f" [The run's report]({urlsplit(report_url).path})" if report_url else ""
         self._put("checkpoints", "table", _table(report.checkpoints), f"The checkpoints of {name}, newest first.{link}")
         if gangs := self._gangs():
             self._put(

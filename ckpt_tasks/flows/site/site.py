@@ -146,8 +146,11 @@ def restart(*, deploy: bool = False) -> str | None:
     return None
 
 
-def take_down() -> tuple[SitePart, ...]:
-    """End the processes that `bring_up` started: keeper, worker, the worker's flow runs after a commit, server."""
+def take_down(say: Callable[[str], None] = lambda _: None) -> tuple[SitePart, ...]:
+    """End the processes that `bring_up` started: keeper, worker, the worker's flow runs after a commit, server.
+
+    `say` gets a line before each step that takes seconds.
+    """
     home = get_current_settings().home
     with _needs_room(home), _alone(home, _PATIENCE_S):  # The keeper may be restarting a part.
         path = home / "ckpt-up.json"
@@ -162,8 +165,10 @@ def take_down() -> tuple[SitePart, ...]:
                 about = f"process {process.pid}"
                 status = "ended" if process.lives else "was gone"
                 if name == "worker":
+                    say("The worker, and its trainings, which finish their step and commit …")
                     about += end_workers(home, site)
                 else:
+                    say(f"The {name} …")
                     end_all([process], _STOP_S)
             parts.append(SitePart(name=name, status=status, about=about))
         path.unlink()

@@ -141,20 +141,22 @@ class Report:
     def returns(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the rows of a table of the newest restores, newest first.
 
-        A row has the step of the first commit after the restore, the time of each phase (start, read, verify and so on)
-        and the sum of these times. Omits a phase that no restore has.
+        A row has the step of the checkpoint, the step of the first commit after the restore, the time of each phase
+        (start, read, verify and so on) and the sum of these times. Omits a phase that no restore has.
         """
         newest = self.course.returns[: -_HAPPENINGS_SHOWN - 1 : -1]
         had = {name: head for name, head in _RETURNED_SAID.items() if any(name in parts for _, parts in newest)}
+        steps = {place.moment.identity: place.moment.step for place in self.course.of("commit")}
         rows = [
             [
+                "" if (restored := steps.get(moment.parent)) is None else f"{restored:,}",
                 f"{moment.step or 0:,}",
                 *(fine_span(parts[name]) if name in parts else "" for name in had),
                 fine_span(sum(parts.values())),
             ]
             for moment, parts in newest
         ]
-        return ["saved at", *had.values(), "together"], rows
+        return ["resumed from", "first saved at", *had.values(), "together"], rows
 
     def data(self) -> dict[str, Any]:
         """Return the facts of the report as JSON data."""

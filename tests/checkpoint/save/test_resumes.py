@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_the_first_commit_after_a_kill_says_where_the_time_went(run_dir: Path, t
     for shown in (ckpt("report", run_dir, "--out", place).out, place.read_text()):
         table = shown.partition("From a death to the first step")[2]
         assert "verify" in table
+        assert re.search(r"resumed from\s+3\W+first saved at\s+4\s|<td[^>]*>3</td><td[^>]*>4</td>", table)
         assert "compiled" not in table
 
 

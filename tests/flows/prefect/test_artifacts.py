@@ -74,7 +74,7 @@ def test_a_run_has_three_pages(run_dir: Path, tmp_path: Path) -> None:
     for words in ("data:image/svg+xml;base64,", "goodput", "RuntimeError: injected in step 7"):
         assert words in str(report.data)
     assert str(report.description).startswith(r"tiny\_1: step 12, goodput ")
-    assert str(checkpoints.description).endswith(f"/artifacts/artifact/{report.id})")
+    assert str(checkpoints.description).endswith(f"[The run's report](/artifacts/artifact/{report.id})")
 
 
 @flow
