@@ -235,6 +235,9 @@ def test_signals_can_be_let_through_between_attempts(run_dir: Path) -> None:
             assert len(called) == 2
             ckpt.step(1, _state(1.0))
             assert len(called) == 3
+        hold_signals(ckpt, True)  # Outside of the block nothing would deliver what is held back.
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(called) == 4
     finally:
         signal.signal(signal.SIGTERM, before)
 

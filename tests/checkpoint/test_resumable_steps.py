@@ -148,3 +148,18 @@ def test_a_value_that_the_loop_gives_a_new_object_is_refused(form: str, run_dir:
     with pytest.raises(ConfigError, match=r"the loop gives (losses|sums) a new object"):
         rebinding(losses) if form == "rebound" else rebinding_a_tensor(sums)
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(("begun_at", "stepping", "told"), [(0, 0, True), (4, 0, False), (4, 2, True)])
+def test_a_resumed_run_that_stops_stepping_is_told(
+    begun_at: int, stepping: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rest of a resumed epoch may be too small for a step; but where it has stepped, eight batches are not."""
+    steps = Steps(begun_at, counts_batches=False)
+    for batch in range(stepping + 8):
+        steps.handed_out()
+        if batch < stepping:
+            steps.note()
+        steps.end()
+    steps.end_run()
+    assert ("batches since its last step" in caplog.text) == told

@@ -50,6 +50,16 @@ def assert_same(one: Any, other: Any) -> None:
         assert bits(mine) == bits(yours)
 
 
+def test_a_sharded_array_of_another_shape_under_the_same_name() -> None:
+    """The memory in which shards are assembled is that of the array, also when it has grown."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    state = JaxState({})
+    for size in (4, 8, 4):
+        state.value = {"a": jax.device_put(jnp.arange(float(size)), NamedSharding(mesh, PartitionSpec("x")))}
+        (taken,) = state.state_dict().values()
+        assert np.asarray(taken).tolist() == [*map(float, range(size))]
+
+
 def saved(run: Path, value: Any, step: int = 1) -> None:
     with Checkpointer(CheckpointConfig(checkpoint_dir=run)) as checkpointer:
         checkpointer.restore({"train": JaxState(value)})

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from prefect.settings import PREFECT_HOME, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from ckpt_tasks.flows.site.prefect_server import answers, read_password, server_start
+from ckpt_tasks.flows.site.systemd import main
 from tests.servers.process import free_port
 from tests.support.cli_runs import ckpt
 
@@ -77,6 +78,17 @@ def test_the_units_commands_serve_and_deploy(tmp_path: Path, monkeypatch: pytest
         for part in started:
             part.kill()
             part.wait()
+
+
+def test_the_servers_unit_becomes_a_server_at_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that systemd starts serves at the port that its unit names."""
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: became.append(command))
+    with temporary_settings({PREFECT_HOME: tmp_path, PREFECT_API_URL: "http://127.0.0.1:4711/api"}):
+        main("server")
+    (command,) = became
+    assert command[command.index("--port") + 1] == "4711"
+    assert command[command.index("--host") + 1] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("given", "sent"), [(None, "0"), ("1", "1")])

@@ -129,13 +129,13 @@ TAMPERED: dict[str, list[Chunk]] = {
 }
 
 
-def put(directory: Path, chunks: list[Chunk]) -> None:
-    """Write a DCP directory with a tensor "other" of 4 elements and a tensor "w" of 8, in these chunks."""
-    directory.mkdir()
+def put(directory: Path, chunks: list[Chunk], file_name: str = "__0_0.distcp") -> None:
+    """Write a DCP directory with a tensor "other" of 4 elements and a tensor "w" of 8, in these chunks of a file."""
+    directory.mkdir(exist_ok=True)
     properties = TensorProperties(dtype=torch.float32)
     records: dict[str, _StorageInfo] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    with (directory / "__0_0.distcp").open("wb") as file:
+    with (directory / file_name).open("wb") as file:
         for number, (offset, _, record) in enumerate([(0, 4, torch.full((4,), 9.0)), *chunks]):
             name = "w" if number else "other"
             if isinstance(record, str):
@@ -143,7 +143,7 @@ def put(directory: Path, chunks: list[Chunk]) -> None:
             else:
                 data = io.BytesIO()
                 torch.save(record, data)
-                info = _StorageInfo("__0_0.distcp", file.tell(), len(data.getvalue()))
+                info = _StorageInfo(file_name, file.tell(), len(data.getvalue()))
                 file.write(data.getvalue())
                 records.setdefault(name, info)
             storage[MetadataIndex(name, torch.Size([offset]))] = info
@@ -179,4 +179,15 @@ def test_parts_that_do_not_make_up_their_tensor_are_refused(what: str, tmp_path:
     assert done.status != 0
     assert "Traceback" not in done.err
     assert any(word in done.err for word in ("make up the tensor", "not what its metadata says", "share the bytes"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "inner/file"])
+def test_metadata_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
+    """P21: metadata names files beside it alone; a part in another directory is not read, though it is whole."""
+    (tmp_path / "dcp" / "inner").mkdir(parents=True)
+    put(tmp_path / "dcp", GOOD, name)
+    done = ckpt("import", tmp_path / "dcp", tmp_path / "run")
+    assert done.status != 0
+    assert f"its metadata names {name!r}, which is no file beside it" in done.err
     assert not (tmp_path / "run").exists()

@@ -41,7 +41,10 @@ def test_weights_and_their_card(hub: Hub, run_dir: Path, tmp_path: Path) -> None
         assert row in card.text
     assert not any(f"| {name} |" in card.text for name in ("host", "command", "code"))
 
+    assert "POST /api/repos/create" in hub.requests
+    hub.requests.clear()
     answer = ckpt("push", f"{run_dir}@latest", REPO, "--json")
+    assert "POST /api/repos/create" not in hub.requests  # A token may be allowed to commit, and to create nothing.
     assert (answer.status, answer.data["step"]) == (0, 2), answer.err
     assert answer.data["commit"] == hub.commits(REPO)[0]
     place = snapshot_download(REPO, cache_dir=tmp_path / "cache")
