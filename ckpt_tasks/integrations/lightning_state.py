@@ -262,9 +262,13 @@ class LightningState(Started):
         if rest := current.completed % steps[1]:
             effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
         if effect or in_a_step[0] != in_a_step[1]:
-            effect = effect or "The epoch continues behind the samples trained."
+            effect = effect or (
+                "The epoch continues behind the samples trained; what counts steps, as a schedule may, does not follow."
+            )
             only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
             name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", in_a_step)
+            if not only_ranks and len(before) == len(now) == 1:
+                (before,), (now,) = in_a_step
             noting.change(name, before, now, effect)
 
     def at_first_batch(self) -> None:

@@ -94,8 +94,9 @@ class Report:
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them on discarded branches"),
             ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
             ("resumed", (f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed) + again),
-            ("evaluations", f"{len(course.of('evaluation')):,}"),
         ]
+        if evaluations := len(course.of("evaluation")):  # Those of `ckpt evaluate` and flows, not of the loop.
+            rows.append(("evaluations", f"{evaluations:,}"))
         if course.placed:
             first, last = course.placed[0].moment, course.placed[-1].moment
             rows.insert(0, ("from, to", f"{utc(first.at_s)}, {utc(last.at_s)} UTC"))
