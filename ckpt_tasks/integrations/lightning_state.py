@@ -262,14 +262,7 @@ class LightningState(Started):
         if rest := current.completed % steps[1]:
             effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
         if effect or in_a_step[0] != in_a_step[1]:
-            effect = effect or (
-                "The epoch continues behind the samples trained; what counts steps, as a schedule may, does not follow."
-            )
-            only_ranks = in_a_step[0] == in_a_step[1] and ranks[0] != ranks[1]
-            name, (before, now) = ("ranks", ranks) if only_ranks else ("samples in a step", in_a_step)
-            if not only_ranks and len(before) == len(now) == 1:
-                (before,), (now,) = in_a_step
-            noting.change(name, before, now, effect)
+            _note_sizes(noting, in_a_step, ranks, effect)
 
     def at_first_batch(self) -> None:
         """Restore the counters that Lightning resets when training begins; call this at the first batch."""
@@ -298,6 +291,20 @@ class LightningState(Started):
                 value = before["value"].to(metric.value.device)
                 adds = metric.meta.is_mean_reduction or metric.meta.is_sum_reduction
                 metric.value = metric.value + value if adds else metric.meta.reduce_fx(metric.value, value)
+
+
+def _note_sizes(noting: Differences, in_a_step: list[list[Any]], ranks: tuple[int, int], effect: str) -> None:
+    """Record that a step has other samples than the run's, from each loader, or comes from other ranks."""
+    effect = effect or (
+        "The epoch continues behind the samples trained; what counts steps, as a schedule may, does not follow."
+    )
+    before, now = in_a_step
+    if before == now and ranks[0] != ranks[1]:
+        noting.change("ranks", *ranks, effect)
+    elif len(before) == len(now) == 1:
+        noting.change("samples in a step", before[0], now[0], effect)
+    else:
+        noting.change("samples in a step", before, now, effect)
 
 
 @contextmanager
