@@ -28,7 +28,6 @@ from ckpt_tasks.checkpoint.restore.values import Values, read_values
 from ckpt_tasks.checkpoint.transfer.publishing import new_directory
 from ckpt_tasks.errors import CheckpointNotFoundError, ConfigError, StateError
 from ckpt_tasks.format.keys import LEDGER_PREFIX, is_run_key
-from ckpt_tasks.integrations.lightning_state import set_up_again
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.ledger.targets import split_target
 from ckpt_tasks.run.opening import open_checkpoint
@@ -127,6 +126,17 @@ def _set_up_after_restore() -> None:
         set_up_again(trainer)
 
     loop.on_load_checkpoint = restored
+
+
+def set_up_again(trainer: Trainer) -> None:
+    """Let a restored trainer set up its data again, if some code had set it up before the restore.
+
+    `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
+    a restored position only when it sets the data up.
+    """
+    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
+        fetcher.teardown()
+        trainer.fit_loop._combined_loader = None
 
 
 @contextmanager

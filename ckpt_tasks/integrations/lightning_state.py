@@ -23,6 +23,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_mi
 
 from ckpt_tasks.errors import ConfigError
 from ckpt_tasks.integrations.attached import gather_of_ranks
+from ckpt_tasks.integrations.lightning_io import set_up_again
 from ckpt_tasks.state.data.loader import ResumableLoader
 from ckpt_tasks.state.data.sampler import ResumableSampler
 from ckpt_tasks.state.kinds.differences import Differences
@@ -37,17 +38,6 @@ _HYPER = ("hparams_name", "hyper_parameters", "hparams_type")
 def logged_values(trainer: Trainer) -> dict[str, Any]:
     """Return the logged values; when an epoch begins, `trainer.callback_metrics` would average zero batches."""
     return trainer._logger_connector._callback_metrics
-
-
-def set_up_again(trainer: Trainer) -> None:
-    """Let a restored trainer set up its data again, if some code had set it up before the restore.
-
-    `estimated_stepping_batches` in configure_optimizers begins the first epoch's batches, and Lightning sets loaders to
-    a restored position only when it sets the data up.
-    """
-    if (fetcher := trainer.fit_loop._data_fetcher) is not None:
-        fetcher.teardown()
-        trainer.fit_loop._combined_loader = None
 
 
 def place_loaders(trainer: Trainer) -> None:
@@ -295,9 +285,7 @@ class LightningState(Started):
 
 def _note_sizes(noting: Differences, in_a_step: list[list[Any]], ranks: tuple[int, int], effect: str) -> None:
     """Record that a step has other samples than the run's, from each loader, or comes from other ranks."""
-    effect = effect or (
-        "The epoch continues behind the samples trained; what counts steps, as a schedule may, does not follow."
-    )
+    effect = effect or "The epoch continues behind the samples trained; what counts steps does not follow."
     before, now = in_a_step
     if before == now and ranks[0] != ranks[1]:
         noting.change("ranks", *ranks, effect)
