@@ -2,10 +2,10 @@
 
 A process and those that it starts share one, which begins at the first request: so do the workers of a test run.
 
-`Python` and `Forked` are programs. They end as every interpreter does: errors that nobody caught are printed, threads
-are joined, exit functions run, what the main module holds is freed. An interpreter then takes its modules apart, which
-costs 0.6 s of processor time in a fork: tests of the very end ask for it (`whole_end`). A `Process` calls a function,
-and leaves all of that out, as multiprocessing does.
+`Python` and `Forked` are programs. They end as an interpreter does: they print an uncaught error, join threads, run the
+exit functions, and free what the main module holds. An interpreter then takes its modules apart, which costs 0.6 s of
+processor time in a fork: tests of the very end ask for it (`whole_end`). A `Process` calls a function, and leaves all of
+that out, as multiprocessing does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tests.support.programs import run
+from tests.support.programs import run, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch._dynamo comes with the first optimizer step, fsdp with the first rank: two seconds in each child. pandas comes
@@ -157,7 +157,7 @@ def called() -> None:
     try:
         target(*args)
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status = status_of(error)
     except BaseException:  # noqa: BLE001 (as at the end of an interpreter)
         traceback.print_exc()
         status = 1

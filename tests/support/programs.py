@@ -41,10 +41,15 @@ def _flush() -> None:
             stream.flush()
 
 
+def status_of(end: SystemExit) -> int:
+    """Return the status with which an interpreter ends."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
 def run(arguments: list[str], whole_end: bool) -> None:
     """Run a program; unless the whole end of an interpreter is to follow, do what it would do, and end the process.
 
-    What an error that nobody caught still holds is freed after the exit functions, as there.
+    As an interpreter does, it frees the frames of an uncaught error after the exit functions.
     """
     code, names = code_of(arguments)
     if whole_end:
@@ -56,7 +61,7 @@ def run(arguments: list[str], whole_end: bool) -> None:
     try:
         exec(code, names)
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        status = status_of(error)
         if not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     except BaseException as error:  # noqa: BLE001 (as at the end of an interpreter)

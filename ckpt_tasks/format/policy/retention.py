@@ -155,7 +155,7 @@ def rank_best(
 ) -> list[Candidate]:
     """Return the best `keep_best` checkpoints, best first; of equal ones the oldest.
 
-    Later steps may report a metric again until it is measured anew; then it was measured at the first of them.
+    A loop may report an earlier step's value again; the first step that reported it is the one that measured it.
     A checkpoint without a finite value, or with any metric that is not finite, is never among them.
     """
     if not policy.keep_best or policy.best_metric is None:

@@ -183,6 +183,6 @@ def test_data_that_cannot_be_used_is_refused(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_device_that_is_named_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that is told to train on the processor does so beside a GPU."""
+    """The program trains on the device that it is given, also on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert ByteLM(data=str(folder), device="cpu", **SMALL).device.type == "cpu"
