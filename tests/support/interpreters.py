@@ -4,8 +4,8 @@ A process and those that it starts share one, which begins at the first request:
 
 `Python` and `Forked` are programs. They end as an interpreter does: they print an uncaught error, join threads, run the
 exit functions, and free what the main module holds. An interpreter then takes its modules apart, which costs 0.6 s of
-processor time in a fork: tests of the very end ask for it (`whole_end`). A `Process` calls a function, and leaves all of
-that out, as multiprocessing does.
+processor time in a fork: tests of the very end ask for it (`whole_end`). A `Process` calls a function, and leaves all
+of that out, as multiprocessing does.
 """
 
 from __future__ import annotations
