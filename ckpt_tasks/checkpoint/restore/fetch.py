@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class StoredTensors:
 
     def like(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
-        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
+        return _like(row.dtype, row.tensor_shape)
 
     def read(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
@@ -244,17 +245,23 @@ class StoredTensors:
         return buffer
 
 
+@lru_cache(1024)  # Many tensors of a state have the same shape.
+def _like(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
 def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:
     """Return every tensor's regions, in order."""
     regions: dict[str, list[IndexRow]] = {}
-    for row in sorted(rows, key=lambda row: (row.object, row.begin)):
+    for row in sorted(rows, key=attrgetter("object", "begin")):
         regions.setdefault(row.full_key, []).append(row)
     return regions
 
 
 def _is_direct(into: torch.Tensor, row: IndexRow) -> bool:
-    plain = is_plain(into) or can_stage(into)
-    return into.nbytes >= _DIRECT_BYTES and plain and into.dtype == getattr(torch, row.dtype)
+    if into.nbytes < _DIRECT_BYTES or into.dtype != getattr(torch, row.dtype):
+        return False
+    return is_plain(into) or can_stage(into)
 
 
 def _dealt(items: Iterable[_T], size_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:

@@ -7,6 +7,7 @@ finds a conflict between two groups.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,16 @@ class _Wanted(NamedTuple):
     key: str
 
 
+class _Span(NamedTuple):
+    """The memory from a tensor's first to its last element."""
+
+    device: int
+    begin: int
+    end: int
+    odd: bool  # It has gaps, or its elements may overlap.
+    wanted: _Wanted
+
+
 class Copies:
     """Copies into live tensors: collected, checked, and then made all at once.
 
@@ -38,6 +49,7 @@ class Copies:
         self._keys: dict[Any, str] = {}
         self._homes: dict[str, torch.Tensor] = {}
         self._contents: dict[int, Any] = {}
+        self._shown: dict[int, tuple[torch.Tensor, Any]] = {}  # The tensor is kept, or its id() would be used again.
         self._offered: list[tuple[torch.Tensor, str]] = []
 
     def offer(self, live: torch.Tensor, key: str) -> None:
@@ -46,8 +58,9 @@ class Copies:
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
         """Reserve a live tensor's memory for a stored tensor; return False if another stored tensor has reserved it."""
-        self._take_offers()
-        known = _shown(live)
+        if self._offered:
+            self._take_offers()
+        known = self._memory(live)
         if known is not None and self._keys.setdefault(known, key) != key:
             return False
         self._homes.setdefault(key, live)
@@ -56,11 +69,12 @@ class Copies:
     def is_bound(self, live: torch.Tensor) -> bool:
         """Return True if a live tensor's memory is reserved."""
         self._take_offers()
-        return _shown(live) in self._keys
+        return self._memory(live) in self._keys
 
     def home(self, key: str) -> torch.Tensor | None:
         """Return the live tensor that will hold a stored tensor; None if no live tensor will."""
-        self._take_offers()
+        if self._offered:
+            self._take_offers()
         return self._homes.get(key)
 
     def shared(self, ref: TensorRef, device: torch.device | None) -> Any:
@@ -87,16 +101,19 @@ class Copies:
         """Check the copies; raise StateMismatchError if shared memory would get two different values."""
         self._source = source
         first: dict[Any, _Wanted] = {}
-        different: list[_Wanted] = []
+        spans: list[_Span] = []
         for wanted in self._wanted:
-            known = _shown(wanted.live)
+            known = self._memory(wanted.live)
             before = first.setdefault(known, wanted) if known else wanted
-            if before is wanted:
-                different += [] if is_sharded(wanted.live) else [wanted]  # Shards share no memory.
-            elif before.key != wanted.key and not same_bits(source.read(wanted.key), source.read(before.key)):
-                why = f"it is tied to {before.place} here, but they differ in the checkpoint"
-                raise StateMismatchError(why, key=wanted.place)
-        for cluster in _clusters(different):
+            if before is not wanted:
+                if before.key != wanted.key and not same_bits(source.read(wanted.key), source.read(before.key)):
+                    why = f"it is tied to {before.place} here, but they differ in the checkpoint"
+                    raise StateMismatchError(why, key=wanted.place)
+            elif known and not is_sharded(wanted.live):  # Empty tensors and shards share no memory.
+                (begin, *_, steps), *_ = known
+                size_bytes = wanted.live.nbytes if steps is None else _extent(wanted.live)
+                spans.append(_Span(wanted.live.get_device(), begin, begin + size_bytes, steps is not None, wanted))
+        for cluster in _clusters(spans):
             self._check(cluster)
 
     @property
@@ -108,6 +125,14 @@ class Copies:
         """Copy the stored values into the live tensors."""
         wanted, self._wanted = self._wanted, []
         self._source.copy([(live, key) for _, live, key in wanted])
+
+    def _memory(self, live: torch.Tensor) -> Any:
+        """Return a key for a tensor's memory and how it shows it; None if it has no memory."""
+        found = self._shown.get(id(live))
+        if found is None:
+            known = identity(live)
+            found = self._shown[id(live)] = live, known and (known, live.is_conj(), live.is_neg())
+        return found[1]
 
     def _take_offers(self) -> None:
         offered, self._offered = self._offered, []
@@ -135,11 +160,6 @@ class Copies:
                 raise StateMismatchError(f"it {how} here, but its values differ in the checkpoint", key=wanted.place)
 
 
-def _shown(live: torch.Tensor) -> Any:
-    known = identity(live)
-    return known and (known, live.is_conj(), live.is_neg())
-
-
 def _in_memory(value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """Conjugate or negate a value if the live tensor is a conjugated or negated view: its memory holds it so."""
     value = value.conj_physical() if live.is_conj() else value
@@ -160,24 +180,19 @@ def _extent(live: torch.Tensor) -> int:
     return (last + 1) * live.element_size()
 
 
-def _clusters(different: list[_Wanted]) -> Iterator[list[_Wanted]]:
+def _clusters(spans: list[_Span]) -> Iterator[list[_Wanted]]:
     """Yield groups of tensors whose memory may overlap, and single tensors that may overlap themselves."""
-    cluster: list[_Wanted] = []
-    device, end = None, 0
-    for wanted in sorted(
-        (wanted for wanted in different if wanted.live.numel()),
-        key=lambda wanted: (wanted.live.get_device(), wanted.live.data_ptr()),
-    ):
-        start = wanted.live.data_ptr()
-        if wanted.live.device == device and start < end:
-            cluster.append(wanted)
-        else:
+    cluster: list[_Span] = []
+    device, end = -2, 0
+    for span in sorted(spans, key=itemgetter(0, 1)):
+        if span.device != device or span.begin >= end:
             yield from _suspects(cluster)
-            cluster, device, end = [wanted], wanted.live.device, 0
-        end = max(end, start + _extent(wanted.live))
+            cluster, device, end = [], span.device, 0
+        cluster.append(span)
+        end = max(end, span.end)
     yield from _suspects(cluster)
 
 
-def _suspects(cluster: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    if len(cluster) > 1 or (cluster and may_overlap(cluster[0].live)):
-        yield cluster
+def _suspects(cluster: list[_Span]) -> Iterator[list[_Wanted]]:
+    if len(cluster) > 1 or (cluster and cluster[0].odd and may_overlap(cluster[0].wanted.live)):
+        yield [span.wanted for span in cluster]

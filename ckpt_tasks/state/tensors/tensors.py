@@ -22,7 +22,7 @@ from ckpt_tasks.errors import IntegrityError, StateError, UnsupportedStateError
 from ckpt_tasks.format.keys import key_of_rank
 from ckpt_tasks.format.layout.image import STORED_DTYPES
 from ckpt_tasks.format.tree import TensorRef, new_ref
-from ckpt_tasks.state.tensors.memcpy import copy_tensors
+from ckpt_tasks.state.tensors.memcpy import LARGE_BYTES, copy_tensors
 from ckpt_tasks.state.tensors.placements import ALONE, Shares, World, local_of, place_of
 
 # The dtypes that can be stored and that this version of torch has.
@@ -323,17 +323,19 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     into: list[torch.Tensor] = []
     out_of: list[torch.Tensor] = []
     for target, source in pairs:
-        steps = None if target.is_contiguous() else target.stride()
-        to = target.detach() if steps is None else expanded(target.detach(), steps)
-        values = source if steps is None else expanded(source, steps)
+        to, values = target.detach(), source  # torch lets nobody write to an inference tensor itself.
+        if not target.is_contiguous():
+            steps = target.stride()
+            to, values = expanded(to, steps), expanded(source, steps)
         if to.is_conj() or to.is_neg():  # `_foreach_copy_` cannot write to such views.
             to.copy_(values)
             continue
         into.append(to)
         out_of.append(values)
     copy_tensors(into, out_of)
-    for target in into:
-        torch.autograd.graph.increment_version(target)  # Tell autograd about the memcpy.
+    for to in into:
+        if to.nbytes >= LARGE_BYTES:
+            torch.autograd.graph.increment_version(to)  # Tell autograd about the memcpy.
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -362,8 +364,8 @@ def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Ite
     count = math.prod(shape) * math.prod(stored.suffix)
     if count == 0:
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    raw = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=count * stored.itemsize)
     if not stored.suffix:
-        return raw.view(getattr(torch, dtype)).view(shape)
+        return torch.frombuffer(buffer, dtype=getattr(torch, dtype), offset=begin, count=count).view(shape)
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=count * stored.itemsize)
     real = raw.view(REAL_DTYPES[dtype]).view(*shape, *stored.suffix)
     return torch.view_as_complex(real.clone())
