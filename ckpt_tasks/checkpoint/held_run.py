@@ -46,7 +46,7 @@ _log = logging.getLogger("ckpt_tasks")
 _REPLACED = (
     "This program has other settings than the run at step %d (was → is):\n  %s\nTo train on with other values than the"
     " restored ones, set them after the restore (in Lightning in on_train_start), in optimizer.param_groups or the"
-    " schedule's attributes. To change what ckpt train trains, fork the run: ckpt fork DIR NEW --param NAME=VALUE"
+    " schedule's attributes. For a run of ckpt train, fork it: ckpt fork DIR NEW --param NAME=VALUE"
 )
 
 

@@ -13,8 +13,8 @@ from ckpt_tasks.run.report.words import age, printable, when
 
 _log = logging.getLogger("ckpt_tasks")
 _NOTHING_LEFT = (
-    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps, "
-    "unless a callback stopped it early. Another training (another fold or seed) needs a directory of its own"
+    "Nothing was left to train: the run in %s has ended at step %d. To train on, give more epochs or steps; a run that "
+    "early stopping ended stays ended. Another training (another fold or seed) needs a directory of its own"
 )
 _trained: set[str] = set()  # The runs that this process has trained.
 _idle: dict[str, int] = {}  # The runs that were ended at their start, with their steps; not told so far.

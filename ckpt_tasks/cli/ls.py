@@ -169,6 +169,8 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
         yield "\nThere is no checkpoint yet.\n"
     if len(shown) < len(rows):
         yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
+    if not all(row.kept or row.checkpoint.abandoned for row in shown):
+        yield "Kept without a reason: among the newest, or not pruned yet.", "dim"
     yield from _reasons(shown, rows)
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)
@@ -187,7 +189,12 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
 
 def _reasons(shown: list[_Row], rows: list[_Row]) -> Iterator[Any]:
     """Say which checkpoints were saved though no save was due, and why, if the run has an interval."""
-    reasons = [f"{row.checkpoint.step} ({why})" for row in shown if (why := _why(row.checkpoint))]
+    every = math.gcd(*(row.checkpoint.step for row in rows if not _why(row.checkpoint)))
+    reasons = [
+        f"{row.checkpoint.step} ({why})"
+        for row in shown
+        if (why := _why(row.checkpoint)) and (every < 2 or row.checkpoint.step % every or not row.checkpoint.step)
+    ]
     if reasons and any(row.checkpoint.interim or not row.checkpoint.why for row in rows):
         yield f"Saved not by the interval: {', '.join(reasons)}.", "dim"
 

@@ -107,7 +107,7 @@ def _report_parts(run: Run, made: Report, planned: _Planned | None, place: Path)
         yield listing(columns, made.shares, lambda share: "bold" if share[0] == "useful" else "")
     heads, returns = made.returns()
     if returns:
-        yield ("From a death to the first step:", "bold")
+        yield ("From each restart to the first step:", "bold")
         shown, first = returns[:_RETURNS], column(heads[0], itemgetter(0))
         resumes = (column(row[0], itemgetter(n), numbers=True) for n, row in enumerate(shown, 1))
         yield listing([first, *resumes], [*zip(heads[1:], *(row[1:] for row in shown), strict=True)])

@@ -80,8 +80,8 @@ class LightningState(Started):
     effects: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("max_epochs", "max_steps"),
-            "Training ends there. OneCycleLR keeps its length and raises at its end, CosineAnnealingLR rises again, a "
-            "LambdaLR that reads the number jumps at this step: make a new schedule in on_train_start.",
+            "OneCycleLR keeps its length and raises at its end, CosineAnnealingLR rises again, a LambdaLR that reads "
+            "this jumps: make a new schedule in on_train_start, at this step alone (it is saved too).",
         ),
         "lr_schedulers": "A new one continues at the run's step, and the rate may jump.",
         "seed": "The run's random streams are restored.",
@@ -250,7 +250,7 @@ class LightningState(Started):
                 "of the present size: the samples between come twice, or not at all. A ResumableLoader counts samples."
             )
         if rest := current.completed % steps[1]:
-            effect += f"The next optimizer step takes {steps[1] - rest} of its {steps[1]} batches."
+            effect += f"The first step after this takes {steps[1] - rest} in place of {steps[1]} batches."
         if effect or in_a_step[0] != in_a_step[1]:
             _note_sizes(noting, in_a_step, ranks, effect)
 
@@ -285,7 +285,7 @@ class LightningState(Started):
 
 def _note_sizes(noting: Differences, in_a_step: list[list[Any]], ranks: tuple[int, int], effect: str) -> None:
     """Record that a step has other samples than the run's, from each loader, or comes from other ranks."""
-    effect = effect or "The epoch continues behind the samples trained; what counts steps does not follow."
+    effect = effect or "The epoch continues behind the samples trained; OneCycleLR keeps its length, and may raise."
     before, now = in_a_step
     if before == now and ranks[0] != ranks[1]:
         noting.change("ranks", *ranks, effect)

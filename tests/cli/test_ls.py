@@ -74,6 +74,10 @@ def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> No
     ]
     said = "16 (save() or the end of training), 15 (a signal), 13 (end of a batch), 0 (first save)."
     assert f"Saved not by the interval: {said}" in " ".join(ckpt("ls", run_dir).out.split())
+    with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
+        ckpt_.restore(some_state())
+        ckpt_.save(20, some_state(20))
+    assert f"Saved not by the interval: {said}" in " ".join(ckpt("ls", run_dir).out.split())  # 20 was due.
     assert "state ended from" in " ".join(ckpt("report", run_dir, "--out", out).out.split())
     assert ">ended<" in out.read_text()
 

@@ -78,7 +78,7 @@ def test_the_best_by_what_is_not_measured_is_refused(run_dir: Path) -> None:
     for options in (wrong, (*wrong, "--dry-run"), best, ("--max-num-checkpoints", "2", *best)):
         answer = ckpt("prune", run_dir, *options)
         assert (answer.status, answer.data["error"]["type"]) == (1, "ConfigError")
-        assert "'los': there is loss" in answer.data["error"]["message"]
+        assert "'los': only loss" in answer.data["error"]["message"]
     assert tree(run_dir) == before
     right = ["loss" if word == "los" else word for word in wrong]
     assert ckpt("prune", run_dir, *right).status == 0

@@ -163,8 +163,8 @@ CHANGE: dict[str, Any] = {
 SAYS = [
     "data: ['24 samples (",
     "lr_schedulers: ['ConstantLR'] → ['LinearLR']. A new one continues",
-    "max_epochs: 2 → 3. Training ends there",
-    "samples in a step: 4 → 6. The epoch continues behind the samples trained; what counts steps",
+    "max_epochs: 2 → 3. OneCycleLR keeps",
+    "samples in a step: 4 → 6. The epoch continues behind the samples trained; OneCycleLR keeps",
     "seed: '1' → '2'. The run's random streams are restored.",
 ]
 

@@ -41,6 +41,7 @@ from ckpt_tasks.system import system
 
 _MOST_ORPHANS = 20_000  # An entry lists at most this many orphans, of 100 bytes each; the next prune lists the rest.
 _MOST_NOTES = 16  # Keep this many notes about consecutive failed saves; the log has all of them.
+_MANY = 20  # Commits, after which a metric that none has is thought to be mistyped.
 _log = logging.getLogger("ckpt_tasks")
 _T = TypeVar("_T")
 
@@ -65,7 +66,7 @@ class Pruner:
         self._history = history
         self.policy = policy
         self._swept = False
-        self._warned = False
+        self._lacking = 0  # So many commits of this process were without a best checkpoint.
         self._failed = False
         self._warned_of_refusal = False
         self._one = system().lock()  # A direct prune and the background thread take turns.
@@ -124,6 +125,7 @@ class Pruner:
 
     def _follow(self, request: tuple[Owner, State]) -> None:
         owner, state = request
+        self._warn_of_best(state)
         try:
             while self.unnoted:
                 self._history.append(self.unnoted[0], lambda state, n: state, owner=owner)
@@ -168,10 +170,8 @@ class Pruner:
         # checkpoint that stays only as the newest verified one would do, and no newer one would be verified.
         wanted = plan_prune(state, self.policy, restored_from=going_on_from)
         standing: Checkpoint | None = None
-        if not all(v.keep for v in wanted):
-            self._warn_of_best(state)
-            if not self._knows_good(wanted):
-                standing = self._verify(lineage(state.live)[0], owner, check)
+        if not all(v.keep for v in wanted) and not self._knows_good(wanted):
+            standing = self._verify(lineage(state.live)[0], owner, check)
         left = () if self._swept else orphans(self._history.store, state)  # Leftovers of dead owners.
         unnamed = [name for name in left if not state.has_retired(name)][:_MOST_ORPHANS]
         given_up: tuple[str, ...] = ()
@@ -238,10 +238,10 @@ class Pruner:
             return verdict
 
     def _warn_of_best(self, state: State) -> None:
-        missing = None if self._warned else missing_metric(state, self.policy)
-        if missing is not None:
-            _log.warning("None is kept as the best: %s", missing)
-            self._warned = True
+        missing = missing_metric(state, self.policy) if self._lacking < _MANY else None
+        self._lacking += missing is not None
+        if missing is not None and self._lacking == _MANY:  # Earlier, the first evaluation may be still to come.
+            _log.warning("None is kept as the best so far: %s", missing)
 
     def _knows_good(self, verdicts: list[Verdict]) -> bool:
         return any(v.keep and v.manifest_digest in self.verified for v in verdicts)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.policy.cadence import AutoCadence, Observed, SavePoint
+from ckpt_tasks.format.policy.cadence import FIRST_INTERVAL_S, AutoCadence, Observed, SavePoint, SavePolicy, recommend
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import Moment, moment
@@ -24,21 +24,27 @@ _TOLD = ("commit", "failure", "lost", "taken")  # Entries of these kinds show co
 
 
 class LearningCadence:
-    """The automatic cadence of one run: begins with the run's history, and learns from each commit."""
+    """The automatic cadence of one run: begins with the run's history, and learns from each commit.
+
+    After a failure the first save comes as early as in a new run, if the flush and the overhead cap allow: whatever
+    killed the last process may kill this one as soon, and then it would have trained for nothing.
+    """
 
     def __init__(self, history: History):
         self._happened = recent(history)
         self._cadence = AutoCadence()
+        self._early_s: float | None = None
         self._update()
 
     @property
     def interval_s(self) -> float:
-        """The seconds between saves."""
-        return self._cadence.interval_s
+        """The seconds from the last save, or from the start, to the next save."""
+        usual_s = self._cadence.interval_s
+        return usual_s if self._early_s is None else min(usual_s, self._early_s)
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Return True if a snapshot is due at `now`; `last` is the last save."""
-        return self._cadence.due(last, now)
+        return SavePolicy(save_interval_secs=self.interval_s).due(last, now)
 
     def learn(self, entry: Entry) -> None:
         """Learn the cost of a save from a commit."""
@@ -51,6 +57,8 @@ class LearningCadence:
         observed = summarize(self._happened)
         if observed is not None:
             self._cadence = self._cadence.updated(observed)
+            last = next(event.kind for event in reversed(self._happened) if event.kind != "taken")
+            self._early_s = None if last == "commit" else max(FIRST_INTERVAL_S, recommend(observed).least_s)
 
 
 def observe(history: History) -> Observed | None:

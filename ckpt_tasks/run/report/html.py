@@ -48,7 +48,7 @@ def to_html(report: Report) -> str:
         '<div id="charts"></div>',
         f"<noscript>{draw_run(report.course, heading=report.run_key, curve=report.curve)}</noscript>",
         _html_table("Where the time went", ("", "", "time", "part"), shares, numbers={2, 3}, texts={1}),
-        _html_table("From a death to the first step", *report.returns(), numbers={*range(len(RETURNED) + 3)}),
+        _html_table("From each restart to the first step", *report.returns(), numbers={*range(len(RETURNED) + 3)}),
         _html_table("In numbers", (), report.facts(), texts={1}),
         _html_table("What happened", ("when (UTC)", "", "why"), report.happenings(), texts={2}),
         _html_table("Checkpoints", columns, rows, numbers=numbers, texts=texts),

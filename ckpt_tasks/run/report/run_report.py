@@ -268,7 +268,7 @@ def to_markdown(report: Report) -> str:
             "### Where the time went",
             _markdown_table(("", "", "time", "part"), shares, right=2),
             *(
-                ["### From a death to the first step", _markdown_table(*report.returns(), right=0)]
+                ["### From each restart to the first step", _markdown_table(*report.returns(), right=0)]
                 if report.course.returns
                 else []
             ),

@@ -287,8 +287,8 @@ def missing_metric(state: State, policy: RetentionPolicy) -> str | None:
     """Return a message if the policy keeps the best by a metric that no checkpoint has, otherwise None."""
     if not policy.keep_best or not state.live or policy.best_metric in state.metric_names:
         return None
-    known = ", ".join(sorted(state.metric_names)) or "none at all"
-    return f"no checkpoint has the metric {policy.best_metric!r}: there is {known}"
+    known = f"only {', '.join(sorted(state.metric_names))}" if state.metric_names else "there is none at all"
+    return f"no checkpoint has the metric {policy.best_metric!r}: {known}"
 
 
 def _header_faults(header: bytes, record: ObjectRecord, rows: list[IndexRow]) -> list[str]:

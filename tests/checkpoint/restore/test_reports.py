@@ -48,12 +48,24 @@ def test_steps_of_which_nothing_was_committed_are_taken_again(run_dir: Path) -> 
 
 
 def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A policy that keeps the best by a metric that no checkpoint has says so, once."""
+    """A policy that keeps the best by a metric that no checkpoint has says so, once, and not before 20 commits."""
     with opened(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
-        for step in (1, 2, 3):
+        for step in range(1, 23):
             ckpt.save(step, weights(step), metrics={"loss": float(step)})
-    told = [record.message for record in caplog.records if "kept as the best" in record.message]
-    assert told == ["None is kept as the best: no checkpoint has the metric 'los': there is loss"]
+            ckpt.prune()  # wait for what follows the commit
+            told = [record.message for record in caplog.records if "kept as the best" in record.message]
+            assert len(told) == (step >= 20), step
+    assert told == ["None is kept as the best so far: no checkpoint has the metric 'los': only loss"]
+
+
+def test_a_first_evaluation_may_come_late(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose metric comes with its tenth commit is not warned that none is kept as the best."""
+    with opened(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="val") as ckpt:
+        for step in range(1, 31):
+            ckpt.save(step, weights(step), metrics={"val": 1.0} if step == 10 else {"loss": 1.0})
+            ckpt.prune()
+        assert [checkpoint.step for checkpoint in ckpt.checkpoints()] == [30, 10]
+    assert not [record for record in caplog.records if "kept as the best" in record.message]
 
 
 def test_a_signal_is_handed_on_after_a_last_save_that_fails(run_dir: Path) -> None:

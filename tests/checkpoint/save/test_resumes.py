@@ -70,7 +70,7 @@ def test_the_first_commit_after_a_kill_says_where_the_time_went(run_dir: Path, t
     assert (row["step"], row["noticed_s"] >= 0) == (4, True)
     assert set(row) == {"step", "noticed_s", *RESUMED} - {"compiled_s"}
     for shown in (ckpt("report", run_dir, "--out", place).out, place.read_text()):
-        table = shown.partition("From a death to the first step")[2]
+        table = shown.partition("From each restart to the first step")[2]
         assert "verify" in table
         assert re.search(r"resumed from\s+3\W+first saved at\s+4\s|<td[^>]*>3</td><td[^>]*>4</td>", table)
         assert "compiled" not in table

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_tasks.format.keys import ledger_name
-from ckpt_tasks.format.policy.cadence import Observed
+from ckpt_tasks.format.policy.cadence import Observed, SavePoint
 from ckpt_tasks.format.records import Owner
-from ckpt_tasks.run.ledger.observing import ENTRIES_READ, observe, recent, summarize
+from ckpt_tasks.run.ledger.observing import ENTRIES_READ, LearningCadence, observe, recent, summarize
 from ckpt_tasks.run.ledger.ownership import acquire, identify
 from tests.support.cli_runs import flip
 from tests.support.histories import LOST, Told, trained
@@ -93,6 +93,26 @@ def test_a_failure_that_ends_its_process_counts_once(told: Told) -> None:
     assert observed_of(told).failures == 3
     told.noted().released().taken("its owner released it").taken(LOST)
     assert observed_of(told).failures == 5
+
+
+@pytest.mark.parametrize(("flush_s", "stall_s", "first_s"), [(0.5, 0.2, 10.0), (40.0, 0.2, 40.0), (0.5, 0.6, 19.4)])
+def test_after_a_failure_the_first_save_is_early(told: Told, flush_s: float, stall_s: float, first_s: float) -> None:
+    """A process that begins after a death saves as early as a new run, but for a flush or the overhead cap.
+
+    One that begins after a release has the interval of the history, and so has the next save of either.
+    """
+    trained(told, 3, every_s=600.0, steps=1, **{**COSTS, "flush_s": flush_s, "stall_s": stall_s})
+    usual_s = LearningCadence(told.released().taken("its owner released it").history).interval_s
+    assert usual_s > 100
+    again = LearningCadence(told.taken(LOST).history)
+    assert again.interval_s == pytest.approx(first_s)
+    begin = SavePoint(step=1, epoch=None, clock_s=0.0)
+    assert [again.due(begin, replace(begin, step=2, clock_s=first_s + more_s)) for more_s in (-0.1, 0.1)] == [False, True]
+    trained(told, 1, every_s=10.0, steps=1, **COSTS)
+    newest = told.history.good_entry(told.history.head().next_n - 1)
+    assert newest is not None
+    again.learn(newest[0])
+    assert again.interval_s > 40
 
 
 # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────
