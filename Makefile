@@ -29,7 +29,7 @@ export OMP_WAIT_POLICY := passive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install frameworks servers pythons peers train test test-frameworks test-newest test-all test-e2e soak bench bench-s3 docs check format clean
+.PHONY: help install frameworks servers pythons peers train told test test-frameworks test-newest test-all test-e2e soak bench bench-s3 docs check format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
@@ -93,16 +93,19 @@ train: install ## train the byte-level model; the same command again continues (
 check: install ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@echo "types: some 2 minutes the first time, without a word"
+	@echo "types: some 2 to 4 minutes the first time, without a word"
 	$(BIN)/mypy $(if $(wildcard $(FRAMEWORKS_STAMP)),,--exclude $(FOREIGN))
 
 format: install ## rewrite the sources as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check $(SERVERS_STAMP) ## check, then every test that is not marked slow and needs no framework of others
+test: told check $(SERVERS_STAMP) ## check, then every test that is not marked slow and needs no framework of others
 	@echo "tests: some 4,000, which take some 10 minutes on two cores"
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not framework" $(ARGS)
+
+told:
+	@echo "make test: format, lint and types (some 4 minutes the first time), then some 4,000 tests (some 10 minutes)"
 
 test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the frameworks of others there, then the tests that need them and are not slow
 	$(BIN)/mypy

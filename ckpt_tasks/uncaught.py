@@ -1,4 +1,4 @@
-"""Print an error of ours that nobody has caught: what it says first, then the program's own lines.
+"""Print an error of ours, or a Ctrl-C in our code, that nobody has caught: first what it says, then the user's lines.
 
 Python would print hundreds of lines of this package, and the message below them. CKPT_TRACEBACK=1 shows those.
 """
@@ -26,7 +26,10 @@ def show_briefly(ours: type[BaseException]) -> None:
 def _print(
     ours: type[BaseException], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if not isinstance(error, ours):
+    stopped = isinstance(error, KeyboardInterrupt) and any(
+        one.filename.startswith(_OURS) for one in traceback.extract_tb(trace)
+    )
+    if not (stopped or isinstance(error, ours)):
         sys.__excepthook__(kind, error, trace)
         return
     try:

@@ -161,12 +161,12 @@ def _lines(planned: _Planned) -> list[tuple[str, str, str]]:
     every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
     every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
     stall = f"training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}"
-    seen = f"{count(observed.failures, 'failure')}, and one a day" if observed.failures else "no failure yet: one a day"
+    seen = f"{count(observed.failures, 'failure')}, and as a tenth of one" if observed.failures else "no failure yet:"
     costs = f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"
     return [
         ("measured", f"{step}{stall}", ""),
         ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training", ""),
-        ("between failures", f"{fine_span(recommended.mtbf_s)} ({seen} assumed)", ""),
+        ("between failures", f"{fine_span(recommended.mtbf_s)} ({seen} one a day is assumed)", ""),
         ("save every", every, "bold"),
         ("because", _why(planned), ""),
         ("costs", costs, ""),

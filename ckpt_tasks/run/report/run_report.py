@@ -92,7 +92,10 @@ class Report:
         again = f"; {count(course.redone_steps, 'step')} trained again" if course.redone_steps else ""
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them on discarded branches"),
-            ("failures", f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died"),
+            (
+                "failures",
+                f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died and had a successor",
+            ),
             ("resumed", (f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed) + again),
         ]
         if evaluations := len(course.of("evaluation")):  # Those of `ckpt evaluate` and flows, not of the loop.

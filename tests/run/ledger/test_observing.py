@@ -107,7 +107,10 @@ def test_after_a_failure_the_first_save_is_early(told: Told, flush_s: float, sta
     again = LearningCadence(told.taken(LOST).history)
     assert again.interval_s == pytest.approx(first_s)
     begin = SavePoint(step=1, epoch=None, clock_s=0.0)
-    assert [again.due(begin, replace(begin, step=2, clock_s=first_s + more_s)) for more_s in (-0.1, 0.1)] == [False, True]
+    assert [again.due(begin, replace(begin, step=2, clock_s=first_s + more_s)) for more_s in (-0.1, 0.1)] == [
+        False,
+        True,
+    ]
     trained(told, 1, every_s=10.0, steps=1, **COSTS)
     newest = told.history.good_entry(told.history.head().next_n - 1)
     assert newest is not None
