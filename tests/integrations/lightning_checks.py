@@ -148,7 +148,7 @@ def test_lightning_goes_on_behind_the_samples_that_it_has_trained(
     batches = -(-SAMPLES // now[0]) - -(-(SAMPLES - done) // now[0])
     fewer = was != now and batches % now[1] > 0
     assert len(caplog.messages) == (was[0] * was[1] != now[0] * now[1] or fewer)
-    assert [f"takes {now[1] - batches % now[1]} of its {now[1]}" in message for message in caplog.messages] == [
+    assert [f"takes {now[1] - batches % now[1]} in place of {now[1]}" in message for message in caplog.messages] == [
         fewer
     ] * len(caplog.messages)
 

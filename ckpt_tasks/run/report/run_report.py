@@ -89,13 +89,11 @@ class Report:
         deaths, failures = len(course.deaths), len(course.of("failure"))
         resumed = count(len(course.resumes), "time")
         runs = len({moment.moment.flow_run_id for moment in course.of("taken", "lost") if moment.moment.flow_run_id})
+        dead = count(deaths, "process", "processes")
         again = f"; {count(course.redone_steps, 'step')} trained again" if course.redone_steps else ""
         rows = [
             ("commits", f"{len(commits):,}, {len(commits) - len(course.line):,} of them on discarded branches"),
-            (
-                "failures",
-                f"{count(failures, 'failed attempt')}, {count(deaths, 'process', 'processes')} that died and had a successor",
-            ),
+            ("failures", f"{count(failures, 'failed attempt')}, {dead} that died and had a successor"),
             ("resumed", (f"{resumed}, in {count(runs, 'flow run')}" if runs else resumed) + again),
         ]
         if evaluations := len(course.of("evaluation")):  # Those of `ckpt evaluate` and flows, not of the loop.
