@@ -49,6 +49,7 @@ def test_steps_of_which_nothing_was_committed_are_taken_again(run_dir: Path) -> 
 
 def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A policy that keeps the best by a metric that no checkpoint has says so, once, and not before 20 commits."""
+    told: list[str] = []
     with opened(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
         for step in range(1, 23):
             ckpt.save(step, weights(step), metrics={"loss": float(step)})
