@@ -170,7 +170,7 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
     if len(shown) < len(rows):
         yield f"The newest {len(shown)} of {len(rows):,} checkpoints; --all shows every one.", "dim"
     if not all(row.kept or row.checkpoint.abandoned for row in shown):
-        yield "No reason given: among the newest, or not pruned yet.", "dim"
+        yield "Rows without a reason: within max_num_checkpoints, or not pruned yet.", "dim"
     yield from _reasons(shown, rows)
     yield _holder(head.state.owner), "dim"
     yield from ((check_words(check), "red" if check.fault else "dim") for check in head.state.checks)

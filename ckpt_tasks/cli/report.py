@@ -161,12 +161,17 @@ def _lines(planned: _Planned) -> list[tuple[str, str, str]]:
     every += f" ({fine_span(recommended.interval_s)})" if recommended.interval_s >= 120 else ""
     every += f", {count(recommended.steps, 'step')}" if recommended.steps else ""
     stall = f"training waits {fine_span(observed.stall_s)} at a save, which takes {fine_span(observed.flush_s)}"
-    seen = f"{count(observed.failures, 'failure')}, and as a tenth of one" if observed.failures else "no failure yet:"
+    prior = "one a day is assumed, with the weight of a tenth of a failure"
+    seen = f"{count(observed.failures, 'failure')}; before it, {prior}" if observed.failures else f"no failure; {prior}"
     costs = f"{percent(at.overhead)} waiting for saves, {percent(at.expected_loss)} doing lost work again"
     return [
         ("measured", f"{step}{stall}", ""),
-        ("failures", f"{observed.failures} in {fine_span(observed.trained_s)} of training", ""),
-        ("between failures", f"{fine_span(recommended.mtbf_s)} ({seen} one a day is assumed)", ""),
+        (
+            "failures",
+            f"{observed.failures} in {fine_span(observed.trained_s)} of training, by the newest entries of the ledger",
+            "",
+        ),
+        ("between failures", f"{fine_span(recommended.mtbf_s)} ({seen})", ""),
         ("save every", every, "bold"),
         ("because", _why(planned), ""),
         ("costs", costs, ""),

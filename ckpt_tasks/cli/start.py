@@ -295,7 +295,7 @@ def up(*, port: PortOption = None, systemd: SystemdOption = False, as_json: Json
         site = bring_up(Path.cwd(), port, out.print)
         facts = {**asdict(site), "deployments": list(site.deployments)}
         asks = f"; it asks for the password in {file}" if (file := site.password_file) else ""
-        alone = f"The trainings, without the site's own flow runs: {site.trainings}"
+        alone = f"The trainings, without evaluations and checks: {site.trainings}"
         out.answer(facts, [listing(_PARTS, site.parts), f"The page is at {site.page}{asks}", alone, ""])
         train = next((name for name in site.deployments if name.startswith("train/")), site.deployments[0])
         out.print_next(

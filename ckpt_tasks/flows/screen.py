@@ -22,7 +22,7 @@ from ckpt_tasks.flows.session.session import Progress, watcher
 from ckpt_tasks.format.records import Checkpoint
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 from ckpt_tasks.run.report.picture import sort_metrics
-from ckpt_tasks.run.report.words import clock, fine_span, plain_table, printable, size
+from ckpt_tasks.run.report.words import clock, fine_span, plain_table, printable, size, when
 
 _PLAIN_EVERY_S = 10.0
 _MOST_METRICS = 3
@@ -178,7 +178,7 @@ def print_run(out: Console, config: CheckpointConfig) -> None:
     table = plain_table()
     newest_first = run_of(config).checkpoints()
     metrics = sort_metrics({name for checkpoint in newest_first for name in checkpoint.metrics})[:_MOST_METRICS]
-    for name in ("step", *metrics, "size", "waited", "saved (UTC)"):
+    for name in ("step", *metrics, "size", "waited", "saved"):
         table.add_column(name, justify="right")
     for checkpoint in reversed(newest_first):
         table.add_row(*_cells(checkpoint, metrics))
@@ -230,7 +230,7 @@ def _cells(checkpoint: Checkpoint, metrics: Sequence[str]) -> Iterator[str]:
     yield from (f"{checkpoint.metrics[name]:.4g}" if name in checkpoint.metrics else "" for name in metrics)
     yield size(checkpoint.size_bytes)
     yield fine_span(checkpoint.cost_s)
-    yield checkpoint.saved_at[11:19]
+    yield when(checkpoint.saved_at)[11:]
 
 
 def _speed(rate: float, unit: str) -> str:

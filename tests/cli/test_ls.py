@@ -75,7 +75,7 @@ def test_ls_says_why_a_step_between_two_intervals_was_saved(run_dir: Path) -> No
     said = "16 (save() or the end of training), 15 (a signal), 13 (end of a batch), 0 (first save)."
     listed = " ".join(ckpt("ls", run_dir).out.split())
     assert f"Saved not by the interval: {said}" in listed
-    assert "No reason given: among the newest, or not pruned yet." in listed
+    assert "Rows without a reason: within max_num_checkpoints, or not pruned yet." in listed
     with Checkpointer(replace(config(run_dir), step_interval=10)) as ckpt_:
         ckpt_.restore(some_state())
         ckpt_.save(20, some_state(20))
