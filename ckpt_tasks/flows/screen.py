@@ -103,18 +103,16 @@ class _Line:
 
 @dataclass
 class _Sums:
-    """What the steps since a moment took, with what came between them (saves, commits), and what they used."""
+    """What the steps since a moment took, with what came between them (saves, commits), and what they trained on."""
 
     since_s: float
     steps: int = 0
     wall_s: float = 0.0
-    step_s: float = 0.0
     amount: float = 0.0
 
     def add(self, wall_s: float, progress: Progress) -> None:
         self.steps += 1
         self.wall_s += wall_s
-        self.step_s += progress.step_s
         self.amount += progress.amount
 
 
@@ -152,13 +150,13 @@ class LiveLine(_Line):
 
         A line longer than `width` leaves out the wait, then the speed, then the time left: a cut number would be wrong.
         """
+        wall_s = sum(one.wall_s for one in self._sums)  # With what comes between steps: speed and time left agree.
         parts = {"step": f"step {progress.step}/{self._total}"}
         for name in sort_metrics(progress.metrics)[:1]:
             parts["metric"] = f"{printable(name)} {progress.metrics[name]:.4g}"
         if progress.amount:
-            step_s = sum(one.step_s for one in self._sums)
-            parts["speed"] = _speed(sum(one.amount for one in self._sums) / max(step_s, 1e-9), progress.unit)
-        pace_s = sum(one.wall_s for one in self._sums) / max(1, sum(one.steps for one in self._sums))
+            parts["speed"] = _speed(sum(one.amount for one in self._sums) / max(wall_s, 1e-9), progress.unit)
+        pace_s = wall_s / max(1, sum(one.steps for one in self._sums))
         parts["left"] = f"ETA {clock((self._total - progress.step) * pace_s)}"
         waited = ""
         if progress.commit:

@@ -20,7 +20,7 @@ NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://
 
 
 def test_the_line_says_where_training_is() -> None:
-    """Step, metric, speed of the steps themselves, and time left."""
+    """Step, metric, speed, and the time left at this speed: both have what comes between the steps in them."""
     out = Screen(file=io.StringIO(), width=200, color_system=None)
     line = LiveLine(out, 30)
     first, second = (
@@ -28,8 +28,13 @@ def test_the_line_says_where_training_is() -> None:
         for step in (1, 2)
     )
     line(first)
+    time.sleep(1.5)
     line(second)
-    assert re.fullmatch(r"step 2/30 · loss 2\.5 · 128 samples/s · ETA \S+", line.text(second))
+    found = re.fullmatch(r"step 2/30 · loss 2\.5 · (\d+) samples/s · ETA 0:(\d\d)", line.text(second))
+    assert found is not None
+    speed, left_s = map(int, found.groups())
+    assert speed <= 64  # 128 samples in 2 s or more
+    assert abs(28 * 64 / speed - left_s) < 1.5
 
 
 def test_one_long_wait_does_not_stretch_the_time_left() -> None:
