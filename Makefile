@@ -105,7 +105,7 @@ test: told check $(SERVERS_STAMP) ## check, then every test that is not marked s
 	REQUIRED_SERVERS="ministack liar" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not framework" $(ARGS)
 
 told:
-	@echo "make test: format, lint and types (some 4 minutes the first time), then some 4,000 tests (some 10 minutes)"
+	@echo "make test: first format, lint and types, then the tests; a quarter of an hour in all on two cores"
 
 test-frameworks: $(SERVERS_STAMP) $(FRAMEWORKS_STAMP) ## types with the frameworks of others there, then the tests that need them and are not slow
 	$(BIN)/mypy

@@ -18,7 +18,7 @@ _ALL = "CKPT_TRACEBACK"
 
 
 def show_briefly(ours: type[BaseException]) -> None:
-    """Print errors of this class by `_print` if they end the program, unless the program has a hook of its own."""
+    """Print errors of this class, and a Ctrl-C in our code, by `_print`, unless the program has a hook of its own."""
     if sys.excepthook is sys.__excepthook__ and os.environ.get(_ALL, "") in ("", "0"):
         sys.excepthook = partial(_print, ours)
 

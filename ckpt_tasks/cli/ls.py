@@ -189,11 +189,11 @@ def _parts(run: Run, head: Head, rows: list[_Row], chosen: list[tuple[str, str]]
 
 def _reasons(shown: list[_Row], rows: list[_Row]) -> Iterator[Any]:
     """Say which checkpoints were saved though no save was due, and why, if the run has an interval."""
-    every = math.gcd(*(row.checkpoint.step for row in rows if not _why(row.checkpoint)))
+    every = math.gcd(*(row.checkpoint.step for row in rows if not _why(row.checkpoint)))  # The interval, if above 1.
     reasons = [
-        f"{row.checkpoint.step} ({why})"
-        for row in shown
-        if (why := _why(row.checkpoint)) and (every < 2 or row.checkpoint.step % every or not row.checkpoint.step)
+        f"{step} ({why})"
+        for step, why in ((row.checkpoint.step, _why(row.checkpoint)) for row in shown)
+        if why and (every < 2 or step % every or not step)
     ]
     if reasons and any(row.checkpoint.interim or not row.checkpoint.why for row in rows):
         yield f"Saved not by the interval: {', '.join(reasons)}.", "dim"

@@ -23,7 +23,7 @@ from ckpt_tasks.format.policy.ranges import Span, merge_spans
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.opening import READ_BYTES, by_object, changes_in
 from ckpt_tasks.state.tensors.placements import is_sharded
-from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at
+from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at, without_values
 from ckpt_tasks.storage.port import ReadableStore
 
 _PAGE = 4096
@@ -55,7 +55,7 @@ class DownloadedTensors:
 
     def like(self, key: str) -> torch.Tensor:
         row = self._by_key[key][0]
-        return torch.empty(row.tensor_shape, dtype=getattr(torch, row.dtype), device="meta")
+        return without_values(row.dtype, row.tensor_shape)
 
     def read(self, key: str) -> torch.Tensor:
         self._get(self._by_key[key])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from ckpt_tasks.run.opening import READ_BYTES, change, changes_in, merge_runs
 from ckpt_tasks.state.tensors.memcpy import THREADS, is_plain
 from ckpt_tasks.state.tensors.placements import local_of
 from ckpt_tasks.state.tensors.staging import STAGED_BYTES, Staging, byte_view, can_stage
-from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at
+from ckpt_tasks.state.tensors.tensors import copy_all, tensor_at, without_values
 from ckpt_tasks.storage.port import ReadableStore
 from ckpt_tasks.system import system
 
@@ -74,7 +74,7 @@ class StoredTensors:
 
     def like(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
-        return _like(row.dtype, row.tensor_shape)
+        return without_values(row.dtype, row.tensor_shape)
 
     def read(self, key: str) -> torch.Tensor:
         row = self._rows[key][0]
@@ -243,11 +243,6 @@ class StoredTensors:
         if buffer is None or len(buffer) < size_bytes:
             buffer = self._scratch.buffer = bytearray(max(size_bytes, _PIECE_BYTES + 16))
         return buffer
-
-
-@lru_cache(1024)  # Many tensors of a state have the same shape.
-def _like(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _by_key(rows: Iterable[IndexRow]) -> dict[str, list[IndexRow]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 from ckpt_tasks.format.ledger import Entry
-from ckpt_tasks.format.policy.cadence import FIRST_INTERVAL_S, AutoCadence, Observed, SavePoint, SavePolicy, recommend
+from ckpt_tasks.format.policy.cadence import FIRST_INTERVAL_S, AutoCadence, Observed, SavePoint, recommend
 from ckpt_tasks.process import in_threads
 from ckpt_tasks.run.ledger.history import History
 from ckpt_tasks.run.ledger.timeline import Moment, moment
@@ -32,19 +33,17 @@ class LearningCadence:
 
     def __init__(self, history: History):
         self._happened = recent(history)
-        self._cadence = AutoCadence()
-        self._early_s: float | None = None
+        self._usual = self._cadence = AutoCadence()
         self._update()
 
     @property
     def interval_s(self) -> float:
         """The seconds from the last save, or from the start, to the next save."""
-        usual_s = self._cadence.interval_s
-        return usual_s if self._early_s is None else min(usual_s, self._early_s)
+        return self._cadence.interval_s
 
     def due(self, last: SavePoint, now: SavePoint) -> bool:
         """Return True if a snapshot is due at `now`; `last` is the last save."""
-        return SavePolicy(save_interval_secs=self.interval_s).due(last, now)
+        return self._cadence.due(last, now)
 
     def learn(self, entry: Entry) -> None:
         """Learn the cost of a save from a commit."""
@@ -55,10 +54,12 @@ class LearningCadence:
 
     def _update(self) -> None:
         observed = summarize(self._happened)
-        if observed is not None:
-            self._cadence = self._cadence.updated(observed)
-            last = next(event.kind for event in reversed(self._happened) if event.kind != "taken")
-            self._early_s = None if last == "commit" else max(FIRST_INTERVAL_S, recommend(observed).least_s)
+        if observed is None:
+            return
+        self._usual = self._cadence = self._usual.updated(observed)
+        if next(event.kind for event in reversed(self._happened) if event.kind != "taken") != "commit":
+            early_s = max(FIRST_INTERVAL_S, recommend(observed).least_s)
+            self._cadence = replace(self._usual, interval_s=min(self._usual.interval_s, early_s))
 
 
 def observe(history: History) -> Observed | None:

@@ -58,8 +58,7 @@ class Copies:
 
     def bind(self, live: torch.Tensor, key: str) -> bool:
         """Reserve a live tensor's memory for a stored tensor; return False if another stored tensor has reserved it."""
-        if self._offered:
-            self._take_offers()
+        self._take_offers()
         known = self._memory(live)
         if known is not None and self._keys.setdefault(known, key) != key:
             return False
@@ -73,8 +72,7 @@ class Copies:
 
     def home(self, key: str) -> torch.Tensor | None:
         """Return the live tensor that will hold a stored tensor; None if no live tensor will."""
-        if self._offered:
-            self._take_offers()
+        self._take_offers()
         return self._homes.get(key)
 
     def shared(self, ref: TensorRef, device: torch.device | None) -> Any:

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -323,7 +323,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     into: list[torch.Tensor] = []
     out_of: list[torch.Tensor] = []
     for target, source in pairs:
-        to, values = target.detach(), source  # torch lets nobody write to an inference tensor itself.
+        to, values = target.detach(), source  # torch refuses a write to an inference tensor, but not to its alias.
         if not target.is_contiguous():
             steps = target.stride()
             to, values = expanded(to, steps), expanded(source, steps)
@@ -355,6 +355,12 @@ def difference(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str 
     if here == dtype and tuple(tensor.shape) == tuple(shape):
         return None
     return f"{here}{list(tensor.shape)} here, {dtype}{list(shape)} in the checkpoint"
+
+
+@lru_cache(1024)  # Many tensors of a state have the same dtype and shape.
+def without_values(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor without values (on the meta device) of a stored dtype and shape."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def tensor_at(buffer: memoryview | mmap.mmap | bytearray, dtype: str, shape: Iterable[int], begin: int) -> torch.Tensor:
