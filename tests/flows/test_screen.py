@@ -7,13 +7,16 @@ import os
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from ckpt_tasks import CheckpointConfig, Checkpointer
 from ckpt_tasks.errors import IntegrityError, NoGoodCheckpointError, StateMismatchError
 from ckpt_tasks.flows.prefect.evaluate import EvaluationResult
-from ckpt_tasks.flows.screen import LiveLine, Screen, print_evaluation, print_evaluations
+from ckpt_tasks.flows.screen import LiveLine, Screen, print_evaluation, print_evaluations, print_run
 from ckpt_tasks.flows.session.session import Progress
+from ckpt_tasks.run.report.words import when
 from tests.support.ledgers import made
 
 NAMES = ["acc[/top5]", "[bold]x", ":smile:", "red\x1b[31m", "link\x1b]8;;http://evil\x1b\\", "back\r\x08", "csi\x9b2J"]
@@ -76,6 +79,24 @@ def test_the_last_line_has_the_last_commit() -> None:
         assert not file.getvalue()
         line.finish(made(30, 2))
     assert re.search(r"^step 30/30 · .*committed 30, waited .*\n$", file.getvalue())
+
+
+def test_times_are_those_of_the_reader(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table at the end of a training has the time of a save in the reader's zone, as the line of its start has."""
+    config = CheckpointConfig(checkpoint_dir=str(run_dir), memory_dir=None)
+    with Checkpointer(config) as ckpt:
+        saved_at = ckpt.save(1, {"one": 1}).saved_at
+    texts = {}
+    for zone in ("UTC", "UTC-9"):  # POSIX's sign: nine hours east.
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        out = Screen(file=io.StringIO(), width=200, color_system=None)
+        print_run(out, config)
+        texts[zone] = out.file.getvalue()  # type: ignore[attr-defined]
+        assert when(saved_at)[11:] in texts[zone]
+    monkeypatch.undo()
+    time.tzset()
+    assert texts["UTC"] != texts["UTC-9"]
 
 
 def test_a_reader_that_leaves_ends_no_training() -> None:

@@ -139,16 +139,18 @@ def test_tensors_without_elements_share_nothing() -> None:
 def test_overlapping_memory_that_cannot_hold_the_values_is_an_error() -> None:
     """P5: two views of the same memory, in one group or in two, do not overwrite each other without a word."""
     saved = save({"one": Holder(t=torch.zeros(3)), "two": Holder(t=torch.ones(3)), "w": torch.arange(9.0).view(3, 3)})
-    base, windows = torch.full((5,), 9.0), torch.full((5,), 9.0)
+    base, windows, long = torch.full((5,), 9.0), torch.full((5,), 9.0), torch.full((7,), 9.0)
     for state in (
         {"one": Holder(t=base[:3]), "two": Holder(t=base[1:4]), "w": torch.zeros(3, 3)},
         {"one": Holder(t=base[:3]), "two": Holder(t=base[:3]), "w": torch.zeros(3, 3)},
+        {"one": Holder(t=long[::3]), "two": Holder(t=long[4:]), "w": torch.zeros(3, 3)},
         {"one": Holder(t=torch.zeros(3)), "two": Holder(t=torch.zeros(3)), "w": windows.unfold(0, 3, 1)},
     ):
         with pytest.raises(StateMismatchError, match="here, but"):
             restore(saved, state)
     assert base.eq(9).all()
     assert windows.eq(9).all()
+    assert long.eq(9).all()
     every_other = {"one": Holder(t=base[::2]), "two": Holder(t=torch.zeros(3)), "w": torch.zeros(3, 3)}
     restore(saved, every_other)
     assert base.tolist() == [0.0, 9.0, 0.0, 9.0, 0.0]

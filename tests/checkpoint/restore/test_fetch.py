@@ -101,7 +101,7 @@ def test_targets_in_any_form_are_filled(run_dir: Path) -> None:
 
 def test_autograd_sees_that_a_restore_changed_a_tensor(run_dir: Path) -> None:
     """A backward through values that a restore has overwritten raises instead of using the new ones."""
-    for size in (4, MIB):
+    for size in (4, 1 << 15, MIB):  # Copied by torch, copied by a memcpy, and read into place.
         weight = nn.Parameter(torch.ones(size))
         _saved(run_dir / str(size), {"weight": weight})
         loss: torch.Tensor = (weight * weight).sum()
