@@ -104,6 +104,7 @@ class Pruner:
         live = {one.manifest_digest for one in state.live}
         self.named = {known: of for known, of in self.named.items() if known in live} | {digest: names}
         self.base = None
+        self._warn_of_best(state)
 
     def new_owner(self) -> None:
         """Sweep the leftovers of dead owners again, because the directory had another owner meanwhile."""
@@ -125,7 +126,6 @@ class Pruner:
 
     def _follow(self, request: tuple[Owner, State]) -> None:
         owner, state = request
-        self._warn_of_best(state)
         try:
             while self.unnoted:
                 self._history.append(self.unnoted[0], lambda state, n: state, owner=owner)

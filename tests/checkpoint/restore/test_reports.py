@@ -53,7 +53,7 @@ def test_none_is_best_by_what_is_not_measured(run_dir: Path, caplog: pytest.LogC
     with opened(run_dir, max_num_checkpoints=1, keep_best=1, best_metric="los") as ckpt:
         for step in range(1, 23):
             ckpt.save(step, weights(step), metrics={"loss": float(step)})
-            ckpt.prune()  # wait for what follows the commit
+            ckpt.wait()
             told = [record.message for record in caplog.records if "kept as the best" in record.message]
             assert len(told) == (step >= 20), step
     assert told == ["None is kept as the best so far: no checkpoint has the metric 'los': only loss"]
