@@ -10,7 +10,7 @@ from prefect import Task
 from prefect.logging import get_run_logger
 
 from ckpt_tasks.flows.prefect.attempts import Attempts, attempted_task
-from ckpt_tasks.flows.prefect.config import BatchLength, position_of_run
+from ckpt_tasks.flows.prefect.config import BatchLength
 from ckpt_tasks.flows.session.session import ProgramSession
 
 _MAX_STALLED_ATTEMPTS = 10
@@ -56,12 +56,12 @@ def step_batch(session: ProgramSession, retries: int, retry_delay_seconds: float
 
 
 def run_in_batches(
-    batch: Task[[int, int], BatchResult], session: ProgramSession, total_steps: int, length: BatchLength
+    batch: Task[[int, int], BatchResult], session: ProgramSession, steps: tuple[int, int], length: BatchLength
 ) -> Iterator[BatchResult]:
-    """Train to `total_steps`, one task per batch; a batch after a successful one needs no restore."""
-    position, last = position_of_run(session.config, total_steps), None
-    while position < total_steps:
-        end = length.end(position, total_steps, step_s=session.step_s, last=last)
+    """Train from one step to another, one task per batch; a batch after a successful one needs no restore."""
+    (position, last_step), last = steps, None
+    while position < last_step:
+        end = length.end(position, last_step, step_s=session.step_s, last=last)
         done = batch(position, end)
         position, last = done.end, done.end - done.start
         yield done

@@ -18,7 +18,7 @@ from ckpt_tasks.flows.engines import find_engine
 from ckpt_tasks.flows.gang.engine import Engine
 from ckpt_tasks.flows.gang.launched import launched
 from ckpt_tasks.flows.prefect.artifacts import RunPages
-from ckpt_tasks.flows.prefect.config import BatchLength, check_saves, config_of_run
+from ckpt_tasks.flows.prefect.config import BatchLength, check_saves, config_of_run, position_of_run
 from ckpt_tasks.flows.prefect.console_log import keep_log_readers_out
 from ckpt_tasks.flows.prefect.early_stop import EarlyStopping, stay_as_decided
 from ckpt_tasks.flows.prefect.endings import (
@@ -103,16 +103,19 @@ def train(
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)
         batch_task = step_batch(session, 0 if launched.get() else retries, retry_delay_seconds)
-        for batch in run_in_batches(batch_task, session, total_steps, length):
-            trained += batch.end - batch.start
+        step = position_of_run(session.config, total_steps)
+        for batch in run_in_batches(batch_task, session, (step, total_steps), length):
+            step, trained = batch.end, trained + batch.end - batch.start
             pages.show(batch.end, batch.metrics)
             if stopping.check():
                 break
         at_end.get()(session)
     if stopping.why:
         get_run_logger().warning("The run is %s. Another start trains on.", stopping.why)
-    step, why = session.position if stopping.why else total_steps, stopping.why
-    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=session.metrics, stopped_because=why)
+    elif not trained:
+        get_run_logger().warning("Nothing was left to train to step %d: step %d is committed.", total_steps, step)
+    metrics, why = session.metrics, stopping.why
+    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)
 
 
 @contextmanager

@@ -103,10 +103,12 @@ def notes(run_dir: Path, what: str) -> list[dict[str, Any]]:
     return [note for note in reversed(open_run(str(run_dir)).notes()) if note["note"] == what]
 
 
-def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, whole: Path) -> None:
+def test_started_again_it_goes_on_bit_for_bit(
+    run_dir: Path, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """P49, P73: a run in pieces, the last one damaged and trained again, ends as the run in one piece, streams too.
 
-    A flow run of a complete run trains nothing, builds no program, and commits nothing.
+    A flow run of a complete run trains nothing, builds no program, commits nothing, and says so.
     """
     for total in (4, 12):
         run(run_dir, total)
@@ -115,8 +117,10 @@ def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, whole: Path) -> Non
     assert run(run_dir, 12).trained == 2
     assert_equal(run_dir, whole)
     before = open_run(str(run_dir)).head().next_n
-    result = run(run_dir, 12, params={"width": -1})
+    assert "Nothing was left" not in caplog.text
+    result = run(run_dir, 8, params={"width": -1})
     assert (result.step, result.trained) == (12, 0)
+    assert "Nothing was left to train to step 8: step 12 is committed." in caplog.text
     assert open_run(str(run_dir)).head().next_n == before
 
 
