@@ -103,9 +103,7 @@ def notes(run_dir: Path, what: str) -> list[dict[str, Any]]:
     return [note for note in reversed(open_run(str(run_dir)).notes()) if note["note"] == what]
 
 
-def test_started_again_it_goes_on_bit_for_bit(
-    run_dir: Path, whole: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_started_again_it_goes_on_bit_for_bit(run_dir: Path, whole: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P49, P73: a run in pieces, the last one damaged and trained again, ends as the run in one piece, streams too.
 
     A flow run of a complete run trains nothing, builds no program, commits nothing, and says so.
