@@ -161,7 +161,7 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
         return
     try:
         parts = flat({"it": value})
-        digest = digest_hex(json.dumps(_values(parts, rng=False)).encode()) if "it" in parts else None
+        digest = _digest(_values(parts, rng=False)) if "it" in parts else None
     except Exception:  # noqa: BLE001 (the value cannot be saved: look at the values in it)
         digest = None
     if digest is not None:
@@ -169,6 +169,10 @@ def _outside(value: Any, path: str, known: set[int], level: int) -> Iterator[tup
     else:
         for name, item in items_of(value):
             yield from _outside(item, path + name, known, level + 1)
+
+
+def _digest(values: dict[str, str]) -> str:
+    return digest_hex(json.dumps(values, sort_keys=True).encode())  # Restored options of a group have another order.
 
 
 def _evaluated(program: Any) -> dict[str, str] | None:

@@ -106,6 +106,13 @@ class OfASet(Whole):
         return 1 + float([*{f"shard{n}" for n in range(9)}].index("shard0"))
 
 
+class View:
+    """Another object for an optimizer that is in the state, such as accelerate holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
 class Unchanged(Whole):
     """What is outside of the state is the same after a resume, or differs in every process; it evaluates."""
 
@@ -117,6 +124,9 @@ class Unchanged(Whole):
         self.points = torch.randn(8, 4, generator=self.chance)
         self.held_out = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(self.points), batch_size=4)
         self.last = 0.0
+        # After a restore the options of these groups have another order.
+        self.optimizer = torch.optim.AdamW([{"params": self.model.parameters(), "weight_decay": 0.1}])
+        self.state["optimizer"], self.view = self.optimizer, View(self.optimizer)
 
     def factor(self) -> float:
         self.last = float(self.teacher(self.points).sum())
