@@ -40,7 +40,7 @@ from ckpt_tasks.format.policy.stopping import EarlyStop
 from ckpt_tasks.run.ledger.config import CheckpointConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainResult:
     """The run's position, how many steps this flow run trained, and its last metrics (empty if it trained no step).
 
@@ -89,7 +89,7 @@ def train(
     with logged_with_the_flow_run(), crashes_while_the_store_is_away(reached=False):
         config = config_of_run(checkpoint, run_key)
         params = _begin(config, program, params, fork_from, (rollback_to, skip_batches))
-    length, trained = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval), 0
+    length = BatchLength(steps=batch_steps, seconds=batch_seconds, step_interval=config.step_interval)
     crash_lost_task_runs()
     with (  # SIGTERM, Ctrl-C and a cancellation wait for the end of the step and its commit.
         ends_when_cancelled(),
@@ -103,19 +103,17 @@ def train(
         announce(session, run_key, program=program, params=params)
         stopping = EarlyStopping(session, early_stop)
         batch_task = step_batch(session, 0 if launched.get() else retries, retry_delay_seconds)
-        step = position_of_run(session.config, total_steps)
-        for batch in run_in_batches(batch_task, session, (step, total_steps), length):
-            step, trained = batch.end, trained + batch.end - batch.start
-            pages.show(batch.end, batch.metrics)
+        begun = step = position_of_run(session.config, total_steps)
+        for batch in run_in_batches(batch_task, session, (begun, total_steps), length):
+            pages.show(step := batch.end, batch.metrics)
             if stopping.check():
                 break
         at_end.get()(session)
     if stopping.why:
         get_run_logger().warning("The run is %s. Another start trains on.", stopping.why)
-    elif not trained:
+    elif step == begun:
         get_run_logger().warning("Nothing was left to train to step %d: step %d is committed.", total_steps, step)
-    metrics, why = session.metrics, stopping.why
-    return TrainResult(run_key=run_key, step=step, trained=trained, metrics=metrics, stopped_because=why)
+    return TrainResult(run_key, step, step - begun, session.metrics, stopping.why)
 
 
 @contextmanager
