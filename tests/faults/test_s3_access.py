@@ -24,7 +24,6 @@ from tests.storage.conformance import pattern
 from tests.support import answers
 from tests.support.answers import Answer
 from tests.support.cli_runs import ckpt as ckpt_command
-from tests.support.ledgers import commit
 from tests.support.rules import Fault
 from tests.support.sweeps import quick_first
 
@@ -108,34 +107,6 @@ def test_credentials_that_expire_within_an_upload(place: Place, keys: Keys, monk
 
 
 # ── no permission ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("answer", "hint"),
-    quick_first(
-        [
-            (answers.TIME_TOO_SKEWED, "clock of this host is wrong"),
-            (answers.ACCESS_DENIED, "may not do this"),
-            (answers.error(403, "SignatureDoesNotMatch"), "secret key is wrong"),
-            (answers.error(403, "InvalidAccessKeyId"), "no user of this endpoint"),
-            (answers.error(404, "NoSuchBucket"), "Create the bucket first"),
-            (answers.error(301, "PermanentRedirect"), "another region"),
-        ],
-        3,
-    ),
-    ids=lambda it: str(it.status) if isinstance(it, Answer) else it,
-)
-def test_what_does_not_pass_by_itself_is_said_at_once(place: Place, answer: Answer, hint: str) -> None:
-    """A wrong clock, key, bucket or region is not tried again for minutes: the hint says what to mend."""
-    history = place.history()
-    rule = place.chaos.on(Fault(answer=answer), operation="PutObject")
-    with pytest.raises(StoreError, match=hint) as caught:
-        commit(history, 5)
-    assert not caught.value.transient
-    assert rule.hits <= 10  # a redirection is followed once by the client
-    place.chaos.off()
-    assert commit(history, 6) == 1
-    assert commits(place.truth) == [6]
 
 
 def test_a_head_that_is_refused_without_a_word(place: Place) -> None:
