@@ -76,7 +76,7 @@ MOMENTS = [(moment, True) for moment in (*SAVING, "a restore from memory", *BETW
 MOMENTS += [(moment, False) for moment in PRIVATE]
 
 
-@pytest.mark.parametrize(("moment", "kept"), quick_first(MOMENTS, 3))
+@pytest.mark.parametrize(("moment", "kept"), quick_first(MOMENTS, 4))
 def test_a_child_that_is_forked_changes_nothing(
     run_dir: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, moment: str, kept: bool
 ) -> None:

@@ -114,8 +114,9 @@ HARMS: dict[str, Callable[[Path], None]] = {
     **{f"{how} {file}": harmed(file, how) for how in ("flip", "cut", "gone") for file in FILES},
     "unsealed": unseal_all,
 }
-QUICK = {("none", "refused"), ("none", "stored"), (f"flip {FILES[0]}", "refused")}
-QUICK |= {(harm, "stuck") for harm in HARMS if not harm.startswith(("cut", "gone"))}
+# A harm of each file, and none.
+QUICK = {("none", "stored"), (f"flip {FILES[0]}", "refused"), ("unsealed", "stuck")}
+QUICK |= {(f"flip {file}", "stuck") for file in FILES}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from tests.support.sweeps import quick_first
             answers.INTERNAL_ERROR, answers.CONDITIONAL_CONFLICT, answers.PRECONDITION_FAILED_NAMED,
             answers.NO_SUCH_KEY, Answer(502, b"<html>Bad gateway</html>"),
         )),
-    ], 2),
+    ], 4),
     ids=named,
 )  # fmt: skip
 def test_a_commit_is_in_the_ledger_once(place: Place, fault: Fault, times: int, requests: str) -> None:
@@ -71,7 +71,7 @@ def test_a_commit_that_cannot_be_seen_is_uncertain(place: Place) -> None:
     assert commits(place.truth) == [6, 7]
 
 
-@pytest.mark.parametrize("answer", [None, answers.PRECONDITION_FAILED_NAMED, answers.NO_SUCH_KEY])
+@pytest.mark.parametrize("answer", quick_first([None, answers.PRECONDITION_FAILED_NAMED, answers.NO_SUCH_KEY], 2))
 def test_whoever_loses_a_number_takes_the_next(place: Place, answer: Answer | None) -> None:
     """P33: an evaluator's entry came between look and PUT; however the server says so, the commit goes on top of it."""
     history, gate = place.history(), Gate()
