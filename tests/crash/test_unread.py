@@ -10,12 +10,10 @@ import pytest
 from ckpt_tasks import open_run
 from tests.crash.chatty import STEPS, WAYS
 from tests.support.interpreters import python
-
-QUICK = (("its reader left", "close"), ("it is closed", "alone"))
-ALL = [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in product(WAYS, ("close", "alone"))]
+from tests.support.sweeps import quick_first
 
 
-@pytest.mark.parametrize(("way", "entry"), ALL)
+@pytest.mark.parametrize(("way", "entry"), quick_first(product(WAYS, ("close", "alone"))))
 def test_training_goes_on_to_its_end(run_dir: Path, way: str, entry: str) -> None:
     """Every step is committed and the run is released, although no line that is logged can be written."""
     done = python("-m", "tests.crash.chatty", run_dir, way, entry)
