@@ -22,17 +22,3 @@ def test_training_goes_on_to_its_end(run_dir: Path, way: str, entry: str) -> Non
     assert run.find("latest").step == STEPS, done.stderr
     assert owner is not None
     assert owner.released, done.stderr
-
-
-@pytest.mark.slow
-def test_the_last_line_of_a_process_may_be_unread() -> None:
-    """What is not committed at the end of the interpreter is reported on stderr; a closed one, or none, is no error."""
-    code = """
-import sys
-from ckpt_tasks.checkpoint.save.ending import report_lost
-sys.stderr.close()
-report_lost(ValueError("x"), kept=False)
-sys.stderr = None
-report_lost(ValueError("x"), kept=False)
-"""
-    assert python("-c", code).returncode == 0
