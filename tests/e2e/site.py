@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,20 +138,29 @@ class Site:
         run_key: str,
         total_steps: int,
         *,
+        place: str = "",
         step_interval: int = 10,
         batch_steps: int = 20,
+        program: str = "tests.e2e.trouble:Trouble",
+        ranks: int = 1,
+        checkpoint: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> UUID:
-        """Start a training run of our small program by its deployment; return the flow run's id."""
+        """Start a training run of our small program by its deployment; return the flow run's id.
+
+        `place` is where its checkpoints go, if not below `runs`.
+        """
         parameters = {
             "run_key": run_key,
             "total_steps": total_steps,
-            "program": "tests.e2e.trouble:Trouble",
+            "program": program,
+            "ranks": ranks,
             "params": {**params, "trace": str(self.home / f"{run_key}.steps")},
             "batch_steps": batch_steps,
             "checkpoint": {
-                "checkpoint_dir": str(self.runs / "{run_key}"),
+                "checkpoint_dir": place or str(self.runs / "{run_key}"),
                 "step_interval": step_interval,
+                **(checkpoint or {}),
             },
         }
         return self.start("train/byte-lm", **parameters)

@@ -35,7 +35,7 @@ from tests.support import runs
 from tests.support.block_log import KEEPS, Keep, Replay, die_with_parent, logged_disk, read_log
 from tests.support.calls import WatchedCalls
 
-LeavesOut = Literal["nothing", "directories", "ledger", "data"]  # which fsyncs do nothing and say 0
+LeavesOut = Literal["nothing", "directories", "ledger", "data", "newest data"]  # which fsyncs do nothing and say 0
 
 _DISK_BYTES = 32 << 20
 # Small, so that it wraps around; the tables are written by mkfs and not by a thread of the kernel meanwhile.
@@ -85,9 +85,9 @@ def expected(step: int) -> str:
 class VictimCalls(WatchedCalls):
     """Leave some fsyncs out."""
 
-    def __init__(self, leaves_out: LeavesOut):
+    def __init__(self, leaves_out: LeavesOut, last_step: int):
         super().__init__()
-        self._leaves_out = leaves_out
+        self._leaves_out, self._last_step = leaves_out, last_step
 
     def fsync(self, fd: int) -> None:
         if not self._is_left_out(self.paths[fd]):
@@ -104,11 +104,13 @@ class VictimCalls(WatchedCalls):
                 return of_file and "/ledger/" in path
             case "data":
                 return of_file and "/checkpoint_" in path
+            case "newest data":
+                return of_file and f"/checkpoint_{self._last_step:012d}/" in path
 
 
 def live(root: Path, steps: int, leaves_out: LeavesOut, ack: Callable[[int], None]) -> None:
     """Restore and save step after step, two of which are kept; `ack` is called as soon as one is saved."""
-    calls = VictimCalls(leaves_out)
+    calls = VictimCalls(leaves_out, steps)
     with runs.opened(root, calls=calls) as ckpt:
         first = ckpt.restore(life_state(runs.UNTOUCHED)) + 1
         for step in range(first, first + steps):
@@ -217,16 +219,17 @@ def mounted_disk(image: Path) -> Iterator[Path]:
 
 
 def lose_reordered(
-    work: Path, *, leaves_out: LeavesOut, saves: int, lives: int, moments: int, seed: int
+    work: Path, *, leaves_out: LeavesOut, saves: int, lives: int, moments: int, lies: int, seed: int
 ) -> list[Moment]:
     """Log every write and flush; lose power after every save and at random, with any part of what was not flushed.
 
-    With several `lives` the next process goes on from a disk that was left so, and power is lost again.
+    With several `lives` the next process goes on from a disk that was left so, and power is lost again. The disk lies
+    about the last `lies` flushes.
     """
     choose, found = random.Random(seed), list[Moment]()
     base, known = (work / "new").read_bytes(), 0
     for n in range(lives):
-        replay, acks = _logged_life(work, base, saves, leaves_out)
+        replay, acks = _logged_life(work, base, saves, leaves_out, lies)
         chosen = sorted((*_at_acks(replay, acks), *_anywhere(replay, moments, choose)))
         goes_on, before = choose.randrange(len(chosen)), known
         for m, (moment, keep) in enumerate(chosen):
@@ -241,7 +244,9 @@ def lose_reordered(
     return found
 
 
-def _logged_life(work: Path, base: bytes, saves: int, leaves_out: LeavesOut) -> tuple[Replay, list[tuple[int, int]]]:
+def _logged_life(
+    work: Path, base: bytes, saves: int, leaves_out: LeavesOut, lies: int
+) -> tuple[Replay, list[tuple[int, int]]]:
     """Run one process; return what it did to the disk, and for each saved step the size of the log by then."""
     image, log, acks = work / "served", work / "log", work / "acks"
     image.write_bytes(base)
@@ -257,7 +262,7 @@ def _logged_life(work: Path, base: bytes, saves: int, leaves_out: LeavesOut) -> 
     events = read_log(log)
     assert Replay(base, events).disk(len(events), "all", random.Random()) == image.read_bytes()
     lines = [line.split() for line in acks.read_text().splitlines()]
-    return Replay(base, events), [(int(size_bytes), int(step)) for size_bytes, step in lines]
+    return Replay(base, events, lies=lies), [(int(size_bytes), int(step)) for size_bytes, step in lines]
 
 
 def _at_acks(replay: Replay, acks: list[tuple[int, int]]) -> Iterator[tuple[int, Keep]]:

@@ -95,6 +95,12 @@ def kinds(moments: list[dict[str, Any]]) -> Counter[str]:
     return Counter(kind for moment in moments for kind in {kind for kind, _ in moment["faults"]})
 
 
+def no_faults(moments: list[dict[str, Any]]) -> bool:
+    for moment in moments:
+        assert moment["faults"] == [], moment
+    return True
+
+
 # ── power is lost ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -108,9 +114,8 @@ def test_what_was_saved_survives_a_loss_of_power(
 
     The next save works, also when power is lost once more.
     """
-    moments = logged(leaves_out="nothing", saves=saves, lives=lives, moments=more, seed=seed)
-    for moment in moments:
-        assert moment["faults"] == [], moment
+    moments = logged(leaves_out="nothing", saves=saves, lives=lives, moments=more, lies=0, seed=seed)
+    assert no_faults(moments)
     assert len(moments) == lives * (3 * saves + more)
 
 
@@ -121,13 +126,32 @@ def test_what_was_saved_survives_a_loss_of_power(
 @pytest.mark.parametrize("leaves_out", ["data", _slow("directories"), _slow("ledger")])
 def test_without_these_fsyncs_a_save_is_lost(logged: Experiment, leaves_out: str) -> None:
     """Leave out the fsync of directories, of ledger entries or of data: an acknowledged save is gone or torn."""
-    moments = logged(leaves_out=leaves_out, saves=2, lives=1, moments=0, seed=2)
+    moments = logged(leaves_out=leaves_out, saves=2, lives=1, moments=0, lies=0, seed=2)
     found = kinds(moments)
     assert found["lost"] + found["torn"] > 0, moments
     assert found["wrong"] == 0, moments
 
 
-# ── a damaged file ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fsync lies ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_a_save_that_a_lying_fsync_tore_is_passed_over(logged: Experiment) -> None:
+    """P35: fsync did nothing for the last checkpoint's objects: restore says so, and takes the one before it."""
+    moments = logged(leaves_out="newest data", saves=3, lives=1, moments=0, lies=0, seed=2)
+    assert no_faults([moment for moment in moments if moment["acked"] < 3])
+    torn = [moment for moment in moments if moment["acked"] == 3 and moment["faults"]]
+    assert {moment["restored"] for moment in torn} == {2}
+    assert kinds(torn).keys() == {"torn", "passed over"}, torn
+
+
+@pytest.mark.parametrize(("lies", "moments"), [_slow(20, 2), _slow(40, 45), _slow(160, 45)])
+def test_a_lying_disk_gives_an_older_save_or_an_error(logged: Experiment, lies: int, moments: int) -> None:
+    """P35: the last flushes did nothing: a save is restored bit for bit, an older one if need be, or it is an error."""
+    left = logged(leaves_out="nothing", saves=3, lives=1, moments=moments, lies=lies, seed=3)
+    found = kinds(left)
+    assert found["wrong"] == found["stuck"] == 0, left
+    assert min(found["lost"], found["torn"], found["passed over"] + found["refused"]) > 0, left
 
 
 @pytest.mark.slow
@@ -155,7 +179,10 @@ def logged_blocks(*what: str) -> list[Event]:
 
 
 def test_what_was_flushed_is_there_and_of_the_rest_any_part() -> None:
-    """Every disk that can be left is found, and no other: writes before the last flush, and any part of those after."""
+    """Every disk that can be left is found, and no other: writes before the last flush, and any part of those after.
+
+    With a flush that did nothing, what was written before it may be missing as well.
+    """
     base, events = b"-" * 4 * BLOCK_BYTES, logged_blocks("0a", "1b", "", "2c", "0de")
     choose = random.Random(0)
 
@@ -171,3 +198,5 @@ def test_what_was_flushed_is_there_and_of_the_rest_any_part() -> None:
     assert left(5, "all") == {"dec-"}
     assert left(5, "writes") == {"ab--", "abc-", "de--", "dec-"}
     assert left(5, "blocks") == {"ab--", "abc-", "db--", "dbc-", "ae--", "aec-", "de--", "dec-"}
+    for lies, expected in enumerate(["ab--", "----"]):
+        assert blocks(Replay(base, events, lies=lies).disk(4, "none", choose)) == expected

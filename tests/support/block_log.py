@@ -164,13 +164,15 @@ def read_log(log: Path) -> list[Event]:
 class Replay:
     """Make the disks that a loss of power could have left, for one moment after another.
 
-    `base` is the disk before the first event. A moment is a number of events that have come.
+    `base` is the disk before the first event. A moment is a number of events that have come. The last `lies` flushes
+    before it were answered and not done.
     """
 
-    def __init__(self, base: bytes, events: list[Event]):
+    def __init__(self, base: bytes, events: list[Event], *, lies: int = 0):
         self.events = events
         self._ends = [event.end for event in events]
         self._flushes = [n for n, event in enumerate(events) if event.data is None]
+        self._lies = lies
         self._durable = bytearray(base)
         self._done = 0
 
@@ -184,7 +186,7 @@ class Replay:
 
     def disk(self, moment: int, keep: Keep, choose: random.Random) -> bytearray:
         """Return the disk that power loss leaves at a moment, which must not lie before the last one asked for."""
-        past = bisect_right(self._flushes, moment - 1)
+        past = bisect_right(self._flushes, moment - 1) - self._lies
         flushed = self._flushes[past - 1] if past > 0 else 0
         assert flushed >= self._done
         for event in self.events[self._done : flushed]:

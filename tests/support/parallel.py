@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -25,7 +26,7 @@ class Parallel:
 
     `plan` has [step, rank, what]: before the optimizer step of this step the rank does that, once in all: "raise",
     "exit", "kill", "stop", "segv" or "term" (itself), "agent" or "server" (kill it), "terminate" (SIGTERM to an agent),
-    "nan" (its loss is none) or "slow" (the step takes 12 s). Each leaves a file in
+    "full" (its disk takes no more), "nan" (its loss is none) or "slow" (the step takes 12 s). Each leaves a file in
     `folder`, with the time of the host's clock. `trace` gets a line of rank 0's for each completed step: when, in which
     process, which step, 0; and beside it each rank its process.
     """
@@ -103,6 +104,9 @@ class Parallel:
             end_s = time.monotonic() + 12.0
             while time.monotonic() < end_s:
                 time.sleep(0.01)
+        if what == "full":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         if what == "server":
             os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()  # until the kernel kills this one too: it may not end its step first
